@@ -115,21 +115,13 @@ def test_levels_of_a_timm_net_are_its_own_maps():
             {"model": "resnet18", "size": 64, "pool": "cls+mean"},
             "the model has no class token",
         ),
-        (
-            "core.timm",
-            {"model": "resnet10t", "levels": {"9": 1}},
-            "no level 9; it has image, 1–5",
-        ),
+        ("core.timm", {"model": "resnet10t", "levels": {"9": 1}}, "no level 9; it has image, 1–5"),
         (
             "core.timm",
             {"model": "resnet10t", "levels": {"5": 1, "last": 1}},
             "last and 5 are the same level",
         ),
-        (
-            "core.timm",
-            {"model": "resnet10t", "levels": {"5": 1}, "pool": "gem"},
-            "Set only one of",
-        ),
+        ("core.timm", {"model": "resnet10t", "levels": {"5": 1}, "pool": "gem"}, "Set only one of"),
     ],
 )
 def test_what_a_net_lacks(name, values, sentence):

@@ -48,14 +48,7 @@ class Noted(nn.Module):
 
     seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         assert ref_emb is not None and ref_labels is not None
         self.seen.append((ref_emb, ref_labels))
         a, _, n = indices_tuple

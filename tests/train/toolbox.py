@@ -80,11 +80,8 @@ class Mover(Generator):
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         self.calls += 1
-        moved = (
-            negative
-            + self.map(torch.cat([anchor, positive, negative], 1))
-            + 0.01 * torch.randn_like(negative)
-        )
+        triplet = torch.cat([anchor, positive, negative], 1)
+        moved = negative + self.map(triplet) + 0.01 * torch.randn_like(negative)
         return moved * float("nan") if self.calls == self.explode_at else moved
 
     def objective(
@@ -148,13 +145,14 @@ class Local(Combiner):
     def _units(self, codes: Tensor) -> Tensor:
         return nn.functional.normalize(codes.unflatten(-1, (self.parts, -1)), dim=-1)
 
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        gap = self._units(query_emb)[:, None] - self._units(ref_emb)[None]
+    def _mean(self, gap: Tensor) -> Tensor:
         return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
 
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self._mean(self._units(query_emb)[:, None] - self._units(ref_emb)[None])
+
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        gap = self._units(query_emb) - self._units(ref_emb)
-        return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
+        return self._mean(self._units(query_emb) - self._units(ref_emb))
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         return self._units(codes).flatten(1)
@@ -163,7 +161,7 @@ class Local(Combiner):
 class Deadly(nn.Module):
     """The contrastive loss, which kills the process the moment it computes step `KILL_AT`."""
 
-    def __init__(self, distance: Any) -> None:
+    def __init__(self, distance: nn.Module | None = None) -> None:
         super().__init__()
         self.loss = losses.ContrastiveLoss(**({} if distance is None else {"distance": distance}))
         self.calls = 0
@@ -176,26 +174,13 @@ class Deadly(nn.Module):
         made.calls = -1_000_000
         return made
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Any = None,
-        ref_labels: Any = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         self.calls += 1
         if self.calls == int(os.environ.get("KILL_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.calls == int(os.environ.get("NAN_AT", "0")):
             return embeddings.sum() * float("nan")
-        loss: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        return loss
-
-
-def deadly(distance: nn.Module | None = None) -> Deadly:
-    """See `Deadly`."""
-    return Deadly(distance)
+        return self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
 
 def proxies(embedding_size: int, classes: int) -> losses.ProxyAnchorLoss:
@@ -203,34 +188,11 @@ def proxies(embedding_size: int, classes: int) -> losses.ProxyAnchorLoss:
     return losses.ProxyAnchorLoss(classes, embedding_size)
 
 
-def classifier(embedding_size: int, classes: int) -> losses.NormalizedSoftmaxLoss:
-    """A loss without distance or reference set."""
-    return losses.NormalizedSoftmaxLoss(classes, embedding_size)
-
-
-@hookimpl
-def retrieval_datasets() -> Mapping[str, Any]:
-    return {"digits": Digits}
-
-
-@hookimpl
-def retrieval_backbones() -> Mapping[str, Any]:
-    return {"net": Net}
-
-
-@hookimpl
-def retrieval_generators() -> Mapping[str, Any]:
-    return {"mover": Mover, "midpoint": Midpoint, "onto": Onto}
-
-
-@hookimpl
-def retrieval_combiners() -> Mapping[str, Any]:
-    return {"local": Local}
-
-
-@hookimpl
-def retrieval_losses() -> Mapping[str, Any]:
-    return {"deadly": deadly, "proxies": proxies, "classifier": classifier}
+retrieval_datasets = hookimpl(lambda: {"digits": Digits})
+retrieval_backbones = hookimpl(lambda: {"net": Net})
+retrieval_generators = hookimpl(lambda: {"mover": Mover, "midpoint": Midpoint, "onto": Onto})
+retrieval_combiners = hookimpl(lambda: {"local": Local})
+retrieval_losses = hookimpl(lambda: {"deadly": Deadly, "proxies": proxies})
 
 
 def _note(run: Any, line: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.host.hookspecs import Factories
 from retrieval.plugin import (
     Backbone,
     Combiner,
@@ -21,7 +20,6 @@ from retrieval.plugin import (
     Generator,
     IndexBackend,
     Part,
-    TripletIndices,
     hookimpl,
     traits,
 )
@@ -82,14 +80,7 @@ class Margin(nn.Module):
         super().__init__()
         self.scale, self.margin, self.distance, self.reducer = scale, margin, distance, reducer
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: TripletIndices | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         return embeddings.square().mean() * self.scale
 
 
@@ -128,16 +119,8 @@ class Several(nn.Module):
         super().__init__()
         self.losses, self.first, self.weights = nn.ModuleList(losses), first, weights
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Any = None,
-        ref_labels: Any = None,
-    ) -> Tensor:
-        total: Tensor = sum(loss(embeddings, labels) for loss in self.losses)
-        return total
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return sum(loss(embeddings, labels) for loss in self.losses)
 
 
 class AllPairs(nn.Module):
@@ -150,13 +133,7 @@ class AllPairs(nn.Module):
     def __init__(self, distance: BaseDistance | None = None) -> None:
         super().__init__()
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> TripletIndices:
+    def forward(self, embeddings, labels, ref_emb=None, ref_labels=None):
         same = labels[:, None] == labels
         return *torch.where(same.triu(1)), *torch.where(~same)
 
@@ -204,9 +181,7 @@ def euclidean(p: float = 2.0) -> BaseDistance:
     return LpDistance(p=p)
 
 
-def mean(
-    pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0
-) -> nn.Module:
+def mean(pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0) -> Any:
     """The mean.
 
     Args:
@@ -232,9 +207,7 @@ class Best:
 
     depth = 1
 
-    def __call__(
-        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> Any:
         return matches[:, 0].astype(np.float64)
 
 
@@ -276,69 +249,19 @@ class Shelf(LocalPlace):
         self.timeout = timeout
 
 
-@hookimpl
-def retrieval_backbones() -> Factories:
-    return {"same": Same}
-
-
-@hookimpl
-def retrieval_datasets() -> Factories:
-    return {"items": Items}
-
-
-@hookimpl
-def retrieval_losses() -> Factories:
-    return {"margin": Margin, "fixed": Fixed, "several": Several}
-
-
-@hookimpl
-def retrieval_miners() -> Factories:
-    return {"all_pairs": AllPairs}
-
-
-@hookimpl
-def retrieval_generators() -> Factories:
-    return {"middle": Middle}
-
-
-@hookimpl
-def retrieval_combiners() -> Factories:
-    return {"cosine": Cosine}
-
-
-@hookimpl
-def retrieval_learners() -> Factories:
-    return {"centre": Centre}
-
-
-@hookimpl
-def retrieval_metrics() -> Factories:
-    return {"best": Best}
-
-
-@hookimpl
-def retrieval_indexes() -> Factories:
-    return {"scan": Scan}
-
-
-@hookimpl
-def retrieval_stores() -> Factories:
-    return {"shelf": Shelf}
-
-
-@hookimpl
-def retrieval_distances() -> Factories:
-    return {"euclidean": euclidean}
-
-
-@hookimpl
-def retrieval_reducers() -> Factories:
-    return {"mean": mean}
-
-
-@hookimpl
-def retrieval_regularizers() -> Factories:
-    return {"lp": lp}
+retrieval_backbones = hookimpl(lambda: {"same": Same})
+retrieval_datasets = hookimpl(lambda: {"items": Items})
+retrieval_losses = hookimpl(lambda: {"margin": Margin, "fixed": Fixed, "several": Several})
+retrieval_miners = hookimpl(lambda: {"all_pairs": AllPairs})
+retrieval_generators = hookimpl(lambda: {"middle": Middle})
+retrieval_combiners = hookimpl(lambda: {"cosine": Cosine})
+retrieval_learners = hookimpl(lambda: {"centre": Centre})
+retrieval_metrics = hookimpl(lambda: {"best": Best})
+retrieval_indexes = hookimpl(lambda: {"scan": Scan})
+retrieval_stores = hookimpl(lambda: {"shelf": Shelf})
+retrieval_distances = hookimpl(lambda: {"euclidean": euclidean})
+retrieval_reducers = hookimpl(lambda: {"mean": mean})
+retrieval_regularizers = hookimpl(lambda: {"lp": lp})
 
 
 class Silent:
@@ -357,9 +280,7 @@ class Silent:
     def end(self, how: str) -> None: ...
 
 
-@hookimpl
-def retrieval_trackers() -> Factories:
-    return {"silent": Silent}
+retrieval_trackers = hookimpl(lambda: {"silent": Silent})
 
 
 @hookimpl
