@@ -32,22 +32,11 @@ def digits():
 
 def scikit(learner: LinearMap) -> Any:
     """The estimator of scikit-learn with the same settings."""
-    if isinstance(learner, PCA):
-        return SklearnPCA(
-            learner.n_components, whiten=learner.whiten, random_state=learner.seed or 0
-        )
+    values = learner.get_params()
     if isinstance(learner, LDA):
-        return LinearDiscriminantAnalysis(
-            "eigen", n_components=learner.n_components, shrinkage=learner.shrinkage
-        )
-    assert isinstance(learner, NCA)
-    return NeighborhoodComponentsAnalysis(
-        learner.n_components,
-        init=learner.init,
-        max_iter=learner.max_iter,
-        tol=learner.tol,
-        random_state=learner.seed or 0,
-    )
+        return LinearDiscriminantAnalysis("eigen", **values)
+    values["random_state"] = values.pop("seed") or 0
+    return (SklearnPCA if isinstance(learner, PCA) else NeighborhoodComponentsAnalysis)(**values)
 
 
 @each

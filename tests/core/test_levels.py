@@ -24,8 +24,7 @@ LEVELS = {"image": 14, "2": 3, "4": 2, "last": 1}
 
 
 def net(**values: Any) -> Backbone:
-    built: Backbone = create("backbone", "core.efficientnet_lite0", size=64, **values)
-    return built.eval()
+    return create("backbone", "core.efficientnet_lite0", size=64, **values).eval()
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +45,10 @@ def rooted(maps: Tensor, grid: int) -> Tensor:
 def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels, images):
     network: Any = levels.network.network
     seen: dict[str, Tensor] = {}
+    modules = {"2": network.blocks[1], "4": network.blocks[3], "last": network.bn2}
     hooks = [
-        network.blocks[1].register_forward_hook(lambda *of: seen.update({"2": of[2]})),
-        network.blocks[3].register_forward_hook(lambda *of: seen.update({"4": of[2]})),
-        network.bn2.register_forward_hook(lambda *of: seen.update({"last": of[2]})),
+        module.register_forward_hook(lambda *of, name=name: seen.update({name: of[2]}))
+        for name, module in modules.items()
     ]
     with torch.no_grad():
         network(images)
@@ -74,10 +73,7 @@ def test_gradients_are_finite_where_a_map_is_zero(levels):
         ({"levels": {}}, "name at least one"),
         (
             {"levels": {"image": 65, "last": 3}},
-            (
-                r"image has 64 × 64 positions, but its grid has 65 × 65 cells; last has 2 × 2"
-                r" positions, but its grid has 3 × 3 cells\. Use coarser grids"
-            ),
+            r"image has 64 × 64 positions, .* 65 × 65 cells; last has 2 × 2 .* 3 × 3 cells\. Use c",
         ),
         ({"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
         ({"levels": {"last": 0}}, "levels.last"),
@@ -113,24 +109,27 @@ def test_its_bundle_gives_the_same_codes(tmp_path):
     assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
 
 
-@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+ROOT = Path(__file__).parents[2]
+both_recipes = pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+
+
+def text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@both_recipes
 def test_the_recipe_is_the_chosen_one(name):
-    root = Path(__file__).parents[2]
-    recipe = tomllib.loads((root / "models" / name / "recipe.toml").read_text(encoding="utf-8"))
-    kept = json.loads(
-        (root / "benchmarks" / "results" / "raw" / "levels.json").read_text(encoding="utf-8")
-    )
+    recipe = tomllib.loads(text(f"models/{name}/recipe.toml"))
+    kept = json.loads(text("benchmarks/results/raw/levels.json"))
     tried = kept["sets"][name.partition("-")[0]]["tried"]
     chosen = max(tried, key=lambda one: one["score"])
     assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}
     assert recipe["learner"] == chosen["learner"]
 
 
-@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+@both_recipes
 def test_the_card_has_the_pages_table(name):
-    root = Path(__file__).parents[2]
-    page = (root / "benchmarks" / "results" / "levels.md").read_text(encoding="utf-8")
-    card = (root / "models" / name / "README.md").read_text(encoding="utf-8")
+    page, card = text("benchmarks/results/levels.md"), text(f"models/{name}/README.md")
     rows = [line for line in card.splitlines() if line.startswith("|")]
     part = next(value for value in page.split("## ") if f"models/{name}" in value)
     assert len(rows) == 7 and all(line in part.splitlines() for line in rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from PIL import Image
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
@@ -25,6 +26,17 @@ NAMES = [f"Person_{i:02d}" for i in range(12)]
 
 The last one of each fold has a single image.
 """
+
+
+RECIPE: dict[str, Any] = {
+    "name": "faces",
+    "split": {"validation": 0.0},
+    "sampler": {"classes": 4, "items": 2, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 16, "width": 4, "depth": 2},
+    "head": {"embedding_size": 8},
+    "loss": {"name": "pml.contrastive"},
+    "train": {"epochs": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +91,12 @@ def faces(made, tmp_path):
 
 
 def build(plugins: Plugins, folder: Path, **values: Any) -> Dataset:
-    data: Dataset = plugins.build("datasets", {"name": "core.lfw", "folder": str(folder), **values})
-    return data
+    return plugins.build("datasets", {"name": "core.lfw", "folder": str(folder), **values})
 
 
 def sides(data: Dataset) -> dict[str, set[str]]:
-    assert data.splits is not None
     actual: dict[str, set[str]] = {}
-    for label, side in zip(data.labels, data.splits, strict=True):
+    for label, side in zip(data.labels, data.splits or (), strict=True):
         actual.setdefault(side, set()).add(label)
     return actual
 
@@ -144,54 +154,37 @@ def test_where_the_lists_are(plugins, faces, tmp_path):
 def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
-    shutil.copy(
-        faces / "Person_01" / "Person_01_0001.jpg", faces / "Person_01" / "Person_01_0001.png"
-    )
+    twice = faces / "Person_01" / "Person_01_0001.jpg"
+    shutil.copy(twice, twice.with_suffix(".png"))
     train = faces.parent / "peopleDevTrain.txt"
     train.write_text(train.read_text().replace("Person_02\t5", "Person_01\t7"))
-    text = refused(plugins, faces)
-    assert text.splitlines() == [
+    train, missing = "  - peopleDevTrain.txt", "Person_01/Person_01_0006, Person_01/Person_01_0007."
+    assert refused(plugins, faces).splitlines() == [
         f"{faces} has 6 problems:",
         "  - 1 image is not named like NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
         "  - there are several files of Person_01/Person_01_0001. Keep only one.",
-        (
-            "  - peopleDevTrain.txt: line 2: 1 of the 5 images of Person_00 are missing:"
-            " Person_00/Person_00_0002."
-        ),
-        "  - peopleDevTrain.txt: line 4: Person_01 is already in line 3.",
-        (
-            "  - peopleDevTrain.txt: line 4: 2 of the 7 images of Person_01 are missing:"
-            " Person_01/Person_01_0006, Person_01/Person_01_0007."
-        ),
-        (
-            "  - peopleDevTest.txt: line 2: 1 of the 5 images of Person_09 are missing:"
-            " Person_09/Person_09_0001."
-        ),
+        f"{train}: line 2: 1 of the 5 images of Person_00 are missing: Person_00/Person_00_0002.",
+        f"{train}: line 4: Person_01 is already in line 3.",
+        f"{train}: line 4: 2 of the 7 images of Person_01 are missing: {missing}",
+        "  - peopleDevTest.txt: line 2: 1 of the 5 images of Person_09 are missing:"
+        " Person_09/Person_09_0001.",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ten\n", "people.txt: line 1 is 'ten' where the number of folds is expected."),
-        (
-            "2\n2\nPerson_00\t5\n1\nPerson_01\t5\n",
-            "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME images'.",
-        ),
-        (
-            "1\n1\nPerson_00\t5\nPerson_01\t5\n",
-            "people.txt: line 4 is after the last person that is counted (1 too many in all).",
-        ),
-        ("1\n1\nPerson_00\t5\n", "people.txt: there must be at least two folds"),
-        (
-            "2\n1\nPerson_00\t5\n1\nPerson_00\t5\n",
-            "people.txt: line 5: Person_00 is already in line 3.",
-        ),
+        ("ten\n", "line 1 is 'ten' where the number of folds is expected."),
+        ("2\n2\nA\t5\n1\nB\t5\n", "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME"),
+        ("1\n1\nA\t5\nB\t5\n", "line 4 is after the last person that is counted (1 too many"),
+        ("1\n1\nPerson_00\t5\n", "there must be at least two folds"),
+        ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "line 5: Person_00 is already in line 3."),
     ],
 )
 def test_a_list_of_people_that_is_wrong(plugins, faces, text, says):
     (faces.parent / "people.txt").write_text(text)
-    assert says in refused(plugins, faces, view="folds")
+    message = refused(plugins, faces, view="folds")
+    assert "people.txt: " in message and says in message
 
 
 def test_lists_that_do_not_fit_the_view(plugins, faces):
@@ -202,23 +195,18 @@ def test_lists_that_do_not_fit_the_view(plugins, faces):
         build(plugins, faces, view="folds", fold=0)
     assert "is not a folder" in refused(plugins, faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    assert "put people on both sides, training and test: Person_00, Person_01" in refused(
-        plugins, faces
-    )
+    says = "put people on both sides, training and test: Person_00, Person_01"
+    assert says in refused(plugins, faces)
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
-    text = refused(plugins, faces, restricted=True)
-    assert "pairsDevTest.txt: line 1 must state one number of pairs." in text
+    says = "pairsDevTest.txt: line 1 must state one number of pairs."
+    assert says in refused(plugins, faces, restricted=True)
     shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
-    assert "pairs.txt: line 1 must state folds" in refused(
-        plugins, faces, view="folds", restricted=True
-    )
+    text = refused(plugins, faces, view="folds", restricted=True)
+    assert "pairs.txt: line 1 must state folds" in text
     broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
     (lists / "pairsDevTrain.txt").write_text(broken)
-    text = refused(plugins, faces, restricted=True)
-    assert (
-        "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
-        in text
-    )
+    says = "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
+    assert says in refused(plugins, faces, restricted=True)
 
 
 def test_skip_bad(plugins, faces):
@@ -232,38 +220,22 @@ def test_skip_bad(plugins, faces):
 
 def test_trained_on_one_view_and_verified_by_the_lists_of_both(cli, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("faces.toml").write_text(
-        f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview ='
-        ' "folds"\nfold = 3\n[split]\nvalidation = 0.0\n[sampler]\nclasses = 4\nitems = 2\nbatches'
-        ' = 4\n[backbone]\nname = "core.convnet"\nsize = 16\nwidth = 4\ndepth ='
-        ' 2\n[head]\nembedding_size = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
-        encoding="utf-8",
-    )
+    data = {"name": "core.lfw", "folder": str(made / "faces"), "view": "folds", "fold": 3}
+    Path("faces.toml").write_text(tomli_w.dumps({**RECIPE, "data": data}), encoding="utf-8")
     assert cli("train", "faces.toml").code == 0
     verify = ("evaluate", "runs/faces", "--protocol", "verification", "--json", "--pairs")
     done = cli(*verify, made / "pairs.txt")
     assert done.code == 0, done.err
     actual = json.loads(done.out)
-    assert actual["pairs"] == {
-        "same": 12,
-        "different": 12,
-        "items": 24,
-        "folds": 3,
-        "folds_share": "nothing",
-        "file": str(made / "pairs.txt"),
-    }
-    assert actual["notes"][0].startswith("16 of 24 pairs") and actual["notes"][0].endswith(
-        "without such pairs: 3."
-    )
+    counts = {"same": 12, "different": 12, "items": 24, "folds": 3, "folds_share": "nothing"}
+    assert actual["pairs"] == {**counts, "file": str(made / "pairs.txt")}
+    (note, *_) = actual["notes"]
+    assert note.startswith("16 of 24 pairs") and note.endswith("without such pairs: 3.")
     done = cli(*verify, made / "pairsDevTest.txt", "--folds", 2)
     assert done.code == 0 and json.loads(done.out)["pairs"]["folds"] == 2
     wrong = tmp_path / "pairs.txt"
-    wrong.write_text(
-        (made / "pairs.txt")
-        .read_text()
-        .replace("3\t4\n", "3\t5\n", 1)
-        .replace("Person_00\t1\t2", "Nobody\t1\t2")
-    )
+    text = (made / "pairs.txt").read_text().replace("3\t4\n", "3\t5\n", 1)
+    wrong.write_text(text.replace("Person_00\t1\t2", "Nobody\t1\t2"))
     done = cli(*verify, wrong)
     assert done.code == 2 and done.out == ""
     assert "states 3 × 5 same and as many different pairs, 30 lines; 24 follow." in done.err
