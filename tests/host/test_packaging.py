@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import runpy
 from configparser import ConfigParser
 from fnmatch import fnmatch
 from importlib.metadata import distribution
@@ -33,8 +35,7 @@ def folders() -> dict[str, Path]:
 
 def test_the_packages_listed_are_the_folders_there(config):
     listed = config["options"]["packages"].split()
-    assert len(listed) == len(set(listed))
-    assert set(listed) == set(folders())
+    assert len(listed) == len(set(listed)) and set(listed) == set(folders())
 
 
 def test_no_module_lies_outside_a_package():
@@ -87,3 +88,13 @@ def test_the_two_families_never_meet_in_one_extra(config):
     assert {"faiss-cpu", "onnxruntime"} <= {line.split(">=")[0] for line in extras["cpu"].split()}
     base = config["options"]["install_requires"]
     assert not any(word in base for word in ("torch", "faiss", "onnx", "scikit"))
+
+
+def test_the_extra_as_it_is_resolves_to_one_cuda():
+    """Where it changed: python tests/host/resolve_gpu.py."""
+    script = runpy.run_path(str(Path(__file__).with_name("resolve_gpu.py")))
+    kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
+    assert kept["wanted"] == script["wanted"]()
+    assert kept["cuda"] == "13" and {"torch", "faiss-gpu-cuvs"} <= set(kept["versions"])
+    package = {"name": "a-cu12", "version": "1", "requires_dist": ["cuda-toolkit<14,>=13.2"]}
+    assert [*script["majors"](package)] == ["12", "13"]

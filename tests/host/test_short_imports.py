@@ -38,11 +38,8 @@ def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
 
 
 def test_every_plugin_with_names_is_tried():
-    lazily = {
-        p.parent.name
-        for p in (ROOT / "plugins").glob("*/__init__.py")
-        if " = lazy(" in p.read_text("utf-8")
-    }
+    inits = (ROOT / "plugins").glob("*/__init__.py")
+    lazily = {p.parent.name for p in inits if " = lazy(" in p.read_text("utf-8")}
     assert lazily == {f"retrieval_{plugin}" for plugin in ONE_OF_EACH}
 
 

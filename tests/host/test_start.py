@@ -7,9 +7,9 @@ import json
 import numpy as np
 from PIL import Image
 
+# what takes long to load, and no part of the recipe asks for
 UNUSED = ["torch._dynamo", "torch._inductor", "scipy.special", "scipy.stats", "sklearn"]
 UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
-"""What takes long to load, and no part of the recipe asks for."""
 
 RECIPE = """
 data = { name = "core.image_folder", folder = "photos" }
@@ -50,15 +50,14 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
             pixels = random.integers(0, 256, (8, 8), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    script = SCRIPT % ["torch", *UNUSED]
-    done = process("-c", script, cwd=tmp_path, seconds=300)
+    done = process("-c", SCRIPT % ["torch", *UNUSED], cwd=tmp_path, seconds=300)
     assert done.code == 0, done.out + done.err
     assert json.loads(done.out.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
+# what a recipe of arrays needs of the serving half: how an image is decoded and prepared
 SERVING = {"retrieval.serving", "retrieval.serving.images"}
-"""What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 
 def test_a_recipe_loads_of_serving_what_it_uses(tmp_path, process):

@@ -31,11 +31,7 @@ Loss = Annotated[nn.Module, Part("losses")]
 
 
 class Items(Dataset):
-    """Random vectors.
-
-    Args:
-        count: items of each class.
-    """
+    """Random vectors."""
 
     kind = "features"
 
@@ -86,12 +82,7 @@ class Margin(nn.Module):
 
 @traits(ref_emb=False, miner=False)
 class Fixed(nn.Module):
-    """A loss with a distance of its own, and no use for references or a miner.
-
-    Args:
-        classes: given.
-        embedding_size: given.
-    """
+    """A loss with a distance of its own, and no use for references or a miner."""
 
     def __init__(self, classes: int, embedding_size: int) -> None:
         super().__init__()
@@ -102,13 +93,7 @@ class Fixed(nn.Module):
 
 
 class Several(nn.Module):
-    """A loss of losses.
-
-    Args:
-        losses: several.
-        first: one more.
-        weights: one for each.
-    """
+    """A loss of losses."""
 
     def __init__(
         self,
@@ -124,11 +109,7 @@ class Several(nn.Module):
 
 
 class AllPairs(nn.Module):
-    """A miner of all pairs.
-
-    Args:
-        distance: how it measures.
-    """
+    """A miner of all pairs."""
 
     def __init__(self, distance: BaseDistance | None = None) -> None:
         super().__init__()
@@ -146,12 +127,7 @@ class Middle(Generator):
 
 
 class Cosine(Combiner):
-    """A combiner that measures one distance.
-
-    Args:
-        weight: its factor.
-        embedding_size: given.
-    """
+    """A combiner that measures one distance."""
 
     def __init__(self, embedding_size: int, weight: float = 1.0) -> None:
         super().__init__()
@@ -162,43 +138,26 @@ class Cosine(Combiner):
 
 
 class Centre:
-    """A learner that subtracts the mean.
-
-    Args:
-        mode: how.
-    """
+    """A learner that subtracts the mean."""
 
     def __init__(self, mode: Literal["mean", "median"] = "mean") -> None:
         self.mode = mode
 
 
 def euclidean(p: float = 2.0) -> BaseDistance:
-    """The Lp distance.
-
-    Args:
-        p: the norm.
-    """
+    """The Lp distance."""
     return LpDistance(p=p)
 
 
 def mean(pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0) -> Any:
-    """The mean.
-
-    Args:
-        pad: a part within a part.
-        low: a number.
-    """
+    """The mean."""
     reducer = MeanReducer()
     reducer.pad = pad
     return reducer
 
 
 def lp(p: int = 2) -> nn.Module:
-    """The Lp norm.
-
-    Args:
-        p: the norm.
-    """
+    """The Lp norm."""
     return LpRegularizer(p=p)
 
 
@@ -212,11 +171,7 @@ class Best:
 
 
 class Scan(IndexBackend):
-    """A plain scan.
-
-    Args:
-        block: rows at a time.
-    """
+    """A plain scan."""
 
     def __init__(self, block: int = 100) -> None:
         self.block = block
@@ -237,12 +192,7 @@ class Scan(IndexBackend):
 
 
 class Shelf(LocalPlace):
-    """A folder, as a store of its own.
-
-    Args:
-        address: `shelf:///data/items`.
-        timeout: of nothing.
-    """
+    """A folder, as a store of its own."""
 
     def __init__(self, address: Address, timeout: int = 1) -> None:
         super().__init__(address)
