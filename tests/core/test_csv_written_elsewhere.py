@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -122,13 +123,6 @@ def test_sides_and_roles_by_their_usual_names(folder):
     assert list(data.roles or ()) == [*[""] * 5, "query"] and data.metadata is None
 
 
-def test_true_and_false_of_excel_and_pandas():
-    values = ["TRUE", "False", "", "true"]
-    rows = typed([{"x": value} for value in values])
-    assert [row["x"] for row in rows] == [True, False, None, True]
-    assert typed([{"x": "TRUE"}, {"x": "yes"}]) == [{"x": "TRUE"}, {"x": "yes"}]
-
-
 def test_the_column_id_is_an_items_id(folder):
     actual = items(written(folder, "Id,path,label,price", "p{n},{path},{label},{n}"))
     assert [item.key for item in actual] == [f"p{n}" for n in range(6)]
@@ -138,8 +132,37 @@ def test_the_column_id_is_an_items_id(folder):
 
 
 def test_one_number_in_several_forms_is_likely_one_class(folder):
-    forms = ["1", "1.0", "01", "2", "2", "-1"]
-    file = written(folder, "path,label", "{path},{value}", forms)
+    file = written(folder, "path,label", "{path},{value}", ["1", "1.0", "01", "2", "2", "-1"])
     actual = retrieval.check_data(file, progress=False)
     assert list(actual.spelt) == [("1", "1.0", "01")] and not actual.clean
     assert "1 group of labels is likely one class" in actual.text()
+
+
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["12", "8", "-15", "0"], [12, 8, -15, 0]),
+        (["12", "8.5", ""], [12.0, 8.5, None]),
+        (["1e3", "-2.5E-1"], [1000.0, -0.25]),
+        (["true", "FALSE", "", "True"], [True, False, None, True]),
+        (["TRUE", "yes"], ["TRUE", "yes"]),
+        (["007", "12"], ["007", "12"]),  # codes, not numbers
+        (["1234567890123456"], ["1234567890123456"]),
+        (["1e999", "1"], ["1e999", "1"]),
+        (["nan", "1"], ["nan", "1"]),
+        (["1_000", "1"], ["1_000", "1"]),
+        (["\u0663", "1"], ["\u0663", "1"]),  # digits of another script are text
+        (["", ""], ["", ""]),
+        (["12 cm", "3"], ["12 cm", "3"]),
+    ],
+)
+def test_a_column_has_one_type(texts, values):
+    rows = typed([{"a": text, "b": "x"} for text in texts])
+    assert [row["a"] for row in rows] == values
+    assert [type(row["a"]) for row in rows] == [type(value) for value in values]
+    assert all(row["b"] == "x" for row in rows) and list(rows[0]) == ["a", "b"]
+    json.dumps(rows, allow_nan=False)
+
+
+def test_no_rows():
+    assert typed([]) == []

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import tomli_w
 from PIL import Image
+from refusals import refusal
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 from sklearn.datasets import load_digits
@@ -37,11 +38,6 @@ RECIPE: dict[str, Any] = {
     "loss": {"name": "pml.contrastive"},
     "train": {"epochs": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def plugins():
-    return load_plugins(block=["pml"])
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +86,8 @@ def faces(made, tmp_path):
     return tmp_path / "lfw" / "faces"
 
 
-def build(plugins: Plugins, folder: Path, **values: Any) -> Dataset:
-    return plugins.build("datasets", {"name": "core.lfw", "folder": str(folder), **values})
+def build(folder: Path, **values: Any) -> Dataset:
+    return create("dataset", "core.lfw", folder=str(folder), **values)
 
 
 def sides(data: Dataset) -> dict[str, set[str]]:
@@ -101,14 +97,12 @@ def sides(data: Dataset) -> dict[str, set[str]]:
     return actual
 
 
-def refused(plugins: Plugins, folder: Path, **values: Any) -> str:
-    with pytest.raises(DataError) as error:
-        build(plugins, folder, **values)
-    return str(error.value)
+def refused(folder: Path, **values: Any) -> str:
+    return refusal(DataError, build, folder, **values)
 
 
-def test_view_1(plugins, made):
-    data = build(plugins, made / "faces")
+def test_view_1(made):
+    data = build(made / "faces")
     assert len(data) == 9 * 5 + 3 * 1
     assert data.keys[0] == "Person_00/Person_00_0001.jpg" and data.labels[0] == "Person_00"
     assert sides(data) == {"train": set(NAMES[:9]), "test": set(NAMES[9:])}
@@ -118,40 +112,40 @@ def test_view_1(plugins, made):
 
 
 @pytest.mark.parametrize("fold", [1, 2, 3])
-def test_view_2(plugins, made, fold):
-    data = build(plugins, made / "faces", view="folds", fold=fold)
+def test_view_2(made, fold):
+    data = build(made / "faces", view="folds", fold=fold)
     tested = set(NAMES[4 * fold - 4 : 4 * fold])
     assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
 
 
-def test_the_restricted_views_have_only_images_of_pairs(plugins, made):
-    data = build(plugins, made / "faces", restricted=True)
+def test_the_restricted_views_have_only_images_of_pairs(made):
+    data = build(made / "faces", restricted=True)
     assert sides(data) == {"train": {"Person_00", "Person_01"}, "test": {"Person_09", "Person_10"}}
     assert len(data) == 16 and not any(key.endswith("_0005.jpg") for key in data.keys)
-    data = build(plugins, made / "faces", view="folds", fold=2, restricted=True)
+    data = build(made / "faces", view="folds", fold=2, restricted=True)
     assert sides(data)["test"] == {"Person_04", "Person_05"} and len(data) == 24
 
 
-def test_no_view_needs_no_list(plugins, made):
-    data = build(plugins, made / "faces", view="none")
+def test_no_view_needs_no_list(made):
+    data = build(made / "faces", view="none")
     assert len(data) == 48 and data.splits is None
     assert len(make_splits(data, Split(by="class", test=0.5, validation=0.0)).query) > 10
 
 
-def test_where_the_lists_are(plugins, faces, tmp_path):
+def test_where_the_lists_are(faces, tmp_path):
     lists = tmp_path / "elsewhere"
     lists.mkdir()
     for name in ("peopleDevTrain.txt", "peopleDevTest.txt"):
         (faces.parent / name).rename(lists / name)
-    assert "peopleDevTrain.txt and peopleDevTest.txt are in none of" in refused(plugins, faces)
-    assert len(build(plugins, faces, lists=str(lists))) == 48
+    assert "peopleDevTrain.txt and peopleDevTest.txt are in none of" in refused(faces)
+    assert len(build(faces, lists=str(lists))) == 48
     (lists / "peopleDevTest.txt").rename(faces / "peopleDevTest.txt")
     shutil.copy(lists / "peopleDevTrain.txt", faces)
-    assert len(build(plugins, faces)) == 48
-    assert "people.txt is in none of" in refused(plugins, faces, view="folds", lists=str(lists))
+    assert len(build(faces)) == 48
+    assert "people.txt is in none of" in refused(faces, view="folds", lists=str(lists))
 
 
-def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
+def test_every_fault_of_the_folder_and_the_lists_at_once(faces):
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
     twice = faces / "Person_01" / "Person_01_0001.jpg"
@@ -159,7 +153,7 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
     train = faces.parent / "peopleDevTrain.txt"
     train.write_text(train.read_text().replace("Person_02\t5", "Person_01\t7"))
     train, missing = "  - peopleDevTrain.txt", "Person_01/Person_01_0006, Person_01/Person_01_0007."
-    assert refused(plugins, faces).splitlines() == [
+    assert refused(faces).splitlines() == [
         f"{faces} has 6 problems:",
         "  - 1 image is not named like NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
         "  - there are several files of Person_01/Person_01_0001. Keep only one.",
@@ -181,41 +175,39 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
         ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "line 5: Person_00 is already in line 3."),
     ],
 )
-def test_a_list_of_people_that_is_wrong(plugins, faces, text, says):
+def test_a_list_of_people_that_is_wrong(faces, text, says):
     (faces.parent / "people.txt").write_text(text)
-    message = refused(plugins, faces, view="folds")
+    message = refused(faces, view="folds")
     assert "people.txt: " in message and says in message
 
 
-def test_lists_that_do_not_fit_the_view(plugins, faces):
+def test_lists_that_do_not_fit_the_view(faces):
     lists = faces.parent
-    assert "fold = 4: people.txt has 3 folds." in refused(plugins, faces, view="folds", fold=4)
-    assert "view = 'none'" in refused(plugins, faces, view="none", restricted=True)
+    assert "fold = 4: people.txt has 3 folds." in refused(faces, view="folds", fold=4)
+    assert "view = 'none'" in refused(faces, view="none", restricted=True)
     with pytest.raises((DataError, RecipeError), match="fold"):
-        build(plugins, faces, view="folds", fold=0)
-    assert "is not a folder" in refused(plugins, faces / "none")
+        build(faces, view="folds", fold=0)
+    assert "is not a folder" in refused(faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    says = "put people on both sides, training and test: Person_00, Person_01"
-    assert says in refused(plugins, faces)
+    assert "put people on both sides, training and test: Person_00, Person_01" in refused(faces)
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
     says = "pairsDevTest.txt: line 1 must state one number of pairs."
-    assert says in refused(plugins, faces, restricted=True)
+    assert says in refused(faces, restricted=True)
     shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
-    text = refused(plugins, faces, view="folds", restricted=True)
-    assert "pairs.txt: line 1 must state folds" in text
+    assert "pairs.txt: line 1 must state folds" in refused(faces, view="folds", restricted=True)
     broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
     (lists / "pairsDevTrain.txt").write_text(broken)
     says = "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
-    assert says in refused(plugins, faces, restricted=True)
+    assert says in refused(faces, restricted=True)
 
 
-def test_skip_bad(plugins, faces):
+def test_skip_bad(faces):
     (faces / "Person_00" / "Person_00_0002.jpg").write_text("no image")
-    data = build(plugins, faces, skip_bad=True)
+    data = build(faces, skip_bad=True)
     assert len(data) == 47 and "Person_00/Person_00_0002.jpg" not in data.keys
-    assert data.splits is not None and len(data.splits) == 47
+    assert len(data.splits) == 47
     with pytest.raises(DataError, match="skip_bad = true"):
-        build(plugins, faces)[1]
+        build(faces)[1]
 
 
 def test_trained_on_one_view_and_verified_by_the_lists_of_both(cli, made, tmp_path, monkeypatch):

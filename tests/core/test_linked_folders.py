@@ -129,8 +129,7 @@ def test_a_link_that_leads_nowhere_is_named(linked, caplog):
         f"{linked}/{name} is a link that leads nowhere." for name in ("3/9.png", "3/loop.png", "4")
     ]
     assert not actual.clean
-    pushed = {path.name for path, image in walk(linked) if image}
-    assert {"4", "9.png", "loop.png"} <= pushed
+    assert {"4", "9.png", "loop.png"} <= {path.name for path, image in walk(linked) if image}
 
 
 def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path):

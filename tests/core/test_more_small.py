@@ -13,8 +13,7 @@ from retrieval_core import cifar10, emnist
 
 
 def write_emnist(folder: Path) -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (7, 28, 28), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (7, 28, 28), dtype=np.uint8)
     labels = np.array([0, 46, 10, 3, 3, 1, 2], dtype=np.uint8)
     for split, rows in (("train", slice(0, 5)), ("test", slice(5, 7))):
         # as published: rows and columns exchanged
@@ -32,8 +31,7 @@ def test_emnist_is_turned_upright(tmp_path):
     assert data.splits == ["train"] * 5 + ["test"] * 2 and data.metadata is None
     assert list(data.keys)[4:6] == ["train/4", "test/0"]
     (tmp_path / "emnist-balanced-mapping.txt").write_text("0 48\n46 116\n10 65\n3 51\n1 49\n2 50\n")
-    again = emnist(tmp_path, counts="any").metadata
-    assert again is not None and [m["character"] for m in again] == list("0tA3312")
+    assert [m["character"] for m in emnist(tmp_path, counts="any").metadata] == list("0tA3312")
     (tmp_path / "emnist-balanced-mapping.txt").write_text("zero 48\n")
     assert "label and a character" in refused(emnist, tmp_path, counts="any")
 
@@ -48,8 +46,7 @@ def test_emnist_that_is_incomplete_is_refused(tmp_path):
 
 
 def write_cifar(folder: Path) -> tuple[Any, list[int]]:
-    rng = np.random.default_rng(1)
-    images = rng.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    images = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
     labels = [n % 10 for n in range(12)]
     names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
     for place, name in enumerate(names):
@@ -66,10 +63,9 @@ def test_cifar10_binary_version(tmp_path):
     data = cifar10(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images)
     assert list(data.labels)[:3] == ["airplane", "automobile", "bird"]
-    assert len(set(data.labels)) == 10
-    assert data.splits == ["train"] * 10 + ["test"] * 2
+    assert len(set(data.labels)) == 10 and data.splits == ["train"] * 10 + ["test"] * 2
     grey = cifar10(tmp_path, grey=True, counts="any").arrays
-    assert grey is not None and grey.shape == (12, 32, 32) and grey.dtype == np.uint8
+    assert grey.shape == (12, 32, 32) and grey.dtype == np.uint8
     r, g, b = (int(v) for v in images[3, 4, 5])
     assert abs(int(grey[3, 4, 5]) - (0.299 * r + 0.587 * g + 0.114 * b)) <= 0.5
     assert len(labels) == 12
