@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import retrieval
-from PIL import Image
+from layouts import picture
 from retrieval.errors import DataError
 from retrieval.serving.files.csv_table import typed
 from retrieval.serving.index.locations import Source
@@ -21,8 +21,7 @@ Read = Callable[[Path], list[tuple[str, str | None]]]
 @pytest.fixture
 def folder(tmp_path):
     for name in PATHS:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / name)
+        picture(tmp_path / name, 0)
     return tmp_path
 
 

@@ -21,7 +21,6 @@ LEARNERS = [
     NCA(6, init="pca", max_iter=5),
     NCA(6, init="random", max_iter=3, seed=3),
 ]
-each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def scikit(learner: LinearMap) -> Any:
     return (SklearnPCA if isinstance(learner, PCA) else NeighborhoodComponentsAnalysis)(**values)
 
 
-@each
+@pytest.mark.parametrize("learner", LEARNERS, ids=str)
 def test_codes_are_scikit_learns(learner, digits):
     x, y = digits
     theirs = scikit(learner).fit(x, y)

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 from retrieval.data.datasets import ArrayDataset
+from retrieval.data.features import OnnxBackbone
 from retrieval.errors import RecipeError
+from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
+from retrieval.model.model import Model, build_head
 from retrieval.plugin import Backbone
+from retrieval.serving.images import from_array
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.nn import functional
 
@@ -91,11 +96,6 @@ def test_the_crop_is_a_share_of_the_image():
 
 
 def test_its_bundle_gives_the_same_codes(tmp_path):
-    from retrieval.export.export_model import export_model
-    from retrieval.model.model import Model, build_head
-    from retrieval.serving.images import from_array
-    from sklearn.datasets import load_sample_images
-
     backbone = net(levels={"image": 14, "1": 3, "4": 2}, crop=1.0)
     corners = [(y, x) for y in (0, 200) for x in (0, 100, 200, 300)]
     patches = [
@@ -136,9 +136,6 @@ def test_the_card_has_the_pages_table(name):
 
 def test_frozen_features_are_exported_though_lengths_do_not_divide():
     """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
-    from retrieval.data.features import OnnxBackbone
-    from retrieval.model.model import Model
-
     backbone = net(levels={"image": 14})
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import retrieval
 import torchvision
-from PIL import Image
+from layouts import picture
 from retrieval.client.folder import walk
 from retrieval.data.findings import Findings
 from retrieval.errors import DataError
@@ -36,12 +35,8 @@ def found_by(folder: Path) -> dict[str, list[str]]:
 @pytest.fixture
 def photos(tmp_path):
     """Four classes of three images."""
-    random = np.random.default_rng(0)
-    for label in "0123":
-        (tmp_path / "photos" / label).mkdir(parents=True)
-        for number in range(3):
-            pixels = random.integers(0, 256, (8, 8, 3), np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.png")
+    for number in range(12):
+        picture(tmp_path / "photos" / f"{number // 3}" / f"{number % 3}.png", number)
     return tmp_path / "photos"
 
 

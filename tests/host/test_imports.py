@@ -13,7 +13,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
-
 FLOORS = [
     {"errors"},
     {"host"},

@@ -47,7 +47,7 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"split": {"test": 1.5}}, "[split] test", ["(≥ 0, < 1) or list of", "not 1.5"]),
     ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]", ["smallest ≤ largest"]),
     ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr", ["(> 0), not inf"]),
-    ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor", ["'hed'", "'head'?"]),
+    ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor", ["'hed' sel", "'head'?"]),
     ({"optimizer": {"options": {"dcay": 1}}}, "[optimizer] options.dcay", ["AdamW takes no"]),
     ({"schedule": {"name": "cosin"}}, "[schedule] name", ["there is no schedule 'cosin'"]),
     ({"schedule": {**STEP, "warmup": 0.1}}, "[schedule] warmup", ["not with StepLR"]),
@@ -98,6 +98,8 @@ WITHOUT_GENERATOR = "is of no use without a [generator]"
 BRINGS = "a [combiner] brings its own"
 BOTH_SIDES = {"lr_factor": {"generator": 2, "head": 3}}
 UNVALIDATED = {"split": {"by": "class", "validation": 0}}
+OWN_SIDES = {"generator_optimizer": BOTH_SIDES}
+HEAD_ONLY = {"phase": [{"train": ["head"], "generator_lr": 0.1}]}
 TRAINS_GENERATOR = {"phase": [{"train": ["generator"], "lr": 0.1}]}
 TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     ({**COMBINER, **FIXED}, ["takes a `distance`, and everything.fixed", "everything.margin"]),
@@ -118,14 +120,14 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     ({"phase": [{"train": ["generator"]}]}, ["trains only a generator", "has no [generator]"]),
     ({"generator_optimizer": {"lr": 1}}, [f"[generator_optimizer] {WITHOUT_GENERATOR}"]),
     ({**OWN, "optimizer": BOTH_SIDES}, ["[optimizer] lr_factor.generator", "generator_optimizer"]),
-    ({**OWN, "generator_optimizer": BOTH_SIDES}, ["lr_factor.head", "[optimizer] lr_factor"]),
+    ({**OWN, **OWN_SIDES}, ["[generator_optimizer] lr_factor.head", "[optimizer] lr_factor"]),
     ({**OWN, **TRAINS_GENERATOR}, ["Use generator_lr"]),
     ({"phase": [{"generator_lr": 0.1}]}, [f"[[phase]] train: generator_lr {WITHOUT_GENERATOR}"]),
-    ({**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]}, ['add "generator" to train']),
+    ({**OWN, **HEAD_ONLY}, ["[[phase]] train: generator_lr", 'add "generator" to train']),
     ({"train": {"real_weight": 1}}, [f"[train] real_weight {WITHOUT_GENERATOR}"]),
     ({"train": {"loss_weight": 2}}, [f"[train] loss_weight {WITHOUT_GENERATOR} or a [combiner]"]),
     ({"train": {"coupling": "joint"}}, [f"[train] coupling {WITHOUT_GENERATOR}"]),
-    ({"train": {"patience": 3}, **UNVALIDATED}, ["[train] patience needs a validation part"]),
+    ({"train": {"patience": 3}, **UNVALIDATED}, ["[train] patience needs", "validation above 0"]),
 ]
 
 

@@ -25,8 +25,6 @@ loss = { name = "pml.contrastive", pos_margin = 0.1 }
 miner.name = "pml.multi_similarity"
 train.epochs = 1
 """
-
-
 SIZED = """
 from pytorch_metric_learning.losses import ArcFaceLoss
 from retrieval.plugin import hookimpl

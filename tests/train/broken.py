@@ -177,7 +177,6 @@ def metric(how):
 
 
 LOSSES = {"loss": Loss, "no_forward": NoForward, "wrong_call": WrongCall, "measured": Measured}
-
 retrieval_datasets = hookimpl(lambda: {"items": Items})
 retrieval_backbones = hookimpl(lambda: {"same": Same})
 retrieval_losses = hookimpl(lambda: {**LOSSES, "object": lambda: 3})

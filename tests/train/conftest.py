@@ -20,7 +20,6 @@ from torch.distributed import TCPStore
 from trained_weights import apart, log, same, weights
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
-
 BASE: dict[str, Any] = {
     "name": "test",
     "plugins": [TOOLBOX],

@@ -38,8 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
     "memory": {"loss": MEMORY},
     "classes": {"loss": {"name": "pml.arc_face"}, "augmentation": {"mix": "mixup"}},
 }
-
-
 FROZEN = {"name": "toolbox.net", "frozen": True}
 
 

@@ -128,8 +128,6 @@ HOLDER = """
 import sys; from pathlib import Path; from retrieval.run.folder import claimed
 with claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()
 """
-
-
 FULL = """
 from limits import files_of_at_most
 from retrieval.cli.app import main

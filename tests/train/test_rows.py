@@ -13,7 +13,6 @@ from retrieval.model.rows import Rows, is_mean, row_sums, rows_of
 from torch import Tensor, nn
 
 SIZE, CLASSES, ITEMS = 6, 5, 4
-
 ANCHORS = ["signal_to_noise_ratio_contrastive", "generalized_lifted_structure"]
 ANCHORS += ["multi_similarity", "circle", "nt_xent", "sup_con", "tuplet_margin"]
 MEAN = {"name": "pml.mean"}
@@ -35,8 +34,6 @@ MINERS: list[tuple[str, dict[str, Any]] | None] = [
     ("multi_similarity", {}),
     ("triplet_margin", {"margin": 0.1, "type_of_triplets": "hard"}),
 ]
-
-
 PROXIES = [*ITEMWISE, "proxy_anchor"]
 
 
