@@ -213,7 +213,7 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make, tmp_path):
 
 
 def test_weights_that_become_nan_are_never_kept_as_the_best(make, tmp_path):
-    optimizer = {"name": "MINED", "lr": 1e38, "options": {"weight_decay": 1e38}}
+    optimizer = {"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}}
     made = make(**STILL, sampler={"classes": 4, "items": 4, "batches": 1}, optimizer=optimizer)
     says = r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"
     with pytest.raises(DataError, match=says):
@@ -259,7 +259,7 @@ def test_what_needs_a_gpu_is_refused_without_one(make, tmp_path, options):
     assert not (tmp_path / "run").exists()
 
 
-MINED = {"optimizer": {"name": "MINED", "lr": 0.05}, "miner": {"name": "pml.triplet_margin"}}
+MINED = {"optimizer": {"name": "SGD", "lr": 0.05}, "miner": {"name": "pml.triplet_margin"}}
 
 
 def test_two_processes_train_two_sides_as_one(make, trains_as_one, tmp_path):
