@@ -280,16 +280,17 @@ def _flags_to_roles(table: CsvTable) -> None:
     both, single = [], False
     for line, row in table.rows:
         row["role"] = ""
-        if row.get("split") not in ("validation", "test"):
+        if row.get("split") == "train":
             continue
-        row["split"] = "test"
+        if row.get("split") == "validation":
+            row["split"] = "test"
         query, gallery = (row[flag].lower() in _TRUE for flag in FLAGS)
         if query and gallery:
             both.append(line)
         elif query or gallery:
             single = True
             row["role"] = "query" if query else "gallery"
-        else:
+        elif row.get("split"):
             table.problems.append((line, "is_query or is_gallery must be true outside train."))
     if both and single:
         also = f" (and in {len(both) - 1:,} more lines)" if len(both) > 1 else ""

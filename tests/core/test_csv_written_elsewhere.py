@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import retrieval
-from PIL import Image
+from layouts import picture
 from retrieval.errors import DataError
 from retrieval.serving.files.csv_table import typed
 from retrieval.serving.index.locations import Source
@@ -20,21 +21,22 @@ Read = Callable[[Path], list[tuple[str, str | None]]]
 @pytest.fixture
 def folder(tmp_path):
     for name in PATHS:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / name)
+        picture(tmp_path / name, 0)
     return tmp_path
 
 
-def written(folder: Path, header: str, line: Callable[[int, str, str], str]) -> Path:
-    """A CSV file with a line of each image, made of its number, path and label."""
-    lines = [line(number, path, path.split("/")[1]) for number, path in enumerate(PATHS)]
-    (folder / "m.csv").write_text("\n".join([header, *lines, ""]))
+def written(folder: Path, header: str, form: str, column: Sequence[str] = [""] * 6) -> Path:
+    """A CSV file with a line of each image: its number, path, label and the value of a column."""
+    rows = [
+        form.format(n=n, path=path, label=path.split("/")[1], value=column[n])
+        for n, path in enumerate(PATHS)
+    ]
+    (folder / "m.csv").write_text("\n".join([header, *rows, ""]))
     return folder / "m.csv"
 
 
 def dataset(file: Path) -> retrieval.plugin.Dataset:
-    built: retrieval.plugin.Dataset = retrieval.create("dataset", "core.csv", manifest=str(file))
-    return built
+    return retrieval.create("dataset", "core.csv", manifest=str(file))
 
 
 def trained(file: Path) -> list[tuple[str, str | None]]:
@@ -56,14 +58,10 @@ readers = pytest.mark.parametrize("read", [trained, indexed])
 
 @readers
 def test_capitals_blanks_and_backslashes_are_read(read, folder):
-    assert read(written(folder, "path,label", lambda n, path, label: f"{path},{label}")) == PLAIN
-    assert (
-        read(written(folder, "Path, LABEL", lambda n, path, label: f" {path} ,{label} ")) == PLAIN
-    )
-    windows = written(
-        folder, "path,label", lambda n, path, label: path.replace("/", "\\") + f",{label}"
-    )
-    assert read(windows) == PLAIN
+    assert read(written(folder, "path,label", "{path},{label}")) == PLAIN
+    assert read(written(folder, "Path, LABEL", " {path} ,{label} ")) == PLAIN
+    windows = [path.replace("/", "\\") for path in PATHS]
+    assert read(written(folder, "path,label", "{value},{label}", windows)) == PLAIN
 
 
 @readers
@@ -74,27 +72,20 @@ def test_a_backslash_in_a_files_own_name_stays(read, folder):
 
 
 @readers
-def test_a_column_without_a_name_says_how_to_write_the_file(read, folder):
-    with pytest.raises(
-        DataError, match=r"line 1: .*without a name.*row numbers.*to_csv\(…, index=False\)"
-    ):
-        read(written(folder, ",path,label", lambda n, path, label: f"{n},{path},{label}"))
-    with pytest.raises(DataError, match=r"line 1: .*without a name.*a comma at the line.s end"):
-        read(written(folder, "path,label,", lambda n, path, label: f"{path},{label},"))
-    with pytest.raises(
-        DataError, match="line 2: it ends with a comma, so that it has 3 values; the header names 2"
-    ):
-        read(written(folder, "path,label", lambda n, path, label: f"{path},{label},"))
-
-
-@readers
-def test_a_column_of_another_name_is_to_be_renamed(read, folder):
-    with pytest.raises(
-        DataError, match=r"no column 'path' \(it has: paths, label\)\. Rename 'paths'"
-    ):
-        read(written(folder, "paths,label", lambda n, path, label: f"{path},{label}"))
-    with pytest.raises(DataError, match="names 'path' twice"):
-        read(written(folder, "Path,PATH,label", lambda n, path, label: f"{path},{path},{label}"))
+@pytest.mark.parametrize(
+    ("header", "form", "says"),
+    [
+        (",path,label", "{n},{path},{label}", r"line 1: .*a name.*row numbers.*index=False\)"),
+        ("path,label,", "{path},{label},", r"line 1: .*without a name.*a comma at the line.s end"),
+        ("path,label", "{path},{label},", "line 2: .*with a comma.* 3 values; the header names 2"),
+        ("paths,label", "{path},{label}", r"no column 'path' \(it has: paths, .* Rename 'paths'"),
+        ("Path,PATH,label", "{path},{path},{label}", "names 'path' twice"),
+    ],
+    ids=["row numbers", "comma in the header", "comma in a line", "another name", "twice"],
+)
+def test_columns_that_do_not_fit_are_refused(read, folder, header, form, says):
+    with pytest.raises(DataError, match=says):
+        read(written(folder, header, form))
 
 
 @readers
@@ -106,58 +97,71 @@ def test_a_column_of_another_name_is_to_be_renamed(read, folder):
     ],
 )
 def test_the_cause_is_told_once(read, folder, start, cause):
-    with pytest.raises(
-        DataError, match=rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$"
-    ) as error:
-        read(written(folder, "path,label", lambda n, path, label: f"{start}{path},{label}"))
+    says = rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$"
+    with pytest.raises(DataError, match=says) as error:
+        read(written(folder, "path,label", start + "{path},{label}"))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("missing", ["", "nan", "NaN", "<NA>"])
 def test_a_missing_label_is_no_class(folder, missing):
-    file = written(folder, "path,label", lambda n, path, label: f"{path},{label if n else missing}")
+    labels = [missing, *(label for _, label in PLAIN[1:])]
+    file = written(folder, "path,label", "{path},{value}", labels)
     with pytest.raises(DataError, match=r"line 2: photos/a/0\.png has no label"):
         trained(file)
     assert indexed(file) == [(PATHS[0], None), *PLAIN[1:]]
 
 
 def test_sides_and_roles_by_their_usual_names(folder):
-    sides = ["Train", "val", "VALID", "validation", "TEST", "test"]
-    data = dataset(
-        written(
-            folder,
-            "path,label,Split,Role",
-            lambda n, path, label: f"{path},{label},{sides[n]},{'Query' if n == 5 else ''}",
-        )
+    sides = [f"{side}," for side in ("Train", "val", "VALID", "validation", "TEST")]
+    file = written(
+        folder, "path,label,Split,Role", "{path},{label},{value}", [*sides, "test,Query"]
     )
+    data = dataset(file)
     assert list(data.splits or ()) == ["train", *["validation"] * 3, "test", "test"]
     assert list(data.roles or ()) == [*[""] * 5, "query"] and data.metadata is None
 
 
-def test_true_and_false_of_excel_and_pandas():
-    values = ["TRUE", "False", "", "true"]
-    assert [row["x"] for row in typed([{"x": value} for value in values])] == [
-        True,
-        False,
-        None,
-        True,
-    ]
-    assert typed([{"x": "TRUE"}, {"x": "yes"}]) == [{"x": "TRUE"}, {"x": "yes"}]
-
-
 def test_the_column_id_is_an_items_id(folder):
-    actual = items(
-        written(folder, "Id,path,label,price", lambda n, path, label: f"p{n},{path},{label},{n}")
-    )
+    actual = items(written(folder, "Id,path,label,price", "p{n},{path},{label},{n}"))
     assert [item.key for item in actual] == [f"p{n}" for n in range(6)]
     assert actual[3].metadata == {"price": 3}
-    both = items(written(folder, "id,key,path", lambda n, path, label: f"p{n},k{n},{path}"))
+    both = items(written(folder, "id,key,path", "p{n},k{n},{path}"))
     assert both[1].key == "k1" and both[1].metadata == {"id": "p1"}
 
 
 def test_one_number_in_several_forms_is_likely_one_class(folder):
-    forms = ["1", "1.0", "01", "2", "2", "-1"]
-    file = written(folder, "path,label", lambda n, path, label: f"{path},{forms[n]}")
+    file = written(folder, "path,label", "{path},{value}", ["1", "1.0", "01", "2", "2", "-1"])
     actual = retrieval.check_data(file, progress=False)
     assert list(actual.spelt) == [("1", "1.0", "01")] and not actual.clean
     assert "1 group of labels is likely one class" in actual.text()
+
+
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["12", "8", "-15", "0"], [12, 8, -15, 0]),
+        (["12", "8.5", ""], [12.0, 8.5, None]),
+        (["1e3", "-2.5E-1"], [1000.0, -0.25]),
+        (["true", "FALSE", "", "True"], [True, False, None, True]),
+        (["TRUE", "yes"], ["TRUE", "yes"]),
+        (["007", "12"], ["007", "12"]),  # codes, not numbers
+        (["1234567890123456"], ["1234567890123456"]),
+        (["1e999", "1"], ["1e999", "1"]),
+        (["nan", "1"], ["nan", "1"]),
+        (["1_000", "1"], ["1_000", "1"]),
+        (["\u0663", "1"], ["\u0663", "1"]),  # digits of another script are text
+        (["", ""], ["", ""]),
+        (["12 cm", "3"], ["12 cm", "3"]),
+    ],
+)
+def test_a_column_has_one_type(texts, values):
+    rows = typed([{"a": text, "b": "x"} for text in texts])
+    assert [row["a"] for row in rows] == values
+    assert [type(row["a"]) for row in rows] == [type(value) for value in values]
+    assert all(row["b"] == "x" for row in rows) and list(rows[0]) == ["a", "b"]
+    json.dumps(rows, allow_nan=False)
+
+
+def test_no_rows():
+    assert typed([]) == []

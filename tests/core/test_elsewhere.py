@@ -7,11 +7,14 @@ import io
 import pickle
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from layouts import idx
+from layouts import refused as refusal
 from PIL import Image
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, MissingDependency
@@ -30,46 +33,40 @@ def encoded(number: int) -> bytes:
     return out.getvalue()
 
 
+def save(path: Path, number: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(number)).save(path)
+
+
 def test_torchvision_with_two_sides(tmp_path):
     # GTSRB keeps its training side in folders and its test side in a list: files, and labels that
     # are known without decoding.
     base = tmp_path / "gtsrb"
-    for c in range(2):
-        folder = base / "GTSRB" / "Training" / f"{c:05d}"
-        folder.mkdir(parents=True)
-        for i in range(2):
-            Image.fromarray(pixels(10 * c + i)).save(folder / f"{i}.ppm")
     images = base / "GTSRB" / "Final_Test" / "Images"
-    images.mkdir(parents=True)
     for i in range(2):
-        Image.fromarray(pixels(50 + i)).save(images / f"{i}.ppm")
+        for c in range(2):
+            save(base / "GTSRB" / "Training" / f"{c:05d}" / f"{i}.ppm", 10 * c + i)
+        save(images / f"{i}.ppm", 50 + i)
     (base / "GT-final_test.csv").write_text("Filename;ClassId\n0.ppm;0\n1.ppm;1\n")
     data = torchvision_dataset("GTSRB", tmp_path)
-    assert (
-        data.labels == ["0", "0", "1", "1", "0", "1"]
-        and data.splits == ["train"] * 4 + ["test"] * 2
-    )
-    assert np.array_equal(np.asarray(data[2]), pixels(10)) and np.array_equal(
-        np.asarray(data[5]), pixels(51)
-    )
+    assert data.labels == ["0", "0", "1", "1", "0", "1"]
+    assert data.splits == ["train"] * 4 + ["test"] * 2
+    assert np.array_equal(np.asarray(data[2]), pixels(10))
+    assert np.array_equal(np.asarray(data[5]), pixels(51))
     again = pickle.loads(pickle.dumps(data))  # as processes that decode are given it
     assert np.array_equal(np.asarray(again[4]), pixels(50))
-    Path(base / "GTSRB" / "Final_Test" / "Images" / "0.ppm").write_bytes(b"no image")
+    (images / "0.ppm").write_bytes(b"no image")
     with pytest.raises(DataError, match="GTSRB, test item 0 cannot be read"):
         data[4]
 
 
 def test_torchvision_of_named_classes_in_one_folder(tmp_path):
     for name in ("cat", "dog", "emu"):
-        (tmp_path / name).mkdir()
         for i in range(3):
-            Image.fromarray(pixels(i)).save(tmp_path / name / f"{i}.png")
+            save(tmp_path / name / f"{i}.png", i)
     data = torchvision_dataset("ImageFolder", tmp_path)
-    assert (
-        data.labels == ["cat"] * 3 + ["dog"] * 3 + ["emu"] * 3
-        and data.splits is None
-        and data.keys[5] == "5"
-    )
+    assert data.labels == ["cat"] * 3 + ["dog"] * 3 + ["emu"] * 3
+    assert data.splits is None and data.keys[5] == "5"
     assert len(make_splits(data, Split(by="class", validation=0, test=["dog"])).query) == 3
 
 
@@ -77,19 +74,15 @@ def test_torchvision_in_memory(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     random = np.random.default_rng(0)
-    built = {}
-    for prefix, count in (("train", 4), ("t10k", 2)):
-        array = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        built[prefix] = array
-        head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(head + array.tobytes())
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(
-            bytes([0, 0, 8, 1]) + count.to_bytes(4, "big") + bytes([3, 7, 3, 7][:count])
-        )
+    parts = [random.integers(0, 256, (count, 28, 28), dtype=np.uint8) for count in (4, 2)]
+    for prefix, array in zip(("train", "t10k"), parts, strict=True):
+        labels = np.array([3, 7, 3, 7][: len(array)], np.uint8)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(idx(array))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
     data = torchvision_dataset("MNIST", tmp_path)
-    assert data.arrays is not None and np.array_equal(
-        data.arrays, np.concatenate([*built.values()])
-    )
+    assert np.array_equal(data.arrays, np.concatenate(parts))
+    assert data.labels == ["3 - three", "7 - seven"] * 3
+    assert data.splits == ["train"] * 4 + ["test"] * 2
     assert (
         data.labels == ["3 - three", "7 - seven"] * 3
         and data.splits == ["train"] * 4 + ["test"] * 2
@@ -97,17 +90,14 @@ def test_torchvision_in_memory(tmp_path):
 
 
 def test_torchvision_refusals(tmp_path):
-    def refused(*arguments: Any, **values: Any) -> str:
-        with pytest.raises(DataError) as error:
-            torchvision_dataset(*arguments, **values)
-        return str(error.value)
+    def refused(name: str, **values: Any) -> str:
+        return refusal(partial(torchvision_dataset, name), tmp_path, **values)
 
-    assert "Did you mean 'Flowers102'?" in refused("flowers102", tmp_path)
-    assert "Use core.cifar10." in refused("CIFAR10", tmp_path) and "sets.cifar100" in refused(
-        "CIFAR100", tmp_path
-    )
-    assert "has no parameter splat" in refused("Flowers102", tmp_path, options={"splat": 1})
-    text = refused("Flowers102", tmp_path)
+    assert "Did you mean 'Flowers102'?" in refused("flowers102")
+    assert "Use core.cifar10." in refused("CIFAR10")
+    assert "sets.cifar100" in refused("CIFAR100")
+    assert "has no parameter splat" in refused("Flowers102", options={"splat": 1})
+    text = refused("Flowers102")
     assert "cannot be read from" in text and "Set [data] download = true" in text
 
 
@@ -133,9 +123,8 @@ def test_what_torchvision_unpickles_is_refused():
         )
     ]
     for name in unsafe:
-        with pytest.raises(
-            DataError, match=f"unpickles a file for {name}, which may run any code. "
-        ):
+        says = f"unpickles a file for {name}, which may run any code. "
+        with pytest.raises(DataError, match=says):
             torchvision_dataset(name, Path("/nowhere"))
 
 
@@ -147,19 +136,14 @@ def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch):
 
 def test_hugging_face_saved_on_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
-    )
-    sides = {
-        side: datasets.Dataset.from_dict(
-            {
-                "image": [{"bytes": encoded(n), "path": None} for n in numbers],
-                "label": [n % 2 for n in numbers],
-            },
-            features=features,
-        )
-        for side, numbers in (("train", [0, 1, 2, 3]), ("test", [4, 5]))
-    }
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+
+    def side(*numbers: int) -> Any:
+        images = [{"bytes": encoded(n), "path": None} for n in numbers]
+        rows = {"image": images, "label": [n % 2 for n in numbers]}
+        return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+
+    sides = {"train": side(0, 1, 2, 3), "test": side(4, 5)}
     datasets.DatasetDict(sides).save_to_disk(str(tmp_path / "saved"))
     data = huggingface(str(tmp_path / "saved"))
     assert data.labels == ["cat", "dog"] * 3 and data.splits == ["train"] * 4 + ["test"] * 2

@@ -29,58 +29,45 @@ Write = Callable[[Path, Columns], retrieval.plugin.Dataset]
 
 
 def npz(folder: Path, columns: Columns) -> retrieval.plugin.Dataset:
-    arrays = {
-        f"{name}s" if name != "features" else name: np.array(values)
-        for name, values in columns.items()
-    }
+    plural = {"features": "features", "label": "labels", "key": "keys", "split": "splits"}
+    arrays = {plural[name]: np.array(values) for name, values in columns.items()}
     np.savez(folder / "v.npz", **arrays)
     return retrieval.create("dataset", "core.features", file=str(folder / "v.npz"))
 
 
 def parquet(folder: Path, columns: Columns) -> retrieval.plugin.Dataset:
-    listed = {
-        name: values.tolist() if hasattr(values, "tolist") else values
-        for name, values in columns.items()
-    }
+    listed = {name: np.asarray(values).tolist() for name, values in columns.items()}
     pq.write_table(pa.table(listed), folder / "v.parquet")
     return retrieval.create("dataset", "core.parquet", path=str(folder / "v.parquet"))
 
 
-def bad_vectors() -> np.ndarray[Any, Any]:
-    vectors = VECTORS.copy()
-    vectors[5, 1], vectors[7, 0] = np.nan, np.inf
-    return vectors
+both = pytest.mark.parametrize("read", [npz, parquet])
 
 
-@pytest.mark.parametrize("read", [npz, parquet])
+def refused(read: Write, folder: Path, says: str, **columns: Any) -> None:
+    with pytest.raises(DataError, match=says):
+        read(folder, {"features": VECTORS, "label": LABELS, **columns})
+
+
+@both
 def test_vectors_that_are_not_finite_are_refused(read, tmp_path):
-    with pytest.raises(
-        DataError,
-        match=r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem",
-    ):
-        read(tmp_path, {"features": bad_vectors(), "label": LABELS})
-    with pytest.raises(DataError, match="1 row of features holds NaN"):
-        read(
-            tmp_path,
-            {
-                "features": np.where(VECTORS[3, 0] == VECTORS, 1e300, VECTORS.astype(float)),
-                "label": LABELS,
-            },
-        )
+    vectors, large = VECTORS.copy(), VECTORS.astype(float)
+    vectors[5, 1], vectors[7, 0], large[3, 0] = np.nan, np.inf, 1e300
+    says = r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem"
+    refused(read, tmp_path, says, features=vectors)
+    refused(read, tmp_path, "1 row of features holds NaN", features=large)
 
 
 def test_null_inside_a_vector_is_refused(tmp_path):
     rows: list[list[float | None]] = VECTORS.tolist()
     rows[4][2] = None
-    with pytest.raises(DataError, match=r"1 row of features holds NaN.*: 4"):
-        parquet(tmp_path, {"features": rows, "label": LABELS})
+    refused(parquet, tmp_path, r"1 row of features holds NaN.*: 4", features=rows)
 
 
-@pytest.mark.parametrize("read", [npz, parquet])
+@both
 def test_equal_keys_are_refused(read, tmp_path):
     keys = [f"k{i}" for i in range(N - 2)] + ["k0", "k0"]
-    with pytest.raises(DataError, match="'k0' is the key of 3 items"):
-        read(tmp_path, {"features": VECTORS, "label": LABELS, "key": keys})
+    refused(read, tmp_path, "'k0' is the key of 3 items", key=keys)
 
 
 @pytest.mark.parametrize("missing", [None, float("nan"), ""])
@@ -89,26 +76,23 @@ def test_missing_labels_of_a_table_are_refused(missing, tmp_path):
     if isinstance(missing, float):
         labels = [float(label) for label in labels]
     labels[2] = labels[9] = missing
-    with pytest.raises(DataError, match=r"2 of 12 items have no label: v/2, v/9\. Give each one"):
-        parquet(tmp_path, {"features": VECTORS, "label": labels})
+    says = r"2 of 12 items have no label: v/2, v/9\. Give each one"
+    refused(parquet, tmp_path, says, label=labels)
 
 
 def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path):
-    with pytest.raises(DataError, match="1 of 12 items has no label: 0"):
-        npz(tmp_path, {"features": VECTORS, "label": np.array([float("nan"), *LABELS[1:]])})
+    labels = np.array([float("nan"), *LABELS[1:]])
+    refused(npz, tmp_path, "1 of 12 items has no label: 0", label=labels)
     items = collect([tmp_path / "v.npz"], "features").items
     assert [items[0].label, items[1].label] == [None, "class 1"]
 
 
 def test_an_index_takes_a_nan_label_for_none(tmp_path):
     labels = [float("nan"), *map(float, range(N - 1))]
-    pq.write_table(
-        pa.table({"features": VECTORS.tolist(), "label": labels}), tmp_path / "v.parquet"
-    )
-    assert [item.label for item in collect([tmp_path / "v.parquet"], "features").items][:2] == [
-        None,
-        "0.0",
-    ]
+    table = pa.table({"features": VECTORS.tolist(), "label": labels})
+    pq.write_table(table, tmp_path / "v.parquet")
+    items = collect([tmp_path / "v.parquet"], "features").items
+    assert [item.label for item in items][:2] == [None, "0.0"]
 
 
 def test_hugging_face_labels_pass_the_gate(tmp_path):
@@ -140,18 +124,11 @@ class Own(retrieval.plugin.Dataset):
 
 
 def test_a_plugins_own_dataset_passes_it_too():
-    with pytest.raises(
-        DataError, match=r"(?s)has 2 problems.*1 of 5 items has no label: z.*'x' is the key of 2"
-    ):
+    says = r"(?s)has 2 problems.*1 of 5 items has no label: z.*'x' is the key of 2"
+    with pytest.raises(DataError, match=says):
         usable(Own(), "The dataset own")
-    recipe = retrieval.read_recipe(
-        {
-            "data": Own(),
-            "split": {"by": "item"},
-            "backbone": {"name": "core.features"},
-            "loss": {"name": "pml.triplet_margin"},
-        }
-    )
+    parts = {"backbone": {"name": "core.features"}, "loss": {"name": "pml.triplet_margin"}}
+    recipe = retrieval.read_recipe({"data": Own(), "split": {"by": "item"}, **parts})
     with pytest.raises(PluginError, match="2 items have the key 'x'"):
         build_dataset(recipe)
 
@@ -166,13 +143,12 @@ def test_what_is_missing():
 def test_long_arrays_are_looked_through_in_blocks():
     vectors = np.zeros((200_000, 2), np.float32)
     vectors[199_999, 1] = np.inf
+    data = ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features")
     with pytest.raises(DataError, match="32 bits: 199999"):
-        usable(
-            ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features"), "x"
-        )  # type: ignore[arg-type]
+        usable(data, "x")
 
 
-@pytest.mark.parametrize("read", [npz, parquet])
+@both
 def test_sides_are_known_by_their_usual_names(read, tmp_path):
     split = ["Train", "val", "TEST", "valid"] * 3
     data = read(tmp_path, {"features": VECTORS, "label": LABELS, "split": split})

@@ -21,7 +21,6 @@ LEARNERS = [
     NCA(6, init="pca", max_iter=5),
     NCA(6, init="random", max_iter=3, seed=3),
 ]
-each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +31,14 @@ def digits():
 
 def scikit(learner: LinearMap) -> Any:
     """The estimator of scikit-learn with the same settings."""
-    if isinstance(learner, PCA):
-        return SklearnPCA(
-            learner.n_components, whiten=learner.whiten, random_state=learner.seed or 0
-        )
+    values = learner.get_params()
     if isinstance(learner, LDA):
-        return LinearDiscriminantAnalysis(
-            "eigen", n_components=learner.n_components, shrinkage=learner.shrinkage
-        )
-    assert isinstance(learner, NCA)
-    return NeighborhoodComponentsAnalysis(
-        learner.n_components,
-        init=learner.init,
-        max_iter=learner.max_iter,
-        tol=learner.tol,
-        random_state=learner.seed or 0,
-    )
+        return LinearDiscriminantAnalysis("eigen", **values)
+    values["random_state"] = values.pop("seed") or 0
+    return (SklearnPCA if isinstance(learner, PCA) else NeighborhoodComponentsAnalysis)(**values)
 
 
-@each
+@pytest.mark.parametrize("learner", LEARNERS, ids=str)
 def test_codes_are_scikit_learns(learner, digits):
     x, y = digits
     theirs = scikit(learner).fit(x, y)

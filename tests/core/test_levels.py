@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 from retrieval.data.datasets import ArrayDataset
+from retrieval.data.features import OnnxBackbone
 from retrieval.errors import RecipeError
+from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
+from retrieval.model.model import Model, build_head
 from retrieval.plugin import Backbone
+from retrieval.serving.images import from_array
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,8 +29,7 @@ LEVELS = {"image": 14, "2": 3, "4": 2, "last": 1}
 
 
 def net(**values: Any) -> Backbone:
-    built: Backbone = create("backbone", "core.efficientnet_lite0", size=64, **values)
-    return built.eval()
+    return create("backbone", "core.efficientnet_lite0", size=64, **values).eval()
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +50,10 @@ def rooted(maps: Tensor, grid: int) -> Tensor:
 def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels, images):
     network: Any = levels.network.network
     seen: dict[str, Tensor] = {}
+    modules = {"2": network.blocks[1], "4": network.blocks[3], "last": network.bn2}
     hooks = [
-        network.blocks[1].register_forward_hook(lambda *of: seen.update({"2": of[2]})),
-        network.blocks[3].register_forward_hook(lambda *of: seen.update({"4": of[2]})),
-        network.bn2.register_forward_hook(lambda *of: seen.update({"last": of[2]})),
+        module.register_forward_hook(lambda *of, name=name: seen.update({name: of[2]}))
+        for name, module in modules.items()
     ]
     with torch.no_grad():
         network(images)
@@ -65,7 +69,7 @@ def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels, images):
 def test_gradients_are_finite_where_a_map_is_zero(levels):
     black = torch.full((1, 3, 64, 64), -127 / 128, requires_grad=True)
     levels(black).sum().backward()
-    assert black.grad is not None and torch.isfinite(black.grad).all()
+    assert torch.isfinite(black.grad).all()
 
 
 @pytest.mark.parametrize(
@@ -74,10 +78,7 @@ def test_gradients_are_finite_where_a_map_is_zero(levels):
         ({"levels": {}}, "name at least one"),
         (
             {"levels": {"image": 65, "last": 3}},
-            (
-                r"image has 64 × 64 positions, but its grid has 65 × 65 cells; last has 2 × 2"
-                r" positions, but its grid has 3 × 3 cells\. Use coarser grids"
-            ),
+            r"image has 64 × 64 positions, .* 65 × 65 cells; last has 2 × 2 .* 3 × 3 cells\. Use c",
         ),
         ({"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
         ({"levels": {"last": 0}}, "levels.last"),
@@ -91,16 +92,10 @@ def test_what_it_refuses(values, sentence):
 
 
 def test_the_crop_is_a_share_of_the_image():
-    assert net().preprocessing.resize == 73
-    assert net(crop=1.0).preprocessing.resize == 64
+    assert net().preprocessing.resize == 73 and net(crop=1.0).preprocessing.resize == 64
 
 
 def test_its_bundle_gives_the_same_codes(tmp_path):
-    from retrieval.export.export_model import export_model
-    from retrieval.model.model import Model, build_head
-    from retrieval.serving.images import from_array
-    from sklearn.datasets import load_sample_images
-
     backbone = net(levels={"image": 14, "1": 3, "4": 2}, crop=1.0)
     corners = [(y, x) for y in (0, 200) for x in (0, 100, 200, 300)]
     patches = [
@@ -113,24 +108,27 @@ def test_its_bundle_gives_the_same_codes(tmp_path):
     assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
 
 
-@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+ROOT = Path(__file__).parents[2]
+both_recipes = pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+
+
+def text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@both_recipes
 def test_the_recipe_is_the_chosen_one(name):
-    root = Path(__file__).parents[2]
-    recipe = tomllib.loads((root / "models" / name / "recipe.toml").read_text(encoding="utf-8"))
-    kept = json.loads(
-        (root / "benchmarks" / "results" / "raw" / "levels.json").read_text(encoding="utf-8")
-    )
+    recipe = tomllib.loads(text(f"models/{name}/recipe.toml"))
+    kept = json.loads(text("benchmarks/results/raw/levels.json"))
     tried = kept["sets"][name.partition("-")[0]]["tried"]
     chosen = max(tried, key=lambda one: one["score"])
     assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}
     assert recipe["learner"] == chosen["learner"]
 
 
-@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+@both_recipes
 def test_the_card_has_the_pages_table(name):
-    root = Path(__file__).parents[2]
-    page = (root / "benchmarks" / "results" / "levels.md").read_text(encoding="utf-8")
-    card = (root / "models" / name / "README.md").read_text(encoding="utf-8")
+    page, card = text("benchmarks/results/levels.md"), text(f"models/{name}/README.md")
     rows = [line for line in card.splitlines() if line.startswith("|")]
     part = next(value for value in page.split("## ") if f"models/{name}" in value)
     assert len(rows) == 7 and all(line in part.splitlines() for line in rows)
@@ -138,9 +136,6 @@ def test_the_card_has_the_pages_table(name):
 
 def test_frozen_features_are_exported_though_lengths_do_not_divide():
     """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
-    from retrieval.data.features import OnnxBackbone
-    from retrieval.model.model import Model
-
     backbone = net(levels={"image": 14})
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from PIL import Image
+from refusals import refusal
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 from sklearn.datasets import load_digits
@@ -27,9 +29,15 @@ The last one of each fold has a single image.
 """
 
 
-@pytest.fixture(scope="module")
-def plugins():
-    return load_plugins(block=["pml"])
+RECIPE: dict[str, Any] = {
+    "name": "faces",
+    "split": {"validation": 0.0},
+    "sampler": {"classes": 4, "items": 2, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 16, "width": 4, "depth": 2},
+    "head": {"embedding_size": 8},
+    "loss": {"name": "pml.contrastive"},
+    "train": {"epochs": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,27 +86,23 @@ def faces(made, tmp_path):
     return tmp_path / "lfw" / "faces"
 
 
-def build(plugins: Plugins, folder: Path, **values: Any) -> Dataset:
-    data: Dataset = plugins.build("datasets", {"name": "core.lfw", "folder": str(folder), **values})
-    return data
+def build(folder: Path, **values: Any) -> Dataset:
+    return create("dataset", "core.lfw", folder=str(folder), **values)
 
 
 def sides(data: Dataset) -> dict[str, set[str]]:
-    assert data.splits is not None
     actual: dict[str, set[str]] = {}
-    for label, side in zip(data.labels, data.splits, strict=True):
+    for label, side in zip(data.labels, data.splits or (), strict=True):
         actual.setdefault(side, set()).add(label)
     return actual
 
 
-def refused(plugins: Plugins, folder: Path, **values: Any) -> str:
-    with pytest.raises(DataError) as error:
-        build(plugins, folder, **values)
-    return str(error.value)
+def refused(folder: Path, **values: Any) -> str:
+    return refusal(DataError, build, folder, **values)
 
 
-def test_view_1(plugins, made):
-    data = build(plugins, made / "faces")
+def test_view_1(made):
+    data = build(made / "faces")
     assert len(data) == 9 * 5 + 3 * 1
     assert data.keys[0] == "Person_00/Person_00_0001.jpg" and data.labels[0] == "Person_00"
     assert sides(data) == {"train": set(NAMES[:9]), "test": set(NAMES[9:])}
@@ -108,162 +112,122 @@ def test_view_1(plugins, made):
 
 
 @pytest.mark.parametrize("fold", [1, 2, 3])
-def test_view_2(plugins, made, fold):
-    data = build(plugins, made / "faces", view="folds", fold=fold)
+def test_view_2(made, fold):
+    data = build(made / "faces", view="folds", fold=fold)
     tested = set(NAMES[4 * fold - 4 : 4 * fold])
     assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
 
 
-def test_the_restricted_views_have_only_images_of_pairs(plugins, made):
-    data = build(plugins, made / "faces", restricted=True)
+def test_the_restricted_views_have_only_images_of_pairs(made):
+    data = build(made / "faces", restricted=True)
     assert sides(data) == {"train": {"Person_00", "Person_01"}, "test": {"Person_09", "Person_10"}}
     assert len(data) == 16 and not any(key.endswith("_0005.jpg") for key in data.keys)
-    data = build(plugins, made / "faces", view="folds", fold=2, restricted=True)
+    data = build(made / "faces", view="folds", fold=2, restricted=True)
     assert sides(data)["test"] == {"Person_04", "Person_05"} and len(data) == 24
 
 
-def test_no_view_needs_no_list(plugins, made):
-    data = build(plugins, made / "faces", view="none")
+def test_no_view_needs_no_list(made):
+    data = build(made / "faces", view="none")
     assert len(data) == 48 and data.splits is None
     assert len(make_splits(data, Split(by="class", test=0.5, validation=0.0)).query) > 10
 
 
-def test_where_the_lists_are(plugins, faces, tmp_path):
+def test_where_the_lists_are(faces, tmp_path):
     lists = tmp_path / "elsewhere"
     lists.mkdir()
     for name in ("peopleDevTrain.txt", "peopleDevTest.txt"):
         (faces.parent / name).rename(lists / name)
-    assert "peopleDevTrain.txt and peopleDevTest.txt are in none of" in refused(plugins, faces)
-    assert len(build(plugins, faces, lists=str(lists))) == 48
+    assert "peopleDevTrain.txt and peopleDevTest.txt are in none of" in refused(faces)
+    assert len(build(faces, lists=str(lists))) == 48
     (lists / "peopleDevTest.txt").rename(faces / "peopleDevTest.txt")
     shutil.copy(lists / "peopleDevTrain.txt", faces)
-    assert len(build(plugins, faces)) == 48
-    assert "people.txt is in none of" in refused(plugins, faces, view="folds", lists=str(lists))
+    assert len(build(faces)) == 48
+    assert "people.txt is in none of" in refused(faces, view="folds", lists=str(lists))
 
 
-def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
+def test_every_fault_of_the_folder_and_the_lists_at_once(faces):
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
-    shutil.copy(
-        faces / "Person_01" / "Person_01_0001.jpg", faces / "Person_01" / "Person_01_0001.png"
-    )
+    twice = faces / "Person_01" / "Person_01_0001.jpg"
+    shutil.copy(twice, twice.with_suffix(".png"))
     train = faces.parent / "peopleDevTrain.txt"
     train.write_text(train.read_text().replace("Person_02\t5", "Person_01\t7"))
-    text = refused(plugins, faces)
-    assert text.splitlines() == [
+    train, missing = "  - peopleDevTrain.txt", "Person_01/Person_01_0006, Person_01/Person_01_0007."
+    assert refused(faces).splitlines() == [
         f"{faces} has 6 problems:",
         "  - 1 image is not named like NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
         "  - there are several files of Person_01/Person_01_0001. Keep only one.",
-        (
-            "  - peopleDevTrain.txt: line 2: 1 of the 5 images of Person_00 are missing:"
-            " Person_00/Person_00_0002."
-        ),
-        "  - peopleDevTrain.txt: line 4: Person_01 is already in line 3.",
-        (
-            "  - peopleDevTrain.txt: line 4: 2 of the 7 images of Person_01 are missing:"
-            " Person_01/Person_01_0006, Person_01/Person_01_0007."
-        ),
-        (
-            "  - peopleDevTest.txt: line 2: 1 of the 5 images of Person_09 are missing:"
-            " Person_09/Person_09_0001."
-        ),
+        f"{train}: line 2: 1 of the 5 images of Person_00 are missing: Person_00/Person_00_0002.",
+        f"{train}: line 4: Person_01 is already in line 3.",
+        f"{train}: line 4: 2 of the 7 images of Person_01 are missing: {missing}",
+        "  - peopleDevTest.txt: line 2: 1 of the 5 images of Person_09 are missing:"
+        " Person_09/Person_09_0001.",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ten\n", "people.txt: line 1 is 'ten' where the number of folds is expected."),
-        (
-            "2\n2\nPerson_00\t5\n1\nPerson_01\t5\n",
-            "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME images'.",
-        ),
-        (
-            "1\n1\nPerson_00\t5\nPerson_01\t5\n",
-            "people.txt: line 4 is after the last person that the list counts (1 too many in all).",
-        ),
-        ("1\n1\nPerson_00\t5\n", "people.txt: there must be at least two folds"),
-        (
-            "2\n1\nPerson_00\t5\n1\nPerson_00\t5\n",
-            "people.txt: line 5: Person_00 is already in line 3.",
-        ),
+        ("ten\n", "line 1 is 'ten' where the number of folds is expected."),
+        ("2\n2\nA\t5\n1\nB\t5\n", "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME"),
+        ("1\n1\nA\t5\nB\t5\n", "line 4 is after the last person that the list counts (1 too"),
+        ("1\n1\nPerson_00\t5\n", "there must be at least two folds"),
+        ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "line 5: Person_00 is already in line 3."),
     ],
 )
-def test_a_list_of_people_that_is_wrong(plugins, faces, text, says):
+def test_a_list_of_people_that_is_wrong(faces, text, says):
     (faces.parent / "people.txt").write_text(text)
-    assert says in refused(plugins, faces, view="folds")
+    message = refused(faces, view="folds")
+    assert "people.txt: " in message and says in message
 
 
-def test_lists_that_do_not_fit_the_view(plugins, faces):
+def test_lists_that_do_not_fit_the_view(faces):
     lists = faces.parent
-    assert "fold = 4: people.txt has 3 folds." in refused(plugins, faces, view="folds", fold=4)
-    assert "view = 'none'" in refused(plugins, faces, view="none", restricted=True)
+    assert "fold = 4: people.txt has 3 folds." in refused(faces, view="folds", fold=4)
+    assert "view = 'none'" in refused(faces, view="none", restricted=True)
     with pytest.raises((DataError, RecipeError), match="fold"):
-        build(plugins, faces, view="folds", fold=0)
-    assert "is not a folder" in refused(plugins, faces / "none")
+        build(faces, view="folds", fold=0)
+    assert "is not a folder" in refused(faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    assert "put people on both sides, training and test: Person_00, Person_01" in refused(
-        plugins, faces
-    )
+    assert "put people on both sides, training and test: Person_00, Person_01" in refused(faces)
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
-    text = refused(plugins, faces, restricted=True)
-    assert "pairsDevTest.txt: line 1 must state one number of pairs." in text
+    says = "pairsDevTest.txt: line 1 must state one number of pairs."
+    assert says in refused(faces, restricted=True)
     shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
-    assert "pairs.txt: line 1 must state folds" in refused(
-        plugins, faces, view="folds", restricted=True
-    )
+    assert "pairs.txt: line 1 must state folds" in refused(faces, view="folds", restricted=True)
     broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
     (lists / "pairsDevTrain.txt").write_text(broken)
-    text = refused(plugins, faces, restricted=True)
-    assert (
-        "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
-        in text
-    )
+    says = "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"
+    assert says in refused(faces, restricted=True)
 
 
-def test_skip_bad(plugins, faces):
+def test_skip_bad(faces):
     (faces / "Person_00" / "Person_00_0002.jpg").write_text("no image")
-    data = build(plugins, faces, skip_bad=True)
+    data = build(faces, skip_bad=True)
     assert len(data) == 47 and "Person_00/Person_00_0002.jpg" not in data.keys
-    assert data.splits is not None and len(data.splits) == 47
+    assert len(data.splits) == 47
     with pytest.raises(DataError, match="skip_bad = true"):
-        build(plugins, faces)[1]
+        build(faces)[1]
 
 
 def test_trained_on_one_view_and_verified_by_the_lists_of_both(cli, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("faces.toml").write_text(
-        f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview ='
-        ' "folds"\nfold = 3\n[split]\nvalidation = 0.0\n[sampler]\nclasses = 4\nitems = 2\nbatches'
-        ' = 4\n[backbone]\nname = "core.convnet"\nsize = 16\nwidth = 4\ndepth ='
-        ' 2\n[head]\nembedding_size = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
-        encoding="utf-8",
-    )
+    data = {"name": "core.lfw", "folder": str(made / "faces"), "view": "folds", "fold": 3}
+    Path("faces.toml").write_text(tomli_w.dumps({**RECIPE, "data": data}), encoding="utf-8")
     assert cli("train", "faces.toml").code == 0
     verify = ("evaluate", "runs/faces", "--protocol", "verification", "--json", "--pairs")
     done = cli(*verify, made / "pairs.txt")
     assert done.code == 0, done.err
     actual = json.loads(done.out)
-    assert actual["pairs"] == {
-        "same": 12,
-        "different": 12,
-        "items": 24,
-        "folds": 3,
-        "folds_share": "nothing",
-        "file": str(made / "pairs.txt"),
-    }
-    assert actual["notes"][0].startswith("16 of 24 pairs") and actual["notes"][0].endswith(
-        "without such pairs: 3."
-    )
+    counts = {"same": 12, "different": 12, "items": 24, "folds": 3, "folds_share": "nothing"}
+    assert actual["pairs"] == {**counts, "file": str(made / "pairs.txt")}
+    (note, *_) = actual["notes"]
+    assert note.startswith("16 of 24 pairs") and note.endswith("without such pairs: 3.")
     done = cli(*verify, made / "pairsDevTest.txt", "--folds", 2)
     assert done.code == 0 and json.loads(done.out)["pairs"]["folds"] == 2
     wrong = tmp_path / "pairs.txt"
-    wrong.write_text(
-        (made / "pairs.txt")
-        .read_text()
-        .replace("3\t4\n", "3\t5\n", 1)
-        .replace("Person_00\t1\t2", "Nobody\t1\t2")
-    )
+    text = (made / "pairs.txt").read_text().replace("3\t4\n", "3\t5\n", 1)
+    wrong.write_text(text.replace("Person_00\t1\t2", "Nobody\t1\t2"))
     done = cli(*verify, wrong)
     assert done.code == 2 and done.out == ""
     assert "states 3 × 5 same and as many different pairs, 30 lines; 24 follow." in done.err

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import retrieval
 import torchvision
-from PIL import Image
+from layouts import picture
 from retrieval.client.folder import walk
 from retrieval.data.findings import Findings
 from retrieval.errors import DataError
@@ -36,12 +35,8 @@ def found_by(folder: Path) -> dict[str, list[str]]:
 @pytest.fixture
 def photos(tmp_path):
     """Four classes of three images."""
-    random = np.random.default_rng(0)
-    for label in "0123":
-        (tmp_path / "photos" / label).mkdir(parents=True)
-        for number in range(3):
-            pixels = random.integers(0, 256, (8, 8, 3), np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.png")
+    for number in range(12):
+        picture(tmp_path / "photos" / f"{number // 3}" / f"{number % 3}.png", number)
     return tmp_path / "photos"
 
 
@@ -88,12 +83,8 @@ def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos):
     cats.symlink_to(photos / "0")
     assert {item.label for item in collect([cats], "image").items} == {"cats"}
     both = collect([cats, photos], "image").items
-    assert [item.key for item in both][:4] == [
-        "cats/0.png",
-        "cats/1.png",
-        "cats/2.png",
-        "photos/0/0.png",
-    ]
+    cats = [f"cats/{number}.png" for number in range(3)]
+    assert [item.key for item in both][:4] == [*cats, "photos/0/0.png"]
 
 
 def test_a_circle_of_links_ends(photos):
@@ -133,16 +124,14 @@ def test_a_link_that_leads_nowhere_is_named(linked, caplog):
         f"{linked}/{name} is a link that leads nowhere." for name in ("3/9.png", "3/loop.png", "4")
     ]
     assert not actual.clean
-    pushed = {path.name for path, image in walk(linked) if image}
-    assert {"4", "9.png", "loop.png"} <= pushed
+    assert {"4", "9.png", "loop.png"} <= {path.name for path, image in walk(linked) if image}
 
 
 def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "0").symlink_to("gone")
-    with pytest.raises(
-        DataError, match=r"holds no image .* 1 link leads nowhere: 0\. Mend or remove it"
-    ):
+    says = r"holds no image .* 1 link leads nowhere: 0\. Mend or remove it"
+    with pytest.raises(DataError, match=says):
         find_images(tmp_path / "photos")
 
 

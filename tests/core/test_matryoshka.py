@@ -5,6 +5,7 @@ refused where it makes no sense.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -37,19 +38,17 @@ def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bo
     """Upstream's contrastive loss of unit vectors, margins 0 and 1: means over the pairs that lose
     something, positive and negative apart.
     """
-    cut = []
-    for row in rows:
-        prefix = row[:width]
-        length = math.sqrt(sum(x * x for x in prefix))
-        cut.append([x / length for x in prefix] if unit else prefix)
+
+    def scaled(row: Sequence[float]) -> list[float]:
+        length = math.sqrt(sum(x * x for x in row))
+        return [x / length for x in row]
+
+    cut = [scaled(row[:width]) if unit else row[:width] for row in rows]
     sides: dict[bool, list[float]] = {True: [], False: []}
     for i, left in enumerate(cut):
         for j, other in enumerate(cut):
             if i != j:
-                own = math.sqrt(sum(x * x for x in left)), math.sqrt(sum(x * x for x in other))
-                away = math.sqrt(
-                    sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(left, other, strict=True))
-                )
+                away = math.dist(scaled(left), scaled(other))
                 same = labels[i] == labels[j]
                 if (lost := away if same else 1 - away) > 0:
                     sides[same].append(lost)
@@ -78,9 +77,8 @@ def test_is_the_weighted_sum_of_the_loss_at_each_width(unit):
                 moved = [list(row) for row in rows]
                 moved[item][number] += side
                 ends.append(expected(moved))
-            assert embeddings.grad[item, number].item() == pytest.approx(
-                (ends[0] - ends[1]) / (2 * step), abs=1e-6
-            )
+            slope = (ends[0] - ends[1]) / (2 * step)
+            assert embeddings.grad[item, number].item() == pytest.approx(slope, abs=1e-6)
 
 
 def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it():
@@ -110,13 +108,10 @@ def test_every_loss_trains_prefixes(name):
     factory = PLUGINS.find("losses", name)
     inner: dict[str, Any] = {"name": name}
     for p in factory.parameters:
-        if p.required:
-            words = {"losses": "pml.contrastive"}
-            inner[p.name] = (
-                ["pml.contrastive"]
-                if p.many
-                else words.get(p.part or "", [1] if p.name == "widths" else 0.5)
-            )
+        if p.required and p.part == "losses":
+            inner[p.name] = ["pml.contrastive"] if p.many else "pml.contrastive"
+        elif p.required:
+            inner[p.name] = [1] if p.name == "widths" else 0.5
     try:
         loss = make(inner)
     except RecipeError as refused:
@@ -132,9 +127,8 @@ def test_every_loss_trains_prefixes(name):
 
 
 def test_proxies_are_made_for_each_width():
-    shapes = [
-        [tuple(p.shape) for p in value.parameters()] for value in make("pml.proxy_anchor").losses
-    ]
+    losses = make("pml.proxy_anchor").losses
+    shapes = [[tuple(p.shape) for p in value.parameters()] for value in losses]
     assert shapes == [[(4, 2)], [(4, 5)], [(4, 12)]]
 
 

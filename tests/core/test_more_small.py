@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from retrieval.errors import DataError
+from layouts import idx, refused
 
 from retrieval_core import cifar10, emnist
 
 
-def idx(array: Any) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
-
-
 def write_emnist(folder: Path) -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (7, 28, 28), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (7, 28, 28), dtype=np.uint8)
     labels = np.array([0, 46, 10, 3, 3, 1, 2], dtype=np.uint8)
     for split, rows in (("train", slice(0, 5)), ("test", slice(5, 7))):
-        stored = np.ascontiguousarray(
-            images[rows].transpose(0, 2, 1)
-        )  # as published: rows and columns exchanged
-        (folder / f"emnist-balanced-{split}-images-idx3-ubyte.gz").write_bytes(
-            gzip.compress(idx(stored))
-        )
-        (folder / f"emnist-balanced-{split}-labels-idx1-ubyte").write_bytes(idx(labels[rows]))
+        # as published: rows and columns exchanged
+        stored = np.ascontiguousarray(images[rows].transpose(0, 2, 1))
+        start = folder / f"emnist-balanced-{split}"
+        Path(f"{start}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(stored)))
+        Path(f"{start}-labels-idx1-ubyte").write_bytes(idx(labels[rows]))
     return images, labels
 
 
@@ -40,31 +31,22 @@ def test_emnist_is_turned_upright(tmp_path):
     assert data.splits == ["train"] * 5 + ["test"] * 2 and data.metadata is None
     assert list(data.keys)[4:6] == ["train/4", "test/0"]
     (tmp_path / "emnist-balanced-mapping.txt").write_text("0 48\n46 116\n10 65\n3 51\n1 49\n2 50\n")
-    again = emnist(tmp_path, counts="any").metadata
-    assert again is not None and [m["character"] for m in again] == list("0tA3312")
+    assert [m["character"] for m in emnist(tmp_path, counts="any").metadata] == list("0tA3312")
     (tmp_path / "emnist-balanced-mapping.txt").write_text("zero 48\n")
-    with pytest.raises(DataError, match="label and a character"):
-        emnist(tmp_path, counts="any")
+    assert "label and a character" in refused(emnist, tmp_path, counts="any")
 
 
 def test_emnist_that_is_incomplete_is_refused(tmp_path):
-    with pytest.raises(DataError, match="not a folder"):
-        emnist(tmp_path / "none")
-    with pytest.raises(DataError, match="neither emnist-balanced-train-images"):
-        emnist(tmp_path, counts="any")
+    assert "not a folder" in refused(emnist, tmp_path / "none")
+    assert "neither emnist-balanced-train-images" in refused(emnist, tmp_path, counts="any")
     write_emnist(tmp_path)
-    (tmp_path / "emnist-balanced-test-labels-idx1-ubyte").write_bytes(
-        idx(np.zeros(9, dtype=np.uint8))
-    )
-    with pytest.raises(DataError, match="2 images and 9 labels"):
-        emnist(tmp_path, counts="any")
-    with pytest.raises(DataError, match="letters"):
-        emnist(tmp_path, "letters")
+    (tmp_path / "emnist-balanced-test-labels-idx1-ubyte").write_bytes(idx(np.zeros(9, np.uint8)))
+    assert "2 images and 9 labels" in refused(emnist, tmp_path, counts="any")
+    assert "letters" in refused(emnist, tmp_path, variant="letters")
 
 
 def write_cifar(folder: Path) -> tuple[Any, list[int]]:
-    rng = np.random.default_rng(1)
-    images = rng.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    images = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
     labels = [n % 10 for n in range(12)]
     names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
     for place, name in enumerate(names):
@@ -80,45 +62,31 @@ def test_cifar10_binary_version(tmp_path):
     images, labels = write_cifar(tmp_path)
     data = cifar10(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images)
-    assert (
-        list(data.labels)[:3] == ["airplane", "automobile", "bird"] and len(set(data.labels)) == 10
-    )
-    assert data.splits == ["train"] * 10 + ["test"] * 2
+    assert list(data.labels)[:3] == ["airplane", "automobile", "bird"]
+    assert len(set(data.labels)) == 10 and data.splits == ["train"] * 10 + ["test"] * 2
     grey = cifar10(tmp_path, grey=True, counts="any").arrays
-    assert grey is not None and grey.shape == (12, 32, 32) and grey.dtype == np.uint8
+    assert grey.shape == (12, 32, 32) and grey.dtype == np.uint8
     r, g, b = (int(v) for v in images[3, 4, 5])
     assert abs(int(grey[3, 4, 5]) - (0.299 * r + 0.587 * g + 0.114 * b)) <= 0.5
     assert len(labels) == 12
 
 
 def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path):
-    with pytest.raises(DataError, match="not a folder"):
-        cifar10(tmp_path / "none")
+    assert "not a folder" in refused(cifar10, tmp_path / "none")
     (tmp_path / "data_batch_1").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(DataError, match="pickles"):
-        cifar10(tmp_path, counts="any")
+    assert "pickles" in refused(cifar10, tmp_path, counts="any")
     write_cifar(tmp_path)
     whole = (tmp_path / "data_batch_2.bin").read_bytes()
-    for content, words in (
-        (whole[:-1], "records of 3,073"),
-        (b"", "records"),
-        (b"\x0b" + whole[1:], "label 11"),
-    ):
+    eleven = b"\x0b" + whole[1:]
+    for content, words in ((whole[:-1], "of 3,073"), (b"", "records"), (eleven, "label 11")):
         (tmp_path / "data_batch_2.bin").write_bytes(content)
-        with pytest.raises(DataError, match=words):
-            cifar10(tmp_path, counts="any")
+        assert words in refused(cifar10, tmp_path, counts="any")
 
 
 def test_other_numbers_than_the_published_ones_are_refused(tmp_path):
     write_emnist(tmp_path)
-    with pytest.raises(
-        DataError,
-        match="its train side has 112,800 images of 47 classes; here it has 5 images of 4 classes",
-    ):
-        emnist(tmp_path)
+    says = "its train side has 112,800 images of 47 classes; here it has 5 images of 4 classes"
+    assert says in refused(emnist, tmp_path)
     write_cifar(tmp_path)
-    with pytest.raises(
-        DataError,
-        match="its test side has 10,000 images of 10 classes; here it has 2 images of 2 classes",
-    ):
-        cifar10(tmp_path)
+    says = "its test side has 10,000 images of 10 classes; here it has 2 images of 2 classes"
+    assert says in refused(cifar10, tmp_path)

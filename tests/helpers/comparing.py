@@ -15,11 +15,7 @@ from retrieval.data.datasets import ArrayDataset
 
 
 def digits(scrambled: bool = False):
-    """Load 20 of each digit.
-
-    Args:
-        scrambled: whether the pixels of 6 to 9 are noise.
-    """
+    """Load 20 of each digit; the pixels of 6 to 9 are noise if `scrambled`."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -31,10 +27,7 @@ def digits(scrambled: bool = False):
     return ArrayDataset(images, [str(label) for label in found.target[rows]])
 
 
-@hookimpl
-def retrieval_datasets():
-    """Digits."""
-    return {"digits": digits}
+retrieval_datasets = hookimpl(lambda: {"digits": digits})
 '''
 RECIPE: dict[str, Any] = {
     "plugins": ["mine.py"],

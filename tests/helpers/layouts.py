@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset
@@ -28,6 +30,12 @@ def picture(path: Path, number: int) -> None:
 def lines(path: Path, rows: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+
+
+def idx(array: NDArray[np.uint8]) -> bytes:
+    """Return an array as MNIST's files have it."""
+    head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    return head + array.tobytes()
 
 
 def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int = 2) -> Path:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
+from PIL import Image
 from retrieval.cli.app import app
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run
+from retrieval.run.open import Run, build_run
 from retrieval.training.trainer import Trainer, train
+from sklearn.datasets import load_digits
 
 Make = Callable[..., Any]
 Weights = dict[str, torch.Tensor]
@@ -21,6 +24,14 @@ GENERATOR = {"name": "toolbox.mover"}
 STILL = {
     "data": {"name": "toolbox.digits"},
     "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+}
+# one epoch of three batches by plain gradient descent, where nothing is drawn or normalised
+STEADY: dict[str, Any] = {
+    **STILL,
+    "sampler": {"classes": 4, "items": 4, "batches": 3},
+    "head": {"embedding_size": 12},
+    "optimizer": {"name": "SGD", "lr": 0.05},
+    "train": {"epochs": 1},
 }
 # a recipe of four small batches and two epochs, without a plugin of the tests
 SMALL: dict[str, Any] = {
@@ -38,6 +49,15 @@ SMALL: dict[str, Any] = {
 def retrieval(*words: object) -> Any:
     """The result of a command, whose exception is kept."""
     return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def ran(*words: object) -> str:
+    """What a command printed, which must succeed; its error is raised."""
+    result = retrieval(*words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return str(result.output)
 
 
 def load(folder: Path, name: str = "last") -> Any:
@@ -81,8 +101,8 @@ def difference(one: Weights, other: Weights) -> float:
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
-def apart(one: Path, other: Path) -> float:
-    return difference(weights(one), weights(other))
+def apart(one: Path, other: Path, name: str = "last") -> float:
+    return difference(weights(one, name), weights(other, name))
 
 
 def lines_of(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -103,6 +123,23 @@ def summary(folder: Path) -> Any:
 def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
     train(tmp_path / name, made)
     return tmp_path / name
+
+
+def reported(folder: Path, made: Any) -> tuple[Run, list[str]]:
+    """A new run, and the lines that its training reported."""
+    lines: list[str] = []
+    return train(folder, made, report=lines.append), lines
+
+
+def digit_photos(folder: Path, each: int, classes: int = 4) -> Path:
+    """Write digits as PNG files, in a folder of each class."""
+    digits = load_digits()
+    for label in range(classes):
+        (folder / str(label)).mkdir(parents=True)
+        for i, image in enumerate(digits.images[digits.target == label][:each]):
+            pixels = Image.fromarray((image * 15.9).astype(np.uint8))
+            pixels.save(folder / str(label) / f"{i:02}.png")
+    return folder
 
 
 def trainer_of(tmp_path: Path, made: Any) -> Trainer:

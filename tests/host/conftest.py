@@ -10,7 +10,6 @@ import pytest
 from retrieval.host.plugins import load_plugins
 
 EVERYTHING = Path(__file__).with_name("plugins_for_tests") / "everything.py"
-
 TABLE: dict[str, Any] = {
     "plugins": [str(EVERYTHING)],
     "data": {"name": "everything.items"},

@@ -9,6 +9,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ class Mean:
     def __call__(self, embeddings, labels):
         return embeddings.square().mean()
 
-@hookimpl
-def retrieval_losses():
-    return {"mean": Mean}
+retrieval_losses = hookimpl(lambda: {"mean": Mean})
 """
 RECIPE = """
 plugins = ["theirs.py"]
@@ -126,20 +125,17 @@ def test_a_module_beside_the_recipe_is_no_installed_one(stranger, cli, monkeypat
 def test_on_a_terminal_it_asks(stranger, answer, code):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "retrieval.cli", "check", "recipe.toml"]
-    with subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, cwd=stranger
-    ) as running:
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    with subprocess.Popen(command, **ends, cwd=stranger) as running:
         os.close(slave)
         seen = b""
         while b"Run these files?" not in seen:
             seen += os.read(master, 1000)
         assert not (stranger / "ran").exists()
         os.write(master, answer)
-        try:
+        with suppress(OSError):  # the terminal of a process that ended
             while block := os.read(master, 1000):
                 seen += block
-        except OSError:  # the terminal of a process that ended
-            pass
         assert running.wait(60) == code, seen
     os.close(master)
     assert (stranger / "ran").exists() == (code == 0)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,8 +54,7 @@ def retrieval_commands(app):
         if how == "error":
             from retrieval.errors import DataError
             raise DataError("The data are wrong.")
-        if how == "bug":
-            raise KeyError("a bug")
+        raise KeyError("a bug")
 '''
 
 
@@ -69,19 +69,25 @@ def sentence(outcome: Any) -> str:
 
 @pytest.fixture
 def shout(tmp_path, install):
-    install(tmp_path / "site", "retrieval-shout", "shout", "host_shout", COMMAND)
-    return tmp_path / "site"
+    """A folder with a plugin of commands, and the command line with it installed."""
+    site = tmp_path / "site"
+    install(site, "retrieval-shout", "shout", "host_shout", COMMAND)
+    return site
 
 
-def test_a_plugin_adds_commands(shout, process):
-    done = process("-m", "retrieval.cli", "shout", "hello", path=shout)
+@pytest.fixture
+def command(shout, process):
+    return partial(process, "-m", "retrieval.cli", path=shout)
+
+
+def test_a_plugin_adds_commands(command):
+    done = command("shout", "hello")
     assert (done.code, done.out, done.err) == (0, "HELLO\n", "")
-    listed = process("-m", "retrieval.cli", "--help", path=shout)
-    assert listed.code == 0
-    assert "Say WORD loudly." in listed.out
+    listed = command("--help")
+    assert listed.code == 0 and "Say WORD loudly." in listed.out
     assert listed.out.index("serve") < listed.out.index("shout")
-    assert "Did you mean 'shout'?" in sentence(process("-m", "retrieval.cli", "shuot", path=shout))
-    gone = process("-m", "retrieval.cli", "shout", "hello", path=shout, RETRIEVAL_BLOCK="shout")
+    assert "Did you mean 'shout'?" in sentence(command("shuot"))
+    gone = command("shout", "hello", RETRIEVAL_BLOCK="shout")
     assert "There is no command 'shout'." in sentence(gone)
 
 
@@ -95,12 +101,12 @@ def test_a_plugin_adds_commands(shout, process):
         ("error", "Error: The data are wrong."),
     ],
 )
-def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(shout, process, how, words):
-    assert words in sentence(process("-m", "retrieval.cli", "fail", path=shout, HOW=how))
+def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(command, how, words):
+    assert words in sentence(command("fail", HOW=how))
 
 
-def test_a_bug_is_a_bug(shout, process):
-    done = process("-m", "retrieval.cli", "fail", path=shout, HOW="bug")
+def test_a_bug_is_a_bug(command):
+    done = command("fail", HOW="bug")
     assert done.code == 1 and "KeyError" in done.err and "Traceback" in done.err
 
 
@@ -119,30 +125,30 @@ def test_a_reader_that_stops_is_told_nothing(shout):
     # click leaves with 1 here, as programs do whose pipe breaks
     pipe = f"{sys.executable} -m retrieval.cli flood | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(shout)}
-    done = subprocess.run(
-        ["bash", "-c", pipe], capture_output=True, text=True, timeout=120, env=env
-    )
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(["bash", "-c", pipe], **options, env=env)
     assert (done.stdout.splitlines(), done.stderr) == (["0 … ä"], "")
 
 
-def test_a_terminal_without_a_character_shows_a_question_mark(shout, process):
-    done = process("-m", "retrieval.cli", "flood", path=shout, PYTHONIOENCODING="latin-1")
+def test_a_terminal_without_a_character_shows_a_question_mark(command):
+    done = command("flood", PYTHONIOENCODING="latin-1")
     assert done.code == 0 and done.out.startswith("0 ? ") and done.err == ""
 
 
-HOOK = (
-    "from retrieval.plugin import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n"
-    "    {}\n"
-)
+HOOK = """
+import click
+from retrieval.plugin import hookimpl
+@hookimpl
+def retrieval_commands(app):
+    {}
+"""
+ADD = "app.add_command(click.Command('{}', callback=retrieval_commands))"
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (
-            "app.add_command(click.Command('train', callback=retrieval_commands))",
-            "host_bad adds the command 'train', which is built in",
-        ),
+        (ADD.format("train"), "host_bad adds the command 'train', which is built in"),
         ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
@@ -157,8 +163,8 @@ def test_a_plugin_that_spoils_the_commands(tmp_path, install, process, body, wor
 
 def test_two_plugins_with_one_command(tmp_path, install, process):
     for name in ("one", "two"):
-        body = "app.add_command(click.Command('extra', callback=retrieval_commands))"
-        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", HOOK.format(body))
+        code = HOOK.format(ADD.format("extra"))
+        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", code)
     done = process("-m", "retrieval.cli", "extra", path=tmp_path)
     assert "adds the command 'extra', as host_" in sentence(done)
     assert "host_one" in done.err and "host_two" in done.err

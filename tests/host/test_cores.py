@@ -15,7 +15,11 @@ from retrieval.host import cores as of_cores
 from retrieval.host.cores import cores, default_threads, limit_threads
 
 ROOT = Path(__file__).parents[2]
-V1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+
+
+def v1(group: str, quota: int) -> dict[str, str]:
+    """The files of a group of the first version."""
+    return {f"{group}/cpu.cfs_quota_us": f"{quota}", f"{group}/cpu.cfs_period_us": "100000"}
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -50,13 +54,9 @@ def machine(monkeypatch):
         # the path of the host, in a container that sees its own group as the root
         ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
         ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
-        (
-            "3:memory:/\n2:cpu,cpuacct:/\n",
-            {f"cpu,cpuacct/{V1[0]}": "250000", f"cpu,cpuacct/{V1[1]}": "100000"},
-            3,
-        ),
-        ("1:cpu:/\n0::/\n", {f"cpu/{V1[0]}": "-1", f"cpu/{V1[1]}": "100000"}, 16),
-        ("1:cpuacct,cpu:/a\n", {f"cpu/a/{V1[0]}": "200000", f"cpu/a/{V1[1]}": "100000"}, 2),
+        ("3:memory:/\n2:cpu,cpuacct:/\n", v1("cpu,cpuacct", 250000), 3),
+        ("1:cpu:/\n0::/\n", v1("cpu", -1), 16),
+        ("1:cpuacct,cpu:/a\n", v1("cpu/a", 200000), 2),
         ("1:cpu:/\n0::/\n", {"unified/cpu.max": "200000 100000"}, 2),
         ("0::/\n", {"cpu.max": "no numbers"}, 16),
         ("0::/\n", {"cpu.max": "100000 0"}, 16),
@@ -98,16 +98,10 @@ def test_without_a_quota_nothing_is_set(tmp_path):
 def asked(code: str, *, one_core: bool = True) -> Any:
     """What a child prints as JSON, of which `os.cpu_count` says that it has 64 cores."""
     pin = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" if one_core else ""
+    code = f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, **options)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -138,8 +132,7 @@ print(json.dumps({
     "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
 """)  # noqa: E501
-    assert found.pop("explicit session") == 3
-    assert found == dict.fromkeys(found, 1)
+    assert found.pop("explicit session") == 3 and found == dict.fromkeys(found, 1)
 
 
 @pytest.mark.skipif(cores() < 2, reason="one core: a quota limits nothing")

@@ -26,9 +26,6 @@ def takes(words: list[str]) -> dict[str, Any]:
         return dict(context.params)
 
 
-# --- the image
-
-
 def stages() -> list[list[tuple[str, str]]]:
     """Return the instructions of each stage of the Dockerfile, as (name, rest)."""
     text = re.sub(r"(?m)^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
@@ -90,9 +87,6 @@ def test_the_image_serves_with_options_that_there_are():
     assert given["indexes"] == (said["VOLUME"],)
 
 
-# --- compose
-
-
 def test_compose_mounts_what_there_is_and_gives_no_rights():
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
@@ -120,9 +114,6 @@ def test_compose_mounts_what_there_is_and_gives_no_rights():
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     assert f"server retrieval:{given['port']};" in proxy
     assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
-
-
-# --- systemd
 
 
 def test_the_unit_serves_with_options_that_there_are(tmp_path):

@@ -108,8 +108,7 @@ def test_a_required_parameter_is_marked():
 
 
 def test_a_part_is_shown_inside_something_that_takes_it():
-    text = snippet(PLUGINS.find("regularizers", "everything.lp"), PLUGINS)
-    table = tomllib.loads(text)["loss"]
+    table = tomllib.loads(snippet(PLUGINS.find("regularizers", "everything.lp"), PLUGINS))["loss"]
     assert table["name"].startswith("pml.")
     assert {"name": "everything.lp", "p": 2} in table.values()
     assert snippet(PLUGINS.find("regularizers", "everything.lp")).startswith('[loss]\nname = "…"')

@@ -1,4 +1,4 @@
-"""A factory's signature and docstring: what is refused, what is checked, and in which words."""
+"""A factory, a function or a class: its signature, its docstring and what a loss's call takes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import enum
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import pytest
 import torch
 from pydantic import Field
+from refusals import refusal
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.factory import Factory
-from retrieval.plugin import Part
+from retrieval.plugin import Part, traits
 from torch import Tensor, nn
 
 
@@ -23,9 +25,7 @@ def read(make: Callable[..., Any], kind: str = "losses") -> Factory:
 
 
 def refused(make: Callable[..., Any]) -> str:
-    with pytest.raises(PluginError) as caught:
-        read(make)
-    return str(caught.value)
+    return refusal(PluginError, read, make)
 
 
 def only(make: Callable[..., Any], **values: Any) -> str:
@@ -56,24 +56,7 @@ def everything(
     mode: Mode = Mode.SOFT,
     free: Any = None,
 ) -> Any:
-    """Take everything.
-
-    Args:
-        count: how many.
-        scale: how large.
-        name: what to call it.
-        on: whether.
-        kind: which.
-        limit: up to.
-        sizes: several.
-        span: from, to.
-        many: any number.
-        folder: where.
-        weights: of each.
-        share: of all.
-        mode: how.
-        free: anything.
-    """
+    """Take everything."""
     return locals()
 
 
@@ -142,11 +125,7 @@ def test_no_word_of_pydantic_reaches_a_user():
 
 def test_unknown_and_given_parameters():
     def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
-        """A loss.
-
-        Args:
-            margin: how far.
-        """
+        """A loss."""
         return margin, embedding_size
 
     unknown = "[loss] margn: acme.thing has no such parameter (it has: margin)."
@@ -163,8 +142,7 @@ def test_every_fault_of_a_signature_in_one_sentence():
     sentence = refused(bad)
     assert "\n" not in sentence and "'acme.thing'" in sentence and "test_factories" in sentence
     for fault in (
-        "takes its parameter 'a' by position only",
-        "takes its parameter 'b' by position only",
+        *(f"takes its parameter '{name}' by position only" for name in "ab"),
         "marks 'c' as Part('reducer'), and there is no such kind",
     ):
         assert sentence.count(fault) == 1, sentence
@@ -189,11 +167,7 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
 
 
 def test_a_default_that_no_recipe_can_write_stays():
-    def loss(
-        activation: Callable[[Tensor], Tensor] = torch.relu,
-        start: Tensor | None = None,
-        span: list = [],  # noqa: B006
-    ) -> Any:
+    def loss(activation: Callable = torch.relu, start: Tensor | None = None, span: list = []):  # noqa: B006
         return activation, start, span
 
     factory = read(loss)
@@ -206,21 +180,11 @@ def test_a_default_that_no_recipe_can_write_stays():
 def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
-    def unresolved(x: Nowhere) -> None:  # noqa: F821
-        """A loss.
-
-        Args:
-            x: is of an unknown type.
-        """
+    def unresolved(x: Nowhere) -> None: ...  # noqa: F821
 
     assert "NameError: name 'Nowhere' is not defined" in refused(unresolved)
 
-    def module(x: nn.Module) -> None:
-        """A loss.
-
-        Args:
-            x: cannot be written.
-        """
+    def module(x: nn.Module) -> None: ...
 
     with pytest.raises(PluginError, match="'x' of type Module, which a recipe cannot write"):
         read(module).check({}, "[loss]")
@@ -239,21 +203,154 @@ def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
 
 def test_a_factory_that_refuses_its_values():
     def loss(near: float = 0.1, far: float = 1.0) -> None:
-        """A loss.
-
-        Args:
-            near: from.
-            far: to.
-        """
         if near < -1:
             raise AssertionError
         if near >= far:
             raise ValueError("near must be below far.\nIt is not.")
 
-    with pytest.raises(RecipeError) as caught:
-        read(loss).build({"near": 2.0})
-    assert caught.value.problems == (
-        "acme.thing refuses its parameters: near must be below far. It is not.",
-    )
+    text = refusal(RecipeError, read(loss).build, {"near": 2.0})
+    assert "acme.thing refuses its parameters: near must be below far. It is not." in text
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
+
+
+class Passes(nn.Module):
+    def __init__(self, first: float, second: int = 2) -> None:
+        super().__init__()
+        self.numbers = first, second
+
+
+class ByName(Passes):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+
+
+class ByPosition(Passes):
+    def __init__(self, **more: Any) -> None:
+        Passes.__init__(self, 7.0, **more)
+
+
+class Swallows(Passes):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(1.0)
+
+
+def test_kwargs_are_what_the_next_class_takes_and_was_not_given():
+    assert [p.name for p in read(ByName).parameters] == ["first", "second"]
+    assert [p.name for p in read(ByPosition).parameters] == ["second"]
+    assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
+    assert read(Swallows).parameters == ()
+    assert "nothing says what '**more' takes" in read(Swallows).hints[-1]
+    # without source what has no default is taken to be given by the class
+    scope: dict[str, Any] = {"Passes": Passes}
+    exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)
+    assert [p.name for p in read(scope["Made"]).parameters] == ["second"]
+
+
+class Plain(nn.Module):
+    """A loss that needs no parameters."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings.sum()
+
+
+class Undocumented(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Scaled(nn.Module):
+    """Scales.
+
+    Args:
+        scale: how much.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+
+
+class Child(Scaled):
+    """A child has its parent's parameters, with their documentation."""
+
+
+class InInit(nn.Module):
+    """Documented in `__init__`."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        """Make it.
+
+        Args:
+            scale: how much.
+        """
+        super().__init__()
+
+
+class Called(Protocol):
+    def __call__(self, embeddings: Tensor) -> Tensor: ...
+
+
+class FromProtocol(Called):
+    """Takes nothing."""
+
+    def __call__(self, embeddings: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Data:
+    """A dataclass."""
+
+    size: int = 3
+
+
+def test_classes_of_all_sorts_are_read():
+    assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
+    assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
+    for make in (Scaled, Child, InInit):
+        (p,) = read(make).parameters
+        shown = p.name, p.doc, p.default_text, p.type_text
+        assert shown == ("scale", "how much.", "1.0", "number")
+    assert [p.name for p in read(Data).parameters] == ["size"]
+
+
+class Full(nn.Module):
+    """Has the whole call."""
+
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None): ...
+
+
+class Short(nn.Module):
+    """Has only a part of the call."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> None: ...
+
+
+class Silent:
+    """Is never called: `type.__call__` must not be taken for a call of its own."""
+
+
+@traits(ref_emb=False)
+class Stated(Full):
+    """Says that it takes none."""
+
+
+def gives_anything():
+    """Give one."""
+    return Full()
+
+
+def test_what_a_loss_takes_is_read_from_its_call():
+    for make, reference, miner in (
+        (Full, True, True),
+        (Short, False, False),
+        (Stated, False, True),
+        (gives_anything, True, True),
+        (Silent, True, True),
+    ):
+        factory = read(make)
+        assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner), make
+
+
+def test_a_misspelt_trait_is_refused():
+    with pytest.raises(PluginError, match=r"no trait 'ref_embb'.*Did you mean 'ref_emb'"):
+        traits(ref_embb=False)

@@ -27,9 +27,7 @@ def lazily():
     return late()
 
 
-@hookimpl
-def retrieval_metrics():
-    return {"rank": taken and helpers.Rank}
+retrieval_metrics = hookimpl(lambda: {"rank": taken and helpers.Rank})
 '''
 
 
@@ -60,8 +58,7 @@ def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_
     for value in (1, 2):
         module = FilePlugin.from_name(write(tmp_path / str(value) / "my_plugin", value)).load()
         assert module.helpers.value == module.taken == value
-        assert module.json.dumps(value) == str(value)
-        assert module.lazily() == 2 * value
+        assert module.json.dumps(value) == str(value) and module.lazily() == 2 * value
     assert sys.path == path
     new = {name.partition(".")[0] for name in set(sys.modules) - before}
     assert new <= {"retrieval_file_plugin_my_plugin"}
@@ -73,9 +70,8 @@ def test_bytecode_in_a_folder_never_runs(tmp_path):
     evil.write_text("value = 666")
     for module in ("helpers.py", "kit/inner.py"):
         compiled = importlib.util.cache_from_source(str(tmp_path / "my_plugin" / module))
-        py_compile.compile(
-            str(evil), compiled, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
-        )
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(evil), compiled, invalidation_mode=unchecked)
     module = FilePlugin.from_name(item).load()
     assert module.helpers.value == module.taken == 4
 
@@ -89,9 +85,8 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     (tmp_path / "my_plugin" / "later.py").write_text("def late():\n    return 0\n")
     after = FilePlugin.from_name(f"{plugin.path}/").sums
     assert [name for name in names if before[name] != after[name]] == ["later.py"]
-    assert list(FilePlugin.from_name(str(tmp_path / "my_plugin" / "later.py")).files) == [
-        "later.py"
-    ]
+    alone = FilePlugin.from_name(str(tmp_path / "my_plugin" / "later.py"))
+    assert list(alone.files) == ["later.py"]
 
 
 def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
@@ -112,18 +107,16 @@ def test_a_file_is_copied_as_a_file(tmp_path):
     path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
     (tmp_path / "helpers.py").write_text("")
-    assert (
-        FilePlugin.from_name(str(path)).copy(tmp_path / "run") == tmp_path / "run" / "my_plugin.py"
-    )
+    copied = FilePlugin.from_name(str(path)).copy(tmp_path / "run")
+    assert copied == tmp_path / "run" / "my_plugin.py"
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
 def test_absolute_imports_of_its_own_modules_are_explained(tmp_path):
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
-    refused(
-        tmp_path / "alone.py", r"beside it.*make a folder alone/.*from \. import helpers_beside"
-    )
+    says = r"beside it.*make a folder alone/.*from \. import helpers_beside"
+    refused(tmp_path / "alone.py", says)
     for line in ("import shapes.parts_inside", "from parts_inside import x"):
         (tmp_path / "shapes").mkdir(exist_ok=True)
         (tmp_path / "shapes" / "__init__.py").write_text(line)
@@ -136,10 +129,8 @@ def test_absolute_imports_of_its_own_modules_are_explained(tmp_path):
 def test_a_recipe_finds_a_folder_beside_itself(tmp_path):
     (tmp_path / "shapes").mkdir()
     (tmp_path / "recipe.toml").write_text('plugins = ["shapes/", "retrieval_core"]')
-    assert read_table(tmp_path / "recipe.toml")[0]["plugins"] == [
-        f"{tmp_path / 'shapes'}/",
-        "retrieval_core",
-    ]
+    plugins = read_table(tmp_path / "recipe.toml")[0]["plugins"]
+    assert plugins == [f"{tmp_path / 'shapes'}/", "retrieval_core"]
 
 
 def test_what_is_no_plugin_is_a_sentence(tmp_path):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -47,16 +46,14 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path, shared):
             files.write_bytes(path, bytes(5000), DataError, shared=shared)
         with pytest.raises(OSError, match="File too large"):
             files.write_bytes(path, bytes(5000), shared=shared)
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["x"]
+    assert (names(tmp_path), path.read_bytes()) == (["x"], b"old")
 
 
 def test_any_fault_while_writing_leaves_the_old_file(tmp_path):
     (tmp_path / "x").write_text("old")
     with pytest.raises(ZeroDivisionError), files.whole_file(tmp_path / "x") as temporary:
         temporary.write_bytes(b"half" * (1 // len(temporary.read_bytes())))
-    assert (tmp_path / "x").read_text() == "old"
-    assert names(tmp_path) == ["x"]
+    assert (names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
     with pytest.raises(DataError, match="No such file"):
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
@@ -71,11 +68,9 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path, killed
             os.kill(os.getpid(), signal.SIGKILL)
 
     killed(die)
-    assert path.read_text() == "old"
-    assert names(tmp_path) == ["x", "x.tmp"]
+    assert (names(tmp_path), path.read_text()) == (["x", "x.tmp"], "old")
     files.write_text(path, "new")
-    assert path.read_text() == "new"
-    assert names(tmp_path) == ["x"]
+    assert (names(tmp_path), path.read_text()) == (["x"], "new")
 
 
 def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
@@ -83,8 +78,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
     (tmp_path / "x.tmp").symlink_to(tmp_path / "victim")
     files.write_text(tmp_path / "x", "new")
     assert (tmp_path / "victim").read_text() == "mine"
-    assert (tmp_path / "x").read_text() == "new"
-    assert not (tmp_path / "x").is_symlink()
+    assert (tmp_path / "x").read_text() == "new" and not (tmp_path / "x").is_symlink()
 
 
 def test_rights(tmp_path):
@@ -121,14 +115,6 @@ def test_a_folder_appears_whole(tmp_path):
     assert (names(target), names(target.parent)) == (["b"], ["folder"])
 
 
-# Scratch folders: what a killed process leaves is cleared, and nothing else.
-
-
-pytestmark = pytest.mark.skipif(
-    sys.platform == "win32", reason="no locks that a killed process lets go"
-)
-
-
 _WRITER = """
 import sys
 from pathlib import Path
@@ -145,7 +131,7 @@ def writer(target: Path) -> subprocess.Popen[str]:
     """Start a process that fills a folder until its standard input ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = subprocess.Popen([sys.executable, "-c", _WRITER, target], **pipes)
-    assert started.stdout is not None and started.stdout.readline() == "filled\n"
+    assert started.stdout.readline() == "filled\n"
     return started
 
 
@@ -199,23 +185,19 @@ def test_nothing_else_is_cleared(tmp_path):
         assert lock.exists() and (tmp_path / ".a.67890123.part").is_dir()
 
 
-# One process at a time for one output.
-
-
-HOLDER = textwrap.dedent("""
-    import sys, time
-    from retrieval.serving.files.locks import hold
-    with hold(sys.argv[1], "building this index"):
-        print("held", flush=True)
-        time.sleep(60)
-""")
+HOLDER = """
+import sys, time
+from retrieval.serving.files.locks import hold
+with hold(sys.argv[1], "building this index"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -277,8 +259,7 @@ def test_never_two_at_a_time(tmp_path):
     with ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(work) for _ in range(6)]:
             done.result()
-    assert most[0] == 1
-    assert taken[0] > 10
+    assert most[0] == 1 and taken[0] > 10
 
 
 def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
@@ -317,32 +298,30 @@ def test_where_nothing_can_be_written_a_sentence(tmp_path):
         raise AssertionError
 
 
-READ_ONLY = textwrap.dedent("""
-    import os, sys
-    from retrieval.errors import RetrievalError
-    from retrieval.serving.files.locks import hold
-    if os.geteuid() == 0:
-        os.setgid(65534); os.setuid(65534)
-    with hold(sys.argv[1], "x"):
-        print(sorted(os.listdir(sys.argv[1])))
-    try:
-        with hold(sys.argv[1] + "-new", "x"):
-            raise AssertionError
-    except RetrievalError as error:
-        print(error)
-""")
+READ_ONLY = """
+import os, sys
+from retrieval.errors import RetrievalError
+from retrieval.serving.files.locks import hold
+if os.geteuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+with hold(sys.argv[1], "x"):
+    print(sorted(os.listdir(sys.argv[1])))
+try:
+    with hold(sys.argv[1] + "-new", "x"):
+        raise AssertionError
+except RetrievalError as error:
+    print(error)
+"""
 
 
-@pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
 def test_below_a_read_only_parent_the_lock_lies_in_the_folder():
     with tempfile.TemporaryDirectory() as parent:  # pytest's own are for one user only
         folder = Path(parent, "out")
         folder.mkdir()
         folder.chmod(0o777)
         Path(parent).chmod(0o555)
-        run = subprocess.run(
-            [sys.executable, "-c", READ_ONLY, str(folder)], capture_output=True, text=True, cwd="/"
-        )
+        command = [sys.executable, "-c", READ_ONLY, str(folder)]
+        run = subprocess.run(command, capture_output=True, text=True, cwd="/")
         Path(parent).chmod(0o755)
         assert run.stdout.startswith("['.lock']\n"), run.stderr
         assert "out-new cannot be locked: " in run.stdout

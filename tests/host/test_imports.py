@@ -13,7 +13,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
-
 FLOORS = [
     {"errors"},
     {"host"},
@@ -29,19 +28,13 @@ FLOORS = [
     {"plot", "plugin", "results"},
     {"__init__"},
 ]
-"""Lowest first.
-
-A module imports from lower floors and from its own folder, in functions and for type checkers too.
+"""Lowest first. A module imports from lower floors and its own folder, in functions and for type
+checkers too.
 """
 
 PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
-
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
-
-MOST_ENTRIES = 16
-
-MOST_INNER = 10
-
+MOST_ENTRIES, MOST_INNER = 16, 10
 # A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is
 # here.
 INNER = {
@@ -63,9 +56,7 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts).removesuffix(".__init__"), path
 
 
-def imports(
-    path: Path, above: Path, of: Callable[[ast.AST], ast.AST] = lambda tree: tree
-) -> Iterator[tuple[str, str]]:
+def imports(path: Path, above: Path, of: Callable = lambda tree: tree) -> Iterator[tuple[str, str]]:
     """The modules that a file imports anywhere, and the name that it takes of each ("" for the
     module itself).
     """
@@ -123,8 +114,7 @@ def circle(package: Path) -> list[str]:
 
 def test_every_folder_is_a_floor():
     found = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
-    assert found == set().union(*FLOORS)
-    assert len(found) <= MOST_ENTRIES
+    assert found == set().union(*FLOORS) and len(found) <= MOST_ENTRIES
 
 
 def test_imports_go_down():

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.errors import MissingDependency, PluginError
-from retrieval.host.plugins import Plugins, load_plugins
+from refusals import refusal
+from retrieval.errors import PluginError
+from retrieval.host.plugins import load_plugins
 
 LOSS = '''
 from retrieval.plugin import hookimpl
@@ -31,9 +32,7 @@ def write(folder: Path, name: str, code: str) -> str:
 
 
 def refused(*items: str, **kwargs: Any) -> str:
-    with pytest.raises(PluginError) as caught:
-        load_plugins(items, **kwargs)
-    sentence = str(caught.value)
+    sentence = refusal(PluginError, load_plugins, items, **kwargs)
     assert "\n" not in sentence and sentence.endswith((".", "?"))
     return sentence
 
@@ -73,9 +72,8 @@ def test_block_leaves_out_entry_points_files_and_several(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_BLOCK", " pml , mine ")
     plugins = load_plugins([file])
     assert {"pml", "mine"}.isdisjoint(s.plugin for s in plugins.sources)
-    assert "pml" in {
-        s.plugin for s in load_plugins(block=["core"]).sources
-    }  # an argument outdoes the variable
+    sources = load_plugins(block=["core"]).sources  # an argument outdoes the variable
+    assert "pml" in {s.plugin for s in sources}
     with pytest.raises(PluginError, match=r"No plugin 'pml' is loaded \(loaded: .*core"):
         plugins.find("losses", "pml.contrastive")
 
@@ -98,16 +96,10 @@ from retrieval.plugin import hookimpl
 
 @dataclass
 class Data:
-    """Items.
-
-    Args:
-        size: pixels.
-    """
+    """Items."""
     size: int = 3
 
-@hookimpl
-def retrieval_datasets():
-    return {"data": Data}
+retrieval_datasets = hookimpl(lambda: {"data": Data})
 '''
 
 
@@ -150,21 +142,13 @@ def test_missing_and_misnamed_files_and_modules(tmp_path):
     ("old", "new", "words"),
     [
         ("losses():", "losess():", ["'hooks'", "'retrieval_losess'", "mean 'retrieval_losses'?"]),
-        (
-            "@hookimpl",
-            "@hookimpl(specname='retrieval_loss')",
-            ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
-        ),
+        ("@hookimpl", "@hookimpl(specname='retrieval_loss')", ["Did you mean 'retrieval_losses'?"]),
         ("@hookimpl", "", ["retrieval_losses without @retrieval.plugin.hookimpl"]),
-        (
-            "losses():",
-            "losses(recipe):",
-            ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
-        ),
+        ("losses():", "losses(recipe):", ["retrieval_losses(recipe)", "calls retrieval_losses()"]),
         (
             "losses():",
             "run_end(run, epochs):",
-            ["retrieval_run_end(run, epochs)", "retrieval_run_end(run, metrics)"],
+            ["(run, epochs)", "retrieval_run_end(run, metrics)"],
         ),
     ],
 )
@@ -186,9 +170,8 @@ def test_one_name_for_two_plugins_and_one_module_under_two_names(tmp_path, insta
 
 def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
     install(tmp_path, "retrieval-odd", "odd", "host_odd", "thing = 3\n")
-    (tmp_path / "retrieval_odd-1.0.dist-info" / "entry_points.txt").write_text(
-        "[retrieval]\nodd = host_odd:thing\n"
-    )
+    points = tmp_path / "retrieval_odd-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[retrieval]\nodd = host_odd:thing\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "of type int; its entry point must name a module" in refused()
 
@@ -208,47 +191,35 @@ def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
     ],
 )
 def test_factory_hooks_that_give_something_else(tmp_path, body, words):
-    code = (
-        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
-    )
+    code = LOSS.replace('return {"plain": Plain}', body)
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
-    assert all(
-        name.startswith(("core.", "pml.", "daml.", "anml.", "aml.", "oahu."))
-        for name in plugins.factories("losses")
-    )
+    assert not any(name.startswith("gives.") for name in plugins.factories("losses"))
     (sentence,) = plugins.disabled("losses").values()
     assert all(word in sentence for word in words), sentence
-    with pytest.raises(PluginError) as caught:
-        plugins.find("losses", next(iter(plugins.disabled("losses"))))
-    assert str(caught.value) == sentence
+    (name,) = plugins.disabled("losses")
+    assert refusal(PluginError, plugins.find, "losses", name) == sentence
 
 
 def test_a_plugin_without_torch_says_what_to_install(tmp_path, process):
-    (tmp_path / "torch.py").write_text(
-        "raise ModuleNotFoundError('No module named torch', name='torch')"
-    )
+    code = "raise ModuleNotFoundError('No module named torch', name='torch')"
+    (tmp_path / "torch.py").write_text(code)
     done = process("-m", "retrieval.cli", "plugins", "list", "--kind", "losses", path=tmp_path)
-    assert done.code == 2
+    assert done.code == 2 and "Traceback" not in done.err
     assert "pip install 'embedding-retrieval[train]'" in done.err
-    assert "Traceback" not in done.err
-    assert issubclass(MissingDependency, Exception)
 
 
-def find(plugins: Plugins, kind: str, name: str) -> str:
-    with pytest.raises(PluginError) as caught:
-        plugins.find(kind, name)
-    return str(caught.value)
-
-
-def test_an_unknown_name_suggests_the_closest():
-    plugins = load_plugins()
-    assert "Did you mean 'pml.multi_similarity'?" in find(plugins, "losses", "pml.multi_similarty")
-    assert "'pml.circle'?" in find(plugins, "losses", "circle")
-    several = find(plugins, "losses", "contrastive")
-    assert all(f"'{plugin}.contrastive'" in several for plugin in ("daml", "pml")), several
-    unloaded = find(plugins, "losses", "pmll.multi_similarity")
-    assert "No plugin 'pmll' is loaded" in unloaded
-    assert "Did you mean 'pml.multi_similarity'?" in unloaded
-    assert "'core.digits' is a dataset" in find(plugins, "losses", "core.digits")
-    assert "retrieval plugins list --kind losses" in find(plugins, "losses", "pml.zzzzz")
-    assert "No plugin 'zz' is loaded" in find(plugins, "losses", "zz.zzzzz")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pml.multi_similarty", ["Did you mean 'pml.multi_similarity'?"]),
+        ("circle", ["'pml.circle'?"]),
+        ("contrastive", ["'daml.contrastive'", "'pml.contrastive'"]),
+        ("pmll.circle", ["No plugin 'pmll' is loaded", "Did you mean 'pml.circle'?"]),
+        ("core.digits", ["'core.digits' is a dataset"]),
+        ("pml.zzzzz", ["retrieval plugins list --kind losses"]),
+        ("zz.zzzzz", ["No plugin 'zz' is loaded"]),
+    ],
+)
+def test_an_unknown_name_suggests_the_closest(name, words):
+    text = refusal(PluginError, load_plugins().find, "losses", name)
+    assert all(word in text for word in words), text

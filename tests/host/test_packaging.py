@@ -1,9 +1,12 @@
-"""What is installed is what is there."""
+"""What is installed is what is there, and public names load on first use."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import json
 import re
+import runpy
 from configparser import ConfigParser
 from fnmatch import fnmatch
 from importlib.metadata import distribution
@@ -33,8 +36,7 @@ def folders() -> dict[str, Path]:
 
 def test_the_packages_listed_are_the_folders_there(config):
     listed = config["options"]["packages"].split()
-    assert len(listed) == len(set(listed))
-    assert set(listed) == set(folders())
+    assert len(listed) == len(set(listed)) and set(listed) == set(folders())
 
 
 def test_no_module_lies_outside_a_package():
@@ -87,3 +89,51 @@ def test_the_two_families_never_meet_in_one_extra(config):
     assert {"faiss-cpu", "onnxruntime"} <= {line.split(">=")[0] for line in extras["cpu"].split()}
     base = config["options"]["install_requires"]
     assert not any(word in base for word in ("torch", "faiss", "onnx", "scikit"))
+
+
+def test_the_extra_as_it_is_resolves_to_one_cuda():
+    """Where it changed: python tests/host/resolve_gpu.py."""
+    script = runpy.run_path(str(Path(__file__).with_name("resolve_gpu.py")))
+    kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
+    assert kept["wanted"] == script["wanted"]()
+    assert kept["cuda"] == "13" and {"torch", "faiss-gpu-cuvs"} <= set(kept["versions"])
+    package = {"name": "a-cu12", "version": "1", "requires_dist": ["cuda-toolkit<14,>=13.2"]}
+    assert [*script["majors"](package)] == ["12", "13"]
+
+
+ONE_OF_EACH = {
+    "aml": "GMML",
+    "anml": "LANML",
+    "core": "PCA",
+    "daml": "TripletLoss",
+    "metric_learn": "LMNN",
+    "oahu": "OAHU",
+    "sets": "cub200",
+}
+
+
+def told(plugin: str) -> set[tuple[str, str]]:
+    """The names for type checkers, with their modules."""
+    path = ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py"
+    return {
+        (str(node.module), name.name)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("retrieval_")
+        for name in node.names
+        if name.asname == name.name  # it is exported
+    }
+
+
+def test_every_plugin_with_names_is_tried():
+    inits = (ROOT / "plugins").glob("*/__init__.py")
+    lazily = {p.parent.name for p in inits if " = lazy(" in p.read_text("utf-8")}
+    assert lazily == {f"retrieval_{plugin}" for plugin in ONE_OF_EACH}
+
+
+@pytest.mark.parametrize("plugin", ONE_OF_EACH)
+def test_what_loads_is_what_type_checkers_see(plugin):
+    package = importlib.import_module(f"retrieval_{plugin}")
+    values = {name: getattr(package, name) for name in dir(package)}
+    loads = {(getattr(value, "__module__", None), name) for name, value in values.items()}
+    loads = {(home, name) for home, name in loads if str(home).startswith(f"{package.__name__}.")}
+    assert loads == told(plugin) and ONE_OF_EACH[plugin] in values

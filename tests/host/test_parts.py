@@ -9,13 +9,8 @@ from retrieval.errors import PluginError, RecipeError
 from retrieval.host.factory import KINDS
 from retrieval.serving.store.address import Address
 
-GIVEN = {
-    "embedding_size": 8,
-    "classes": 3,
-    "features": 5,
-    "address": Address("shelf://here", "shelf", "here"),
-}
-
+ADDRESS = Address("shelf://here", "shelf", "here")
+GIVEN = {"embedding_size": 8, "classes": 3, "features": 5, "address": ADDRESS}
 FIXED = "everything.fixed"
 
 
@@ -53,8 +48,7 @@ def test_parts_within_parts_and_lists_of_parts(everything):
     assert isinstance(made.losses[0].reducer.pad, LpRegularizer)
     assert isinstance(made.losses[1].distance, LpDistance) and made.losses[1].distance.p == 3
     assert made.losses[2].shape == made.first.shape == (3, 8)
-    assert made.weights == [1.0, 2.0, 3.0]
-    assert made.losses[0].distance is None
+    assert made.weights == [1.0, 2.0, 3.0] and made.losses[0].distance is None
 
 
 def test_each_problem_of_a_nested_part_has_its_place(everything):
@@ -83,18 +77,17 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
 
 
 def test_a_required_part_that_is_missing(everything):
-    assert everything.check("losses", {"name": "everything.several"}, "[loss]") == [
-        "[loss] losses: is required (a loss list)."
-    ]
+    table = {"name": "everything.several"}
+    missing = ["[loss] losses: is required (a loss list)."]
+    assert everything.check("losses", table, "[loss]") == missing
     with pytest.raises(RecipeError, match="is required"):
-        everything.build("losses", {"name": "everything.several"}, GIVEN)
+        everything.build("losses", table, GIVEN)
 
 
 def test_the_host_s_distance_goes_before_the_default(everything):
     distance = LpDistance(p=7)
     table = {"name": "everything.margin", "scale": 1}
-    made = everything.build("losses", table, {**GIVEN, "distance": distance})
-    assert made.distance is distance
+    assert everything.build("losses", table, {**GIVEN, "distance": distance}).distance is distance
 
 
 def test_what_the_host_does_not_know_is_said(everything):

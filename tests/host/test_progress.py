@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import pty
 import re
@@ -11,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 from retrieval.serving import progress
@@ -30,9 +30,8 @@ def test_long_work_is_a_plain_line_now_and_then(capsys, monkeypatch):
     lines = err.splitlines()
     assert out == "" and "\r" not in err and len(lines) == 10  # one each 10 s
     # the 2,000 of an earlier run do not count as speed
-    assert (
-        lines[0] == "encoding: 3000 of 12000 images (25 %), 100.00 images/s, 01:30 left, loss 0.5"
-    )
+    first = "encoding: 3000 of 12000 images (25 %), 100.00 images/s, 01:30 left, loss 0.5"
+    assert lines[0] == first
     assert lines[-1].startswith("encoding: 12000 of 12000 images (100 %), 100.00 images/s, 00:00")
 
 
@@ -57,18 +56,13 @@ with Meter("encoding", 20, "images") as meter:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     running = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=theirs)
     os.close(theirs)
-    seen = io.BytesIO()
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        if not part:
-            break
-        seen.write(part)
+    seen = b""
+    with suppress(OSError):  # Linux's way to say that the other end is closed
+        while part := os.read(ours, 4096):
+            seen += part
     os.close(ours)
     assert running.wait(60) == 0
-    text = seen.getvalue().decode()
+    text = seen.decode()
     assert re.search(r"encoding: +\d+%\|", text) and "a note\r\n" in text
     assert text.rsplit("\r", 2)[-2].strip() == ""  # the bar is wiped
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import click
 import pytest
+from refusals import refusal
 from retrieval.cli.common import BYTES, PIXELS
-from retrieval.errors import StoreError
+from retrieval.errors import RecipeError, RetrievalError, StoreError, did_you_mean
 from retrieval.serving.files.places import instead
 
 RECIPE = """
@@ -23,6 +24,15 @@ backbone = { name = "core.convnet", width = 4, depth = 2 }
 loss = { name = "pml.contrastive", pos_margin = 0.1 }
 miner.name = "pml.multi_similarity"
 train.epochs = 1
+"""
+SIZED = """
+from pytorch_metric_learning.losses import ArcFaceLoss
+from retrieval.plugin import hookimpl
+
+def arc(size: int, number: int):
+    return ArcFaceLoss(num_classes=number, embedding_size=size)
+
+retrieval_losses = hookimpl(lambda: {'arc': arc})
 """
 
 
@@ -49,10 +59,7 @@ def recipe(tmp_path, monkeypatch):
         (["schedule.name=StepLR", "schedule.step_size=3"], "write options.step_size."),
         (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file"),
         (["sampler.classes=50"], "r.toml: [sampler] classes: a batch takes 50 classes, but only 5"),
-        (
-            ["data.name=core.image_folder", "data.folder=gone"],
-            "[data] folder: gone is not a folder",
-        ),
+        (["data.name=core.image_folder", "data.folder=gone"], "folder: gone is not a folder"),
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
 )
@@ -82,19 +89,10 @@ def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
 
 
 def test_sizes_that_a_loss_needs_are_named(recipe, cli):
-    Path("sized.py").write_text(
-        "from pytorch_metric_learning.losses import ArcFaceLoss\n"
-        "from retrieval.plugin import hookimpl\n\n"
-        "def arc(size: int, number: int):\n"
-        "    return ArcFaceLoss(num_classes=number, embedding_size=size)\n\n"
-        "@hookimpl\n"
-        "def retrieval_losses():\n"
-        "    return {'arc': arc}\n"
-    )
+    Path("sized.py").write_text(SIZED)
     for size, number in ((32, 5), (64, 3)):
         sizes = (f"loss.size={size}", f"loss.number={number}")
-        words = changed("miner=none", "loss.name=sized.arc", *sizes)
-        done = cli(*words, "--plugin", "sized.py")
+        done = cli(*changed("miner=none", "loss.name=sized.arc", *sizes), "--plugin", "sized.py")
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
         assert "5 classes (num_classes)" in done.err
         assert "width 64 (embedding_size)" in done.err
@@ -162,9 +160,9 @@ def test_what_is_no_size(text):
 def test_a_wrong_host_is_no_wrong_port():
     from retrieval.serving.http.server import listen
 
-    with pytest.raises(StoreError) as refused:
-        listen("203.0.113.1", 0, "port")  # an address for documentation, which no machine has
-    assert "use 127.0.0.1" in str(refused.value) and "another port" not in str(refused.value)
+    # an address for documentation, which no machine has
+    text = refusal(StoreError, listen, "203.0.113.1", 0, "port")
+    assert "use 127.0.0.1" in text and "another port" not in text
     says = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
     with pytest.raises(StoreError, match=says):
         listen("no.such.host.invalid", 0, "port")
@@ -175,17 +173,41 @@ def test_a_wrong_host_is_no_wrong_port():
 
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe, tmp_path):
     words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "retrieval.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        cwd=tmp_path,
-    ) as running:
-        assert running.stdout is not None and running.stderr is not None
+    command = [sys.executable, "-m", "retrieval.cli", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, **pipes, env=environment, cwd=tmp_path) as running:
         assert running.stdout.readline().startswith("epoch 0 ")
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 130
         last = running.stderr.read().strip().splitlines()[-1]
     assert last.endswith(f" Go on with: {shlex.join(['retrieval', *words, '--resume'])}"), last
+
+
+NAMES = ["pml.contrastive", "pml.margin", "acme.margin", "core.digits", "AdamW", "Adam"]
+
+
+@pytest.mark.parametrize(
+    ("word", "closest"),
+    [
+        ("pml.contrstive", "pml.contrastive"),
+        ("contrastive", "pml.contrastive"),  # without its plugin
+        ("acme.contrastive", "pml.contrastive"),  # of another plugin
+        ("pnl.margin", "pml.margin"),
+        ("pml.digits", "core.digits"),
+        ("adamw", "AdamW"),
+        ("Adamw", "AdamW"),
+        ("pml.zzzzzz", ""),  # a shared plugin's name is not a likeness
+        ("zzz", ""),
+        ("", ""),
+    ],
+)
+def test_the_closest_word(word, closest):
+    assert did_you_mean(word, iter(NAMES)) == (f" Did you mean '{closest}'?" if closest else "")
+
+
+def test_a_recipe_error_counts_its_problems():
+    assert str(RecipeError(["a."])) == "The recipe has 1 problem:\n  - a."
+    error = RecipeError(iter(["a.", "b."]), "r.toml")
+    assert str(error) == "r.toml has 2 problems:\n  - a.\n  - b." and error.problems == ("a.", "b.")
+    assert isinstance(error, RetrievalError)

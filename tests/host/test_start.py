@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-from PIL import Image
+from layouts import picture
 
+# what takes long to load, and no part of the recipe asks for
 UNUSED = ["torch._dynamo", "torch._inductor", "scipy.special", "scipy.stats", "sklearn"]
 UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
-"""What takes long to load, and no part of the recipe asks for."""
-
 RECIPE = """
 data = { name = "core.image_folder", folder = "photos" }
 split = { by = "item", test = 0.3 }
@@ -20,7 +18,6 @@ loss.name = "pml.triplet_margin"
 miner.name = "pml.multi_similarity"
 train.epochs = 1
 """
-
 SCRIPT = """
 import gc, json, sys
 from retrieval.cli.app import main
@@ -43,22 +40,17 @@ print(json.dumps([name for name in %s if name in sys.modules]))
 
 def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
     """Of `check`, and of a training with its checkpoint."""
-    random = np.random.default_rng(0)
-    for name in "abc":
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for i in range(9):
-            pixels = random.integers(0, 256, (8, 8), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
+    for number in range(27):
+        picture(tmp_path / "photos" / "abc"[number % 3] / f"{number}.png", number)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    script = SCRIPT % ["torch", *UNUSED]
-    done = process("-c", script, cwd=tmp_path, seconds=300)
+    done = process("-c", SCRIPT % ["torch", *UNUSED], cwd=tmp_path, seconds=300)
     assert done.code == 0, done.out + done.err
     assert json.loads(done.out.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
+# what a recipe of arrays needs of the serving half: how an image is decoded and prepared
 SERVING = {"retrieval.serving", "retrieval.serving.images"}
-"""What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 
 def test_a_recipe_loads_of_serving_what_it_uses(tmp_path, process):

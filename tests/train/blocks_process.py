@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 accelerator = Accelerator(cpu=True)
 WORLD, RANK = accelerator.num_processes, accelerator.process_index
-LABELS = torch.arange(8).repeat_interleave(5)[
-    torch.randperm(40, generator=torch.Generator().manual_seed(1))
-]
+ORDER = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(8).repeat_interleave(5)[ORDER]
 
 
 def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[Tensor, list[int]]:
@@ -36,9 +35,8 @@ def rows_at_a_time(loss: Any, codes: Tensor, indices: Any, plain: int) -> tuple[
         return row_sums(*given)
 
     with patch.object(devices, "PLAIN", plain), patch.object(devices, "row_sums", counted):
-        value = devices.divided_loss(
-            loss, "anchors", codes[own], LABELS[own], indices, Devices(accelerator)
-        )
+        own_codes, group = codes[own], Devices(accelerator)
+        value = devices.divided_loss(loss, "anchors", own_codes, LABELS[own], indices, group)
         value.backward()
     return value.detach(), calls
 
@@ -59,23 +57,17 @@ def main() -> None:
         whole = loss(expected, LABELS, indices)
         whole.backward()
         of_row = max(40, len(indices[0]) // 40 if indices else 0)
-        for plain, first in (
-            (share * of_row, share),
-            (3 * of_row, max(3, -(-share // WORLD))),
-            (0, -(-share // WORLD)),
-        ):
+        few = -(-share // WORLD)
+        for plain, first in ((share * of_row, share), (3 * of_row, max(3, few)), (0, few)):
             mine = codes.clone().requires_grad_()
             value, calls = rows_at_a_time(loss, mine, indices, plain)
-            assert calls[0] == first and sum(calls) == share * (1 if first == share else 2), (
-                calls,
-                plain,
-            )
+            whole_share = share * (1 if first == share else 2)
+            assert (calls[0], sum(calls)) == (first, whole_share), (calls, plain)
             torch.testing.assert_close(value, whole.detach(), rtol=1e-9, atol=1e-12)
             # each process's counts once in the mean
             total = accelerator.reduce(mine.grad, reduction="mean")
-            torch.testing.assert_close(
-                total, expected.grad, rtol=1e-7, atol=1e-11, msg=f"{name}, {plain}"
-            )
+            says = f"{name}, {plain}"
+            torch.testing.assert_close(total, expected.grad, rtol=1e-7, atol=1e-11, msg=says)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,13 @@ class Same(Backbone):
         return x / len(x[0][0]) if self.how == "raises" else x
 
 
-class Loss(nn.Module):
+class Broken(nn.Module):
     def __init__(self, how="right"):
         super().__init__()
         self.how = how
 
+
+class Loss(Broken):
     def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         costs = embeddings.square().sum(1)
         return {
@@ -71,23 +73,19 @@ class WrongCall(nn.Module):
         return embeddings.mean()
 
 
-class Miner(nn.Module):
-    def __init__(self, how="right"):
-        super().__init__()
-        self.how = how
-
+class Miner(Broken):
     def forward(self, embeddings, labels, ref_emb=None, ref_labels=None):
         a, p, n = torch.arange(4), torch.arange(4), torch.arange(4)
         return {
-            "right": lambda: (a, p, n),
-            "lists": lambda: (a.tolist(), p.tolist(), n.tolist()),
-            "two": lambda: (a, p),
-            "none": lambda: None,
-            "high": lambda: (a, p, n + len(labels)),
-            "floats": lambda: (a.float(), p.float(), n.float()),
-            "lengths": lambda: (a, p[:3], n),
-            "device": lambda: tuple(x.to("meta") for x in (a, p, n)),
-        }[self.how]()
+            "right": (a, p, n),
+            "lists": (a.tolist(), p.tolist(), n.tolist()),
+            "two": (a, p),
+            "none": None,
+            "high": (a, p, n + len(labels)),
+            "floats": (a.float(), p.float(), n.float()),
+            "lengths": (a, p[:3], n),
+            "device": tuple(x.to("meta") for x in (a, p, n)),
+        }[self.how]
 
 
 class Synthetic(Generator):
@@ -110,11 +108,7 @@ class Synthetic(Generator):
         return costs if self.how == "objective" else costs.mean()
 
 
-class Parts(Combiner):
-    def __init__(self, how="right"):
-        super().__init__()
-        self.how = how
-
+class Parts(Broken, Combiner):
     def build_head(self, features):
         return None if self.how == "no_head" else nn.Linear(features, 3)
 
@@ -123,11 +117,9 @@ class Parts(Combiner):
         return mat.flatten() if self.how == "flat" else mat
 
     def pairwise_distance(self, query_emb, ref_emb):
-        return (
-            torch.cdist(query_emb, ref_emb)
-            if self.how == "rows"
-            else (query_emb - ref_emb).norm(dim=1)
-        )
+        if self.how == "rows":
+            return torch.cdist(query_emb, ref_emb)
+        return (query_emb - ref_emb).norm(dim=1)
 
     def objective(self, codes, labels, indices):
         if self.how == "objective":
@@ -173,67 +165,23 @@ class NoParts:
         return self
 
 
-class Metric:
-    depth: Any = 3
-
-    def __init__(self, how="right"):
-        self.how = how
-
-    def __call__(self, matches, relevant):
-        return {
-            "number": 1.0,
-            "nan": np.full(len(matches), np.nan),
-        }.get(self.how, matches[:, 0])
-
-
 def metric(how):
-    class One(Metric):
-        def __init__(self):
-            super().__init__(how)
+    class Metric:
+        depth: Any = 3
 
-    return One
+        def __call__(self, matches, relevant):
+            wrong = {"number": 1.0, "nan": np.full(len(matches), np.nan)}
+            return wrong.get(how, matches[:, 0])
 
-
-@hookimpl
-def retrieval_datasets():
-    return {"items": Items}
+    return Metric
 
 
-@hookimpl
-def retrieval_backbones():
-    return {"same": Same}
-
-
-@hookimpl
-def retrieval_losses():
-    found = {
-        "loss": Loss,
-        "no_forward": NoForward,
-        "wrong_call": WrongCall,
-    }
-    return {**found, "measured": Measured, "object": lambda: 3}
-
-
-@hookimpl
-def retrieval_miners():
-    return {"miner": Miner}
-
-
-@hookimpl
-def retrieval_generators():
-    return {"generator": Synthetic}
-
-
-@hookimpl
-def retrieval_combiners():
-    return {"combiner": Parts, "no_build_head": NoBuildHead}
-
-
-@hookimpl
-def retrieval_learners():
-    return {"learner": Learner, "no_parts": NoParts}
-
-
-@hookimpl
-def retrieval_metrics():
-    return {how: metric(how) for how in ("right", "number", "nan")}
+LOSSES = {"loss": Loss, "no_forward": NoForward, "wrong_call": WrongCall, "measured": Measured}
+retrieval_datasets = hookimpl(lambda: {"items": Items})
+retrieval_backbones = hookimpl(lambda: {"same": Same})
+retrieval_losses = hookimpl(lambda: {**LOSSES, "object": lambda: 3})
+retrieval_miners = hookimpl(lambda: {"miner": Miner})
+retrieval_generators = hookimpl(lambda: {"generator": Synthetic})
+retrieval_combiners = hookimpl(lambda: {"combiner": Parts, "no_build_head": NoBuildHead})
+retrieval_learners = hookimpl(lambda: {"learner": Learner, "no_parts": NoParts})
+retrieval_metrics = hookimpl(lambda: {how: metric(how) for how in ("right", "number", "nan")})

@@ -20,7 +20,6 @@ from torch.distributed import TCPStore
 from trained_weights import apart, log, same, weights
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
-
 BASE: dict[str, Any] = {
     "name": "test",
     "plugins": [TOOLBOX],
@@ -40,8 +39,7 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
     def build(**tables: Any) -> Recipe:
-        merged = {**BASE, **tables}
-        return check_recipe({k: v for k, v in merged.items() if v is not None})
+        return check_recipe({k: v for k, v in {**BASE, **tables}.items() if v is not None})
 
     return build
 
@@ -55,19 +53,20 @@ def write(tmp_path):
     def made(name: str, file: str | None = None, **tables: Any) -> Path:
         path = tmp_path / f"{file or name}.toml"
         table = {"name": name, **COMPARED, "loss": LOSSES.get(name, LOSSES["triplet"]), **tables}
-        path.write_text(
-            tomli_w.dumps({k: v for k, v in table.items() if v is not None}), encoding="utf-8"
-        )
+        table = {k: v for k, v in table.items() if v is not None}
+        path.write_text(tomli_w.dumps(table), encoding="utf-8")
         return path
 
     return made
 
 
 @pytest.fixture
-def stopped(monkeypatch):
-    """Train a recipe, as `stopped(folder, recipe, batch)`, stop before a batch, and resume."""
+def resumes(monkeypatch, tmp_path):
+    """Check that a run that is stopped before a batch and resumed ends as the whole one does."""
 
-    def run(folder: Path, recipe: Any, batch: int) -> None:
+    def check(recipe: Any, batch: int) -> None:
+        whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+        train(whole, recipe)
         real, batches = Trainer._train_batch, itertools.count(1)
 
         def stop(self: Any, *arguments: Any) -> Any:
@@ -78,21 +77,9 @@ def stopped(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_train_batch", stop)
             with pytest.raises(KeyboardInterrupt):
-                train(folder, recipe)
-        train(folder, recipe, resume=True)
-
-    return run
-
-
-@pytest.fixture
-def resumes(stopped, tmp_path):
-    """Check that a run that is stopped before a batch and resumed ends as the whole one does."""
-
-    def check(recipe: Any, batch: int) -> None:
-        train(tmp_path / "whole", recipe)
-        stopped(tmp_path / "stopped", recipe, batch)
-        assert same(tmp_path / "whole", tmp_path / "stopped")
-        assert log(tmp_path / "whole") == log(tmp_path / "stopped")
+                train(stopped, recipe)
+        train(stopped, recipe, resume=True)
+        assert same(whole, stopped) and log(whole) == log(stopped)
 
     return check
 
@@ -101,13 +88,9 @@ def resumes(stopped, tmp_path):
 def forks():
     """forks.py, which has imported torch once for all processes of all groups."""
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forks.py"))],
-        env={**own, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env={**own, "OMP_NUM_THREADS": "1"}) as process:
         yield process
         process.communicate()  # the end of its input is its end
 
@@ -126,30 +109,20 @@ def processes(forks, tmp_path):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         files = [[folder / f"{rank}.{name}" for name in ("out", "err")] for rank in range(world)]
-        each = [
-            {
-                "files": [str(file) for file in files[rank]],
-                "environment": {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]}
-                | (
-                    {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(world),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(store.port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    }
-                    if world > 1
-                    else {}
-                ),
-            }
-            for rank in range(world)
-        ]
-        order = {
-            "arguments": [str(Path(__file__).with_name(script)), *arguments],
-            "processes": each,
+        group = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        assert forks.stdin and forks.stdout
+        each = []
+        for rank, both in enumerate(files):
+            environment = {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]}
+            if world > 1:
+                environment |= {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            each.append({"files": [str(file) for file in both], "environment": environment})
+        words = [str(Path(__file__).with_name(script)), *arguments]
+        order = {"arguments": words, "processes": each}
         forks.stdin.write(json.dumps(order) + "\n")
         forks.stdin.flush()
         ended = json.loads(forks.stdout.readline())

@@ -41,25 +41,19 @@ def whole(**options: float) -> tuple[float, torch.Tensor, torch.Tensor]:
 
 
 def codes() -> torch.Tensor:
-    return torch.randn(
-        ROWS * devices.world, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS * devices.world, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def labels() -> torch.Tensor:
-    return torch.randint(
-        0, CLASSES, (ROWS * devices.world,), generator=torch.Generator().manual_seed(2)
-    )
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, CLASSES, (ROWS * devices.world,), generator=generator)
 
 
 def main() -> None:
     seen = set()
-    for options in (
-        {},
-        {"cosine_margin": 0.35, "margin": 0.0},
-        {"sample": 0.7, "seed": 3},
-        {"sample": 0.01},
-    ):
+    margins = {"cosine_margin": 0.35, "margin": 0.0}
+    for options in ({}, margins, {"sample": 0.7, "seed": 3}, {"sample": 0.01}):
         torch.manual_seed(4)
         value, of_codes, of_weight = whole(**options)
         torch.manual_seed(4)
@@ -76,14 +70,12 @@ def main() -> None:
         assert x.grad is not None and loss.weight.grad is not None
         assert abs(found.item() - value) < 1e-12 * max(1, abs(value))
         torch.testing.assert_close(x.grad, of_codes[share], rtol=1e-9, atol=1e-13)
-        torch.testing.assert_close(
-            loss.weight.grad, of_weight[own.start : own.stop], rtol=1e-9, atol=1e-13
-        )
+        part = of_weight[own.start : own.stop]
+        torch.testing.assert_close(loss.weight.grad, part, rtol=1e-9, atol=1e-13)
         taking_part = int(of_weight.any(1).sum())
         batch = len(labels().unique())
-        assert taking_part == (
-            CLASSES if "sample" not in options else max(batch, round(options["sample"] * CLASSES))
-        )
+        drawn = max(batch, round(options.get("sample", 1.0) * CLASSES))
+        assert taking_part == drawn
         seen.add(round(value, 6))
     assert len(seen) == 4
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]

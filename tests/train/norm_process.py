@@ -20,16 +20,8 @@ class Act(nn.BatchNorm2d):
     """As timm's: batch norm by torch's function, and an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            0.1,
-            self.eps,
-        )
+        statistics = self.running_mean, self.running_var, self.weight, self.bias
+        y = nn.functional.batch_norm(x, *statistics, self.training, 0.1, self.eps)
         return nn.functional.silu(y)
 
 
@@ -83,9 +75,8 @@ def main() -> None:
     assert apart > 0.1  # by shares the same layers give something else
     whole.eval(), own.eval()
     with WholeBatch():
-        torch.testing.assert_close(
-            own[:-1](rows()[share]), whole[:-1](rows()[share]), rtol=1e-8, atol=1e-8
-        )
+        actual, expected = own[:-1](rows()[share]), whole[:-1](rows()[share])
+        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
     with WholeBatch(), torch.autocast("cpu", torch.bfloat16):
         half = own.float().train()(rows()[share].float())
     assert half.isfinite().all()

@@ -65,14 +65,12 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
 
 
 def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
+    train_again = ["train", run / "recipe.toml", "--resume", "--output"]
+    other = r"Remove the file to use last\.safetensors"
     for name, command, advice in (
-        (
-            "last",
-            ["train", run / "recipe.toml", "--resume", "--output"],
-            r"resume from the checkpoint before it",
-        ),
-        ("best", ["evaluate"], r"Remove the file to use last\.safetensors"),
-        ("best", ["export"], r"Remove the file to use last\.safetensors"),
+        ("last", train_again, r"resume from the checkpoint before it"),
+        ("best", ["evaluate"], other),
+        ("best", ["export"], other),
     ):
         folder = tmp_path / command[0]
         shutil.copytree(run / "run", folder)
@@ -105,18 +103,13 @@ def test_half_a_checkpoint_and_a_pickle_are_refused(run, tmp_path):
 
 
 def test_checkpoints_keep_every_nesting_and_type(tmp_path):
-    state = {
-        "a": {1: [torch.arange(3), (2.5, None, "x", True)]},
-        "e": {},
-        "l": [],
-        "t": torch.tensor(2.0, dtype=torch.bfloat16),
-    }
+    half, mixed = torch.tensor(2.0, dtype=torch.bfloat16), (2.5, None, "x", True)
+    state = {"a": {1: [torch.arange(3), mixed]}, "e": {}, "l": [], "t": half}
     checkpoint.save(tmp_path / "x.safetensors", state)
     again = checkpoint.load(tmp_path / "x.safetensors")
     assert torch.equal(again["a"][1][0], state["a"][1][0])
-    assert again["a"][1][1] == (2.5, None, "x", True)
+    assert again["a"][1][1] == mixed and again["t"].dtype == torch.bfloat16
     assert (again["e"], again["l"]) == ({}, [])
-    assert again["t"].dtype == torch.bfloat16
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):

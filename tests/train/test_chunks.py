@@ -19,44 +19,37 @@ from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
+from trained_weights import STEADY, log
 from trained_weights import apart as apart_of
-from trained_weights import log
 
 Make = Callable[..., Any]
-STILL = {
-    "sampler": {"classes": 4, "items": 4, "batches": 3},
-    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-    "head": {"embedding_size": 12},
-    "optimizer": {"name": "SGD", "lr": 0.05},
-    "train": {"epochs": 1},
-}
+CONTRASTIVE = {"loss": {"name": "pml.contrastive"}}
+MEMORY = {"name": "pml.cross_batch_memory", "loss": "pml.contrastive", "memory_size": 40}
 MOVER = {"loss": {"name": "pml.triplet_margin"}, "generator": {"name": "toolbox.mover"}}
 CASES: dict[str, dict[str, Any]] = {
     "miner": {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
     "generator": {**MOVER, "train": {"real_weight": 0.5}},
     "both sides at once": {**MOVER, "train": {"coupling": "joint"}},
-    "combiner": {"loss": {"name": "pml.contrastive"}, "combiner": {"name": "toolbox.local"}},
+    "combiner": {**CONTRASTIVE, "combiner": {"name": "toolbox.local"}},
     "combiner's objective": {
-        "loss": {"name": "pml.contrastive"},
+        **CONTRASTIVE,
         "combiner": {"name": "daml.discriminator", "metrics": 2, "hidden": 4},
     },
-    "memory": {
-        "loss": {"name": "pml.cross_batch_memory", "loss": "pml.contrastive", "memory_size": 40}
-    },
+    "memory": {"loss": MEMORY},
     "classes": {"loss": {"name": "pml.arc_face"}, "augmentation": {"mix": "mixup"}},
 }
+FROZEN = {"name": "toolbox.net", "frozen": True}
 
 
 def trained(make: Make, folder: Path, chunk: int | None, **tables: Any) -> Trainer:
     """Return a trainer after its first epoch, with the gradients of the last batch."""
-    table = {**STILL, **tables}
+    table = {**STEADY, **tables}
     table["train"] = {**table["train"], "device": "cpu", **({"chunk": chunk} if chunk else {})}
     recipe = make(**table)
     checkpoint.seed_everything(0)
     run = build_run(folder, recipe)
     of = Trainer(run, Accelerator(cpu=True))
     run.model.double()
-    assert run.objective is not None
     run.objective.double()
     of.step.set_modes()
     for inputs, labels in of.batches.epoch(0):
@@ -102,39 +95,32 @@ def test_dropout_and_running_statistics_are_drawn_once(make, double, tmp_path, m
     theirs = trained(make, tmp_path, 4, **tables)
     assert torch.equal(random, torch.get_rng_state())
     assert apart(ours, theirs) < 1e-6
-    for (name, one), (_, other) in zip(
-        ours.run.model.named_buffers(), theirs.run.model.named_buffers(), strict=True
-    ):
+    buffers = (trainer.run.model.named_buffers() for trainer in (ours, theirs))
+    for (name, one), (_, other) in zip(*buffers, strict=True):
         assert torch.allclose(one, other, atol=1e-9), name
 
 
 def test_only_the_activations_of_a_chunk_are_in_memory(make, tmp_path):
     peaks = []
+    tables = {
+        **CONTRASTIVE,
+        "sampler": {"classes": 4, "items": 16, "batches": 1},
+        "backbone": {"name": "toolbox.net", "width": 32, "batch_norm": False},
+    }
     for chunk in (None, 8):
-        of = trained(
-            make,
-            tmp_path,
-            chunk,
-            loss={"name": "pml.contrastive"},
-            sampler={"classes": 4, "items": 16, "batches": 1},
-            backbone={"name": "toolbox.net", "width": 32, "batch_norm": False},
-        )
+        of = trained(make, tmp_path, chunk, **tables)
         inputs, labels = next(iter(of.batches.epoch(0)))
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             of.step(inputs, labels)
-        assert profile.profiler is not None and profile.profiler.kineto_results is not None
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        bytes_held = itertools.accumulate(
-            e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())
-        )
-        peaks.append(max(bytes_held))
+        events.sort(key=lambda e: e.start_ns())
+        peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
     assert peaks[1] < peaks[0] / 3
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, resumes):
-    options = {"epochs": 2, "checkpoint_every": 2, "chunk": 3}
-    resumes(make(loss={"name": "pml.contrastive"}, train=options), 4)
+    resumes(make(**CONTRASTIVE, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}), 4)
     (warning,) = (x for x in log(tmp_path / "whole")[0]["warnings"] if "batch norm" in x)
     assert "chunk of 3" in warning
 
@@ -144,10 +130,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, resum
     [
         ({"train": {"accumulate": 4}}, "never compare items of different batches.*chunk"),
         ({"train": {"chunk": 0}}, "chunk"),
-        (
-            {"train": {"chunk": 4}, "backbone": {"name": "toolbox.net", "frozen": True}},
-            "frozen = true.*Remove chunk",
-        ),
+        ({"train": {"chunk": 4}, "backbone": FROZEN}, "frozen = true.*Remove chunk"),
         ({"train": {"chunk": 4}, "loss": None, "learner": {"name": "core.pca"}}, "Remove chunk"),
     ],
 )
@@ -157,7 +140,7 @@ def test_what_cannot_go_together_is_refused(make, tables, sentence):
 
 
 def test_two_processes_train_and_export_the_same(make, trains_as_one, tmp_path, monkeypatch):
-    tables = {**STILL, **CASES["miner"]}
+    tables = {**STEADY, **CASES["miner"]}
     trains_as_one({"chunked": make(**{**tables, "train": {"epochs": 1, "chunk": 3}})})
     train(tmp_path / "whole", make(**tables))
     assert apart_of(tmp_path / "whole", tmp_path / "chunked one") < 2e-5

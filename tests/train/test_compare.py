@@ -1,7 +1,8 @@
-"""`retrieval compare`: what a search may see, and going on where it was stopped."""
+"""`retrieval compare`: what a search may see, going on where it was stopped, what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,14 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 from comparing import LOSSES, RECIPE, go
-from retrieval.errors import DataError, Interrupted
+from refusals import refusal
+from retrieval.errors import DataError, Interrupted, MissingDependency
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.allow import ALLOW
+from retrieval.recipe import read
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.training.comparison import plan
+from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
@@ -63,21 +66,11 @@ class Noted(ContrastiveLoss):
         return super().forward(*given, **named)
 
 
-def noted():
-    """Compare pairs."""
-    return Noted()
-
-
-@hookimpl
-def retrieval_losses():
-    """It."""
-    return {"noted": noted}
+retrieval_losses = hookimpl(lambda: {"noted": Noted})
 '''
 
 
-def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
-    write, tmp_path, monkeypatch
-):
+def test_an_interrupted_comparison_ends_as_the_whole_one(write, tmp_path, monkeypatch):
     monkeypatch.delenv(ALLOW, raising=False)
     paths, allowed = [write("triplet"), write("proxy")], [str(tmp_path / "mine.py")]
     whole = go(paths, tmp_path / "whole", plugins=allowed)
@@ -92,12 +85,11 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
         left[0] = after
         with pytest.raises(Interrupted, match="The same command goes on"):
             go(paths, tmp_path / "again", plugins=allowed, progress=stop)
-    again = go(paths, tmp_path / "again", plugins=allowed)
-    assert again.as_dict() == whole.as_dict()
+    assert go(paths, tmp_path / "again", plugins=allowed).as_dict() == whole.as_dict()
     for file in tmp_path.glob("again/results/*/*.json"):  # killed before it was measured
         file.unlink()
-    again = go(paths, tmp_path / "again", plugins=allowed)
-    assert again.as_dict() == whole.as_dict(), "a run's own copy of an allowed plugin is allowed"
+    # a run's own copy of an allowed plugin is allowed
+    assert go(paths, tmp_path / "again", plugins=allowed).as_dict() == whole.as_dict()
     for name in ("md", "csv", "tex", "html", "json"):
         text = (tmp_path / "whole" / f"comparison.{name}").read_text()
         assert text == (tmp_path / "again" / f"comparison.{name}").read_text()
@@ -204,9 +196,7 @@ def test_workers_find_the_same(write, tmp_path):
     assert "Nothing was tuned" in together.notes[1]
 
 
-def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
-    write, tmp_path, monkeypatch, cli
-):
+def test_workers_that_are_stopped_are_gone_and_it_goes_on(write, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
     tables = {"plugins": ["mine.py", "noted.py"], "loss": {"name": "noted.noted"}}
@@ -266,13 +256,11 @@ RANGES = {
 }
 
 
-def proposed(
-    proposals: Proposals, scores: Sequence[float | None], known: Sequence[Any] = ()
-) -> list[Any]:
+def proposed(proposals: Proposals, scores: Sequence[float | None], known: Any = ()) -> list[Any]:
     """Return the values of trials that end with these scores, the first of which are known."""
     trials = []
-    for number, score in enumerate(scores):
-        trials.append(proposals.next(known[number] if number < len(known) else None))
+    for score, values in itertools.zip_longest(scores, known):
+        trials.append(proposals.next(values))
         proposals.tell(score)
     return trials
 
@@ -298,8 +286,7 @@ def test_the_points_of_a_search_fill_its_range():
         random = np.random.default_rng(recipe)
         trials = proposed(Proposals(f"recipe {recipe}", RANGES, {}), random.random(32).tolist())
         places = [np.log10(values["loss.margin"]) / 2 + 1 for values in trials]
-        assert kstest(places, "uniform").statistic < 0.4
-        assert len(set(places)) == 32
+        assert kstest(places, "uniform").statistic < 0.4 and len(set(places)) == 32
         first |= set(places[:10])
     assert len(first) == 60, "recipes with the same ranges draw other points"
 
@@ -320,8 +307,7 @@ def test_an_optimum_at_the_edge_of_what_was_tried_is_said():
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
         return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
 
-    assert notes(0.1, 0.2, 0.3, best=0.2) == []
-    assert notes(0.1, 0.2, best=0.2) == []
+    assert notes(0.1, 0.2, 0.3, best=0.2) == [] and notes(0.1, 0.2, best=0.2) == []
     (low,), (high,) = notes(0.1, 0.2, 0.3, best=0.1), notes(0.1, 0.2, 0.3, best=0.3)
     assert low == "arc was best at the lowest loss.margin tried, 0.1: widen its range."
     assert "highest loss.margin tried, 0.3" in high
@@ -336,8 +322,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monk
         held.append(set(tomllib.loads(recipe)["split"]["test"]))
     assert held[0] != held[1] and all(len(classes) == 4 for classes in held)
     for row in found.contestants:
-        assert len(row.metrics) == 2
-        assert len(row.searches) == (2 if row.recipe else 0)
+        assert len(row.metrics) == 2 and len(row.searches) == (2 if row.recipe else 0)
     assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
     monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
@@ -366,3 +351,114 @@ def test_a_sweep_is_a_comparison_of_settings_that_can_grow(write, tmp_path, cli)
         assert refused.code == 2 and sentence in refused.err
     both = cli("sweep", path, "loss.margin=0.1", "train.epochs=1,2", "seed=0,1", *more)
     assert "| margin=0.1, epochs=2 |" in both.out
+
+
+def refused(*recipes: Path, out: Path, says: str, **options: Any) -> None:
+    with pytest.raises(DataError, match=says):
+        go(list(recipes), out, **options)
+
+
+def test_what_is_wrong_is_told_at_once(write, tmp_path):
+    good, out = write("triplet"), tmp_path / "out"
+    says = r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"
+    refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
+    bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
+    refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
+    says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. "
+    says += r"Change the `name` in one of them\.$"
+    refused(good, write("triplet", "other"), out=out, says=says)
+    for options, says in (
+        ({"seeds": 1}, "at least two seeds or two splits"),
+        ({"repeats": 0}, "at least 1"),
+        ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
+        ({"folds": 1}, "folds must be at least 2"),
+        ({"workers": 0}, "from 1 to 64"),
+        ({"search": -1}, "must be 0 or more"),
+    ):
+        refused(good, write("proxy"), out=out, says=says, **options)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    refused(good, write("proxy"), out=tmp_path / "full", says="is not a comparison")
+    assert not out.exists()
+
+
+def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path, cli):
+    out = tmp_path / "out"
+    wrong = {
+        "loss.margn": {"low": 0.1, "high": 0.2},
+        "sampler.classes": {"low": 2, "high": 4},
+        "optimizer.name": {"choices": ["SGD", "Adm"]},
+        "optimizer.lr": {"low": 0.0, "high": 0.1},
+    }
+    paths = [write("triplet", search=wrong), write("proxy", search=None)]
+    text = refusal(DataError, go, paths, out)
+    same = "sampler.classes: data, split, batches, epochs and backbone must stay the same"
+    words = ["margin", same, 'optimizer.name = "Adm"', "optimizer.lr = 0"]
+    assert all(word in text for word in (*words, "proxy.toml", "has no [search]")), text
+    checked = cli("check", tmp_path / "triplet.toml")
+    assert checked.code == 2 and "triplet.toml has 5 problems:" in checked.err
+    assert 'optimizer.name = "Adm"' in checked.err
+    assert "[search] sampler.classes: data, split" in checked.err
+    for margin, says in (
+        ({"low": 2, "high": 1}, "low < high"),
+        ({"low": 0, "high": 1, "log": True}, "above 0"),
+        ({"choices": [1], "low": 0}, "either choices"),
+        ({"lo": 1}, "low"),
+    ):
+        searched = write("triplet", search={"loss.margin": margin})
+        refused(searched, write("proxy"), out=out, says=says)
+    says = "6 classes, but each of 4 folds needs two"
+    refused(write("triplet"), write("proxy"), out=out, says=says, folds=4)
+
+
+def test_different_budgets_are_named_and_allowed_only_when_told(write, tmp_path):
+    changes = {
+        "train": {"epochs": 2, "device": "cpu"},
+        "sampler": {"classes": 2, "items": 4, "batches": 4},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1},
+        "data": {"name": "mine.digits", "scrambled": True},
+    }
+    paths, out = [write("triplet"), write("proxy", **changes)], tmp_path / "out"
+    for says in (
+        "the epochs: 1 in triplet, 2 in proxy",
+        r"\[sampler\] classes: 3 in triplet, 2 in proxy",
+        r"\[backbone\] width: 8 in triplet, 4 in proxy",
+        r"\[data\] scrambled: nothing in triplet, true in proxy",
+    ):
+        refused(*paths, out=out, says=says, search=0)
+    found = go(paths, out, search=0, allow_different=True)
+    written = (out / "comparison.md").read_text()
+    assert "The recipes differ in the epochs: 1 in triplet, 2 in proxy." in written
+    assert len(found.different) == 4
+
+
+def test_without_optuna_a_search_is_refused_in_a_sentence(write, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
+        go([write("triplet"), write("proxy")], tmp_path / "out")
+
+
+SEARCHED = """
+data.name = "core.digits"
+split = { by = "class", test = 0.5 }
+backbone = { name = "core.convnet", size = 8 }
+loss.name = "daml.triplet"
+[search]
+loss.margin = { low = 0.1, high = 0.5 }
+optimizer.name = { choices = ["AdamW", "SGD"] }
+optimizer.lr = { low = 1e-4, high = 1e-2, log = true }
+"""
+
+
+def test_ends_and_choices_are_checked_without_loading_a_plugin_again(tmp_path, monkeypatch):
+    file = tmp_path / "triplet.toml"
+    file.write_text(SEARCHED, encoding="utf-8")
+    loads = []
+    load = read.load_plugins
+    monkeypatch.setattr(read, "load_plugins", lambda extra: loads.append(extra) or load(extra))
+    recipe = read_recipe(file)
+    assert len(loads) == 1
+    assert space.faults(recipe) == [] and len(loads) == 1
+    file.write_text(SEARCHED.replace('"SGD"', '"Adm"'), encoding="utf-8")
+    (wrong,) = space.faults(read_recipe(file))
+    assert wrong.startswith('[search] optimizer.name = "Adm":') and len(loads) == 2

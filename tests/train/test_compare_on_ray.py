@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
-import tomli_w
 from retrieval.errors import DataError, Interrupted
 from retrieval.run.folder import is_complete
 from retrieval.training.comparison.compare import compare
@@ -16,18 +14,13 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 # what Ray itself leaves open, and says of its next versions
 KINDS = ["Resource", "Future", "Deprecation", "pytest.PytestUnraisableException"]
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
-RECIPE: dict[str, Any] = {
-    "data": {"name": "core.digits"},
-    "split": {"by": "class", "test": 0.4},
-    "sampler": {"classes": 3, "items": 4, "batches": 4},
-    "backbone": {"name": "core.convnet", "size": 8, "width": 8, "depth": 1},
-    "head": {"embedding_size": 8},
-    "train": {"epochs": 2, "device": "cpu"},
-}
-LOSSES = {
-    "triplet": {"name": "pml.triplet_margin", "margin": 0.1},
-    "proxy": {"name": "pml.proxy_anchor"},
-}
+
+
+@pytest.fixture
+def paths(write):
+    own = {"data": {"name": "core.digits"}, "train": {"epochs": 2, "device": "cpu"}}
+    own |= dict.fromkeys(("plugins", "optimizer", "search"))
+    return [write(name, **own) for name in ("triplet", "proxy")]
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +41,14 @@ def address():
         started.shutdown()
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
+def test_a_cluster_that_is_not_there_is_a_sentence(paths, tmp_path):
     assert not ray.is_initialized(), "it is the first test: one that is joined is taken"
-    for name, loss in LOSSES.items():
-        (tmp_path / f"{name}.toml").write_text(
-            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
-        )
     with pytest.raises(DataError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
-        compare(
-            sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False
-        )
+        compare(paths, tmp_path / "out", ray="127.0.0.1:9", progress=False)
 
 
-def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address, tmp_path):
-    paths = []
-    for name, loss in LOSSES.items():
-        paths.append(tmp_path / f"{name}.toml")
-        paths[-1].write_text(
-            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
-        )
-
-    def go(folder: Path, **options: Any) -> Any:
-        return compare(
-            paths, folder, **{"seeds": 2, "pretrained": "none", "progress": False, **options}
-        )
+def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(paths, address, tmp_path):
+    go = partial(compare, paths, seeds=2, pretrained="none", progress=False)
 
     def stop(what: str, done: int, total: int) -> None:
         if done == 3:
@@ -85,9 +62,8 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address, 
     kept = {file: file.stat().st_mtime_ns for file in done}
     assert 3 <= len(kept) <= 6 and not (out / "comparison.md").exists()
     there = go(out, ray=address, cpus=1)
-    assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), (
-        "what was done is not done again"
-    )
+    # what was done is not done again
+    assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
     assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
     for one, other in zip(alone.contestants, there.contestants, strict=True):
         for mine, theirs in zip(one.metrics, other.metrics, strict=True):

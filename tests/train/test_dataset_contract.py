@@ -13,6 +13,7 @@ import pytest
 import retrieval
 import torch
 from PIL import Image
+from refusals import refusal
 from retrieval.errors import DataError, PluginError
 from retrieval.model.checked_dataset import check_dataset
 from sklearn.datasets import load_digits
@@ -34,6 +35,10 @@ class Items(retrieval.plugin.Dataset):
         return self.make(PIXELS[index])
 
 
+def pair(pixels: np.ndarray) -> Any:
+    return Image.fromarray(pixels), "0"
+
+
 def cut_short(pixels: np.ndarray) -> Image.Image:
     """An image that is opened, and fails when its pixels are read."""
     out = io.BytesIO()
@@ -41,52 +46,30 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
     return Image.open(io.BytesIO(out.getvalue()[:200]))
 
 
-PHOTO = {"kind": "image"}
-VECTOR = {"kind": "features"}
+GREY = np.float32
 GAVE = "it must give a vector"
 
 
 @pytest.mark.parametrize(
     ("kind", "make", "says"),
     [
-        (
-            PHOTO,
-            lambda x: (Image.fromarray(x), "3"),
-            r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels"
-            r" .* Return the image alone",
-        ),
-        (PHOTO, lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
-        (
-            PHOTO,
-            lambda x: torch.zeros(1, 8, 8),
-            r"gave a tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image",
-        ),
-        (
-            PHOTO,
-            lambda x: x / 255,
-            r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)",
-        ),
-        (PHOTO, lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
-        (PHOTO, cut_short, "cannot read it: "),
-        (
-            PHOTO,
-            lambda x: 1 / 0,
-            r"ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)",
-        ),
-        (PHOTO, lambda x: Path("nowhere/3.png").read_bytes(), "read it: No such file or directory"),
-        (
-            PHOTO,
-            lambda x: Image.fromarray(x.astype(np.float32)),
-            r"gave an image that is floating-point grey \(mode F\)",
-        ),
-        (VECTOR, lambda x: torch.zeros(64), f"gave a tensor .*; {GAVE}: a numpy array of numbers"),
-        (VECTOR, lambda x: x, rf"gave a numpy array of shape \(8, 8\) .*; {GAVE}"),
-        (VECTOR, lambda x: x.ravel().astype(str), f"type <U.*; {GAVE}"),
-        (VECTOR, lambda x: np.full(64, np.nan), "gave NaN or infinity"),
+        ("image", pair, r"gave a tuple of 2 \(a Image, a str\); it must .* Return the image alone"),
+        ("image", lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image, or uint8 pix"),
+        ("image", lambda x: torch.zeros(1, 8, 8), r"shape \(1, 8, 8\) .* it must .*to_pil_image"),
+        ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .*round\(\)"),
+        ("image", lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
+        ("image", cut_short, "cannot read it: "),
+        ("image", lambda x: 1 / 0, r"ZeroDivisionError: .*test_dataset_contract.py, line \d+\)"),
+        ("image", lambda x: Path("no/3.png").read_bytes(), "read it: No such file or directory"),
+        ("image", lambda x: Image.fromarray(x.astype(GREY)), r"is floating-point grey \(mode F\)"),
+        ("features", lambda x: torch.zeros(64), f"gave a tensor .*; {GAVE}: a numpy array of num"),
+        ("features", lambda x: x, rf"gave a numpy array of shape \(8, 8\) .*; {GAVE}"),
+        ("features", lambda x: x.ravel().astype(str), f"type <U.*; {GAVE}"),
+        ("features", lambda x: np.full(64, np.nan), "gave NaN or infinity"),
     ],
 )
 def test_what_is_no_image_or_vector_is_one_sentence_that_names_the_item(kind, make, says):
-    dataset = check_dataset(Items(make, **kind), "acme.items")
+    dataset = check_dataset(Items(make, kind=kind), "acme.items")
     with pytest.raises((PluginError, DataError), match=says) as caught:
         dataset[3]
     said = str(caught.value)
@@ -94,6 +77,8 @@ def test_what_is_no_image_or_vector_is_one_sentence_that_names_the_item(kind, ma
 
 
 NAMES = [str(i % 4) for i in range(40)]
+NOT_FINITE = np.full((40, 2), np.nan)
+LONGER = type("Longer", (Items,), {"__len__": lambda self: 50})
 
 
 @pytest.mark.parametrize(
@@ -123,34 +108,19 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
     [
         (
             {"labels": [float(i % 4) for i in range(40)]},
-            (
-                r"labels has 0\.0 for item 0 \(and 39 more such entries\), but a label is text or a"
-                r" whole number"
-            ),
+            r"labels has 0\.0 for item 0 \(and 39 more .*, but a label is text or a whole number",
         ),
         ({"labels": "0123" * 10}, "labels is a str, and must hold one entry per item"),
         ({"labels": NAMES[1:]}, "its columns differ in length: 39 labels, 40 keys"),
-        (
-            {"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})},
-            "differ in length: 40 labels, 40 keys, 50 by len",
-        ),
-        (
-            {"keys": [f"d/{i // 2}" for i in range(40)]},
-            r"2 items have the key 'd/0', and 19 more keys are not unique",
-        ),
+        ({"__class__": LONGER}, "differ in length: 40 labels, 40 keys, 50 by len"),
+        ({"keys": [f"d/{i // 2}" for i in range(40)]}, "2 items have the key 'd/0', and 19 more"),
         (
             {"metadata": ["price"] * 40},
-            "metadata has a str for item 0, and must have a mapping from columns to values",
+            "metadata has a str for item 0, and must have a mapping fro",
         ),
         ({"files": ["a.png"] * 40}, "files has a str for item 0, and must have a pathlib.Path"),
-        (
-            {"arrays": PIXELS / 255},
-            "arrays has the type float64, and pixels must be uint8, from 0 to 255",
-        ),
-        (
-            {"arrays": np.full((40, 2), np.nan), "kind": "features"},
-            "arrays holds NaN or infinity in 40 rows, first in row 0",
-        ),
+        ({"arrays": PIXELS / 255}, "the type float64, and pixels must be uint8, from 0 to 255"),
+        ({"arrays": NOT_FINITE, "kind": "features"}, "NaN or infinity in 40 rows, first in row 0"),
     ],
 )
 def test_columns_that_break_the_contract_are_one_sentence(columns, says):
@@ -159,10 +129,10 @@ def test_columns_that_break_the_contract_are_one_sentence(columns, says):
 
 
 def test_every_fault_is_said_at_once_and_a_column_that_fails_too():
-    with pytest.raises(PluginError) as caught:
-        check_dataset(Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures"), "acme.items")
-    for part in ("labels has", "files has", "kind is", "differ in length"):
-        assert part in str(caught.value)
+    faulty = Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures")
+    text = refusal(PluginError, check_dataset, faulty, "acme.items")
+    parts = ("labels has", "files has", "kind is", "differ in length")
+    assert all(part in text for part in parts), text
 
     class Broken(Items):
         @property
@@ -196,10 +166,6 @@ def test_training_ends_with_the_sentence(workers, tmp_path, monkeypatch):
     says = r"The dataset object.Items, asked for item \d+ \(d/\d+\), gave a tuple of 2"
     with pytest.raises(PluginError, match=says):
         retrieval.train(table, tmp_path / "run", dataset=Items(pair), progress=False)
-
-
-def pair(pixels: np.ndarray) -> Any:
-    return Image.fromarray(pixels), "0"
 
 
 def test_pixels_are_not_listed():

@@ -7,14 +7,13 @@ import signal
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError, Interrupted
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
-from trained_weights import log
+from trained_weights import digit_photos, log
 
 TABLES: dict[str, Any] = {
     "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2},
@@ -27,15 +26,7 @@ TABLES: dict[str, Any] = {
 @pytest.fixture
 def photos(tmp_path):
     """The `[data]` of 64 small files of four classes."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    for label in range(4):
-        (tmp_path / "photos" / str(label)).mkdir(parents=True)
-        for i, image in enumerate(digits.images[digits.target == label][:16]):
-            pixels = Image.fromarray((image * 15.9).astype(np.uint8))
-            pixels.save(tmp_path / "photos" / str(label) / f"{i:02}.png")
-    return {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
+    return {"name": "core.image_folder", "folder": str(digit_photos(tmp_path / "photos", 16))}
 
 
 def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch):

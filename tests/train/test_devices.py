@@ -8,17 +8,10 @@ import pytest
 from retrieval.recipe.read import to_toml
 from retrieval.run.folder import claimed
 from retrieval.training.trainer import train
-from trained_weights import apart, log
+from trained_weights import STEADY, apart, log
 
 from .conftest import answers
 
-STILL = {
-    "sampler": {"classes": 4, "items": 4, "batches": 3},
-    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-    "head": {"embedding_size": 12},
-    "optimizer": {"name": "SGD", "lr": 0.05},
-    "train": {"epochs": 1},
-}
 SIMILAR = {"name": "pml.multi_similarity"}
 # divided by anchors (with a miner, by labels, over a combiner's distance), by items, not at all
 DIVIDED: dict[str, dict[str, Any]] = {
@@ -33,7 +26,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_train_as_one_and_gather_codes_only(make, trains_as_one, world):
     names = list(DIVIDED) if world == 2 else ["anchors"]
-    recipes = {name: make(**STILL, **DIVIDED[name]) for name in names}
+    recipes = {name: make(**STEADY, **DIVIDED[name]) for name in names}
     told = trains_as_one(recipes, world, loss=1e-5)
     for line, name in zip(told, names, strict=True):
         assert not line["error"]
@@ -42,12 +35,11 @@ def test_several_processes_train_as_one_and_gather_codes_only(make, trains_as_on
 
 def test_processes_begin_a_run_together_or_not_at_all(make, processes, tmp_path):
     for name in ("first", "held", "late"):
-        (tmp_path / f"{name}.toml").write_text(to_toml(make(**STILL)))
+        (tmp_path / f"{name}.toml").write_text(to_toml(make(**STEADY)))
     with claimed(tmp_path / "held"):
         said = processes(2, "train_process.py", str(tmp_path), "first", "held", "late~", "late+~")
     told = [line["error"] for line in answers(said)]
-    assert "Another process" in told.pop(1)
-    assert told == ["", "", ""]
+    assert "Another process" in told.pop(1) and told == ["", "", ""]
     assert (tmp_path / "late" / "summary.json").is_file()
 
 
@@ -62,7 +54,7 @@ def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(make, processes, 
     from retrieval.export.export_run import export
     from retrieval.run.open import Run
 
-    table = {"backbone": {"name": "toolbox.net", "dropout": 0.0}, "optimizer": STILL["optimizer"]}
+    table = {"backbone": {"name": "toolbox.net", "dropout": 0.0}, "optimizer": STEADY["optimizer"]}
     for name, sync in (("whole", True), ("shares", False)):
         made = make(**table, train={"epochs": 1, "sync_batch_norm": sync})
         (tmp_path / f"{name}.toml").write_text(to_toml(made))

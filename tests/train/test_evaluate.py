@@ -1,18 +1,21 @@
-"""`retrieval evaluate` on real runs: models, raw inputs, a bundle."""
+"""`retrieval evaluate` on real runs, from any working folder, and once their data are gone."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 from retrieval.data.encode import encode
-from retrieval.errors import DataError
+from retrieval.errors import BundleError, DataError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
 from retrieval.run.open import Run
-from trained_weights import fit, log, summary
+from retrieval.serving.bundle import Bundle
+from sklearn.datasets import load_digits
+from trained_weights import digit_photos, fit, log, ran, summary
 
 
 def brute_force_recall_at_1(run: Any) -> float:
@@ -68,3 +71,70 @@ def test_a_run_that_keeps_no_validation_items_says_so(make, tmp_path):
     run = Run.open(fit(tmp_path, recipe))
     with pytest.raises(DataError, match="has no validation items"):
         evaluate(run, side="validation")
+
+
+RECIPE = """
+name = "elsewhere"
+plugins = ["mine.py"]
+data = {{ {data} }}
+split.by = "item"
+sampler = {{ classes = 4, items = 2, batches = 2 }}
+backbone = {{ {backbone} }}
+head.embedding_size = 4
+loss.name = "mine.contrastive"
+train = {{ epochs = 1, device = "cpu" }}
+"""
+PLUGIN = """
+from pytorch_metric_learning import losses
+from retrieval.plugin import hookimpl
+
+retrieval_losses = hookimpl(lambda: {"contrastive": losses.ContrastiveLoss})
+"""
+KINDS = {
+    "photos": (
+        'name = "core.image_folder", folder = "data"',
+        'name = "core.convnet", size = 8, width = 2, depth = 2',
+    ),
+    "vectors": ('name = "core.features", file = "data/vectors.npz"', 'name = "core.features"'),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
+    digits = load_digits()
+    home, away, run = tmp_path / "home", tmp_path / "away", tmp_path / "moved"
+    digit_photos(home / "data", 12)
+    few = digits.target < 4
+    vectors, labels = digits.data[few].astype(np.float32), digits.target[few].astype(str)
+    np.savez(home / "data" / "vectors.npz", features=vectors, labels=labels)
+    away.mkdir()
+    data, backbone = KINDS[kind]
+    (home / "recipe.toml").write_text(RECIPE.format(data=data, backbone=backbone))
+    (home / "mine.py").write_text(PLUGIN)
+    monkeypatch.chdir(home)
+    ran("train", "recipe.toml")
+    monkeypatch.chdir(away)
+    trained = home / "runs" / "elsewhere"
+    assert "recall_at_1" in ran("evaluate", trained)
+    assert "note:" not in ran("export", trained, "-o", "whole.bundle")
+    shutil.rmtree(home / "data")
+    (home / "mine.py").unlink()
+    trained.rename(run)
+    with pytest.raises(DataError, match=f"{home / 'data'}"):
+        ran("evaluate", run)
+    without = ran("export", run, "-o", "without.bundle")
+    assert "note: The run's data cannot be opened: " in without
+    assert "verified on the held-out inputs that the run keeps" in without
+    one, other = (Bundle.open(away / f"{name}.bundle", threads=1) for name in ("whole", "without"))
+    assert 8 <= other.manifest.verified.items <= 64
+    generator = np.random.default_rng(0)
+    items = generator.standard_normal((5, 64)).astype(np.float32)
+    if kind == "photos":
+        items = generator.integers(0, 256, (5, *one.manifest.input.shape), dtype=np.uint8)
+    np.testing.assert_array_equal(one.encode(items).vector, other.encode(items).vector)
+    says = "int8 variant is calibrated on training items, but there are none"
+    with pytest.raises(BundleError, match=says):
+        ran("export", run, "-o", "int8.bundle", "--variant", "int8")
+    (run / "inputs.safetensors").unlink()
+    with pytest.raises(DataError, match=f"{home / 'data'}"):
+        ran("export", run, "-o", "none.bundle")

@@ -119,8 +119,7 @@ def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(recipe,
     with files_of_at_most(room):  # from the recipe's copy to the first checkpoint
         assert "cannot be written" in refused(recipe, folder)
     assert [path.name for path in tmp_path.iterdir()] == (["run"] if folder.exists() else [])
-    assert folder.exists() == (room > 2_000)
-    assert not list(folder.rglob("*.tmp"))
+    assert folder.exists() == (room > 2_000) and not list(folder.rglob("*.tmp"))
     assert begin(recipe, folder, *(["--resume"] if folder.exists() else [])).exit_code == 0
     assert same(folder, recipe.parent / "whole")
 
@@ -129,8 +128,6 @@ HOLDER = """
 import sys; from pathlib import Path; from retrieval.run.folder import claimed
 with claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()
 """
-
-
 FULL = """
 from limits import files_of_at_most
 from retrieval.cli.app import main
@@ -158,16 +155,14 @@ def test_two_processes_cannot_train_one_run(recipe, tmp_path):
             said = refused(recipe, folder, *words)
             assert f"Another process is training this run: process {other.pid}" in said
         other.kill()
-    assert begin(recipe, folder, "--resume").exit_code == 0
-    assert len(log(folder)) == 2
+    assert begin(recipe, folder, "--resume").exit_code == 0 and len(log(folder)) == 2
 
 
 def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(recipe, tmp_path):
     folder, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(recipe.parent / "whole", folder)
-    said = refused(recipe, folder)
-    assert "a complete run, which only a larger train.epochs continues" in said
-    bad = ["--set", "data.name=core.image_folder", "--set", f"data.folder={tmp_path / 'none'}"]
+    assert "a complete run, which only a larger train.epochs continues" in refused(recipe, folder)
+    bad = ["--set", f"data={{name='core.image_folder', folder='{tmp_path / 'none'}'}}"]
     assert refused(recipe, folder, "--replace", *bad)
     assert same(folder, recipe.parent / "whole")  # a run that cannot begin replaces nothing
     assert begin(recipe, folder, "--replace", "--set", "seed=7").exit_code == 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refusal
 from retrieval.errors import RetrievalError
-from trained_weights import load, log, same, summary
-from trained_weights import retrieval as command
+from trained_weights import load, log, ran, retrieval, same, summary
 
 RECIPE = """
 name = "small"
@@ -34,37 +34,21 @@ from .factors import FACTOR
 class Scaled(losses.ContrastiveLoss):
     """The contrastive loss, scaled."""
 
-    def __init__(self, margin: float = 1.0) -> None:
-        """Build.
-
-        Args:
-            margin: distance beyond which negatives are far enough.
-        """
+    def __init__(self, margin: float = 1.0):
         super().__init__(neg_margin=margin)
 
     def forward(self, *given, **named):
         return FACTOR * super().forward(*given, **named)
 
 
-@hookimpl
-def retrieval_losses():
-    return {"scaled": Scaled}
+retrieval_losses = hookimpl(lambda: {"scaled": Scaled})
 '''
-
-
-def retrieval(*words: object) -> str:
-    """What a command prints; its error is raised."""
-    result = command(*words)
-    if isinstance(result.exception, RetrievalError):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return str(result.output)
 
 
 def train(folder: Path, name: str, *words: str) -> str:
     """Train with options and with changes of the recipe (KEY=VALUE)."""
     options = [x for word in words for x in ([] if word.startswith("--") else ["--set"]) + [word]]
-    return retrieval("train", folder / "recipe.toml", "--output", folder / name, *options)
+    return ran("train", folder / "recipe.toml", "--output", folder / name, *options)
 
 
 def refused(folder: Path, name: str, *words: str, says: str) -> None:
@@ -86,18 +70,13 @@ def mine(tmp_path):
     return tmp_path
 
 
-# --- plugins
-
-
 def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
     train(mine, "run", "train.epochs=1")
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
-    assert (
-        "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
-        in said
-    )
+    says = "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
+    assert says in said
     assert "with its own copies" in said and "--replace-plugins" in said
     assert same(mine / "run", mine / "whole")
     # on the way to the next experiment
@@ -107,7 +86,7 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
     shutil.rmtree(mine / "mine")
     assert "does not exist" in train(mine, "run", "--resume", "train.epochs=4")
     assert len(log(mine / "run")) == 4
-    retrieval("evaluate", mine / "run")
+    ran("evaluate", mine / "run")
 
 
 # right in the look ahead, which would refuse to begin, and NaN in training
@@ -134,11 +113,8 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine):
     assert (mine / "run" / "plugins" / "mine" / "factors.py").read_text() == "FACTOR = 2.0\n"
     assert changes(mine / "run") == [{"step": 0, "what": ["the plugins were replaced"]}]
     assert "has changed" not in train(mine, "run", "--resume")
-    alone = command("train", "x.toml", "--replace-plugins").output
+    alone = retrieval("train", "x.toml", "--replace-plugins").output
     assert "Leave --replace-plugins out without --resume" in alone
-
-
-# --- more epochs
 
 
 def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine):
@@ -146,7 +122,7 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine):
     train(mine, "whole", *schedule, "train.epochs=4")
     train(mine, "run", *schedule)
     assert "is complete already" in train(mine, "run", *schedule, "--resume")
-    retrieval("evaluate", mine / "run")
+    ran("evaluate", mine / "run")
     said = train(mine, "run", *schedule, "--resume", "train.epochs=4")
     assert "train.epochs: 2 → 4" in said and "epoch 3" in said and "epoch 2:" not in said
     run, whole = mine / "run", mine / "whole"
@@ -158,9 +134,9 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine):
 
 
 def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
-    with (mine / "recipe.toml").open("a") as file:
-        file.write('[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n')
-        file.write('[[phase]]\nname = "all"\nepochs = 1\n')
+    phases = '[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n'
+    phases += '[[phase]]\nname = "all"\nepochs = 1\n'
+    (mine / "recipe.toml").write_text(RECIPE + phases)
     train(mine, "whole", "phase.1.epochs=2")
     train(mine, "run")
     for change, says in (
@@ -173,11 +149,8 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    return {
-        path: path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
@@ -188,10 +161,7 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
     for words, says in (
         (["optimizer.lr=0.5"], rf"{rate}.*Only these may change: train\.epochs"),
         (["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"], loss),
-        (
-            ["train.epochs=1"],
-            "has already begun epoch 2 of the phase 'train', so the phase cannot have only 1",
-        ),
+        (["train.epochs=1"], "begun epoch 2 of the phase 'train', so the phase cannot have only 1"),
     ):
         refused(mine, "run", "--resume", *words, says=says)
     assert files(mine / "run") == before
@@ -216,11 +186,7 @@ def learner(mine: Path) -> None:
 def test_a_learner_has_no_epochs_to_add(mine):
     learner(mine)
     train(mine, "run")
-    says = r"a \[learner\] is fitted once"
-    refused(mine, "run", "--resume", "train.epochs=4", says=says)
-
-
-# --- the weights of another run
+    refused(mine, "run", "--resume", "train.epochs=4", says=r"a \[learner\] is fitted once")
 
 
 def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
@@ -235,7 +201,7 @@ def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
     assert f'start_from = "{mine / "a"}"' in (mine / "b" / "recipe.toml").read_text()
     shutil.rmtree(mine / "a")  # a run that began needs it no more
     train(mine, "b", *still, "train.start_from=a", "--resume", "train.epochs=3")
-    retrieval("evaluate", mine / "b")
+    ran("evaluate", mine / "b")
     says = "start_from: .*a is neither a checkpoint nor a run with a checkpoint"
     refused(mine, "c", "train.start_from=a", says=says)
     assert not (mine / "c").exists()
@@ -245,14 +211,13 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine):
     train(mine, "a")
     source = f"train.start_from={mine / 'a'}"
     wider = ["head.embedding_size=6", source]
-    with pytest.raises(RetrievalError) as caught:
-        train(mine, "b", *wider)
+    text = refusal(RetrievalError, train, mine, "b", *wider)
     for sentence in (
         "head.0.weight has shape (4, 4) in that run, but (6, 4) here",
         "head.0.bias has shape (4,) in that run, but (6,) here",
         'Load only the parts that match: [train] start_parts = ["backbone", "combiner"].',
     ):
-        assert sentence in str(caught.value)
+        assert sentence in text
     train(mine, "b", *wider, 'train.start_parts=["backbone"]')
     refused(mine, "c", "backbone.depth=3", source, says=r"that run has no backbone\.\S+ \(")
 

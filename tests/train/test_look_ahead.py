@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate
@@ -21,58 +20,25 @@ from retrieval.training import check
 from retrieval.training.check import run_one_batch
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import train
+from trained_weights import digit_photos, reported
 
 from .conftest import BASE
 
-NO_GRADIENT = '''
-import torch
-from retrieval.plugin import hookimpl
 
-class Deaf(torch.nn.Module):
-    """A loss without gradient."""
-    def __init__(self, zero: bool = False) -> None:
-        """Build.
-
-        Args:
-            zero: a gradient that is zero.
-        """
-        super().__init__()
-        self.zero = zero
-
-    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
-        return (embeddings * 0).sum() if self.zero else embeddings.detach().square().mean()
-
-@hookimpl
-def retrieval_losses():
-    return {"deaf": Deaf}
-'''
-
-
-@pytest.fixture
-def deaf(tmp_path):
-    (tmp_path / "deafness.py").write_text(NO_GRADIENT)
-    return str(tmp_path / "deafness.py")
-
-
-def toolbox() -> str:
-    return str(Path(__file__).with_name("toolbox.py"))
-
-
-def test_a_loss_without_gradient_is_refused_before_anything_is_written(make, tmp_path, deaf):
-    made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf"})
+def test_a_loss_without_gradient_is_refused_before_anything_is_written(make, tmp_path):
+    made = make(loss={"name": "toolbox.deaf"})
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        with pytest.raises(PluginError, match=r"deafness\.deaf gave [\d.]+ without a gradient"):
+        with pytest.raises(PluginError, match=r"toolbox\.deaf gave [\d.]+ without a gradient"):
             attempt()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gradient_of_zero_is_warned_of(make, tmp_path, deaf):
-    made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf", "zero": True})
+def test_a_gradient_of_zero_is_warned_of(make, tmp_path):
+    made = make(loss={"name": "toolbox.deaf", "zero": True})
     lines = run_one_batch(made)
     assert any("no weight would change in 5 sampled batches" in line for line in lines)
     assert lines[-1].endswith("The recipe runs; read the warnings.")
-    said: list[str] = []
-    train(tmp_path / "run", made, report=said.append)
+    _, said = reported(tmp_path / "run", made)
     assert any("no weight would change" in line for line in said)
     notes = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]
     assert any("no weight would change" in note for note in notes)
@@ -81,15 +47,13 @@ def test_a_gradient_of_zero_is_warned_of(make, tmp_path, deaf):
 def test_batches_without_a_pair_and_batches_beyond_the_data(make):
     miner = {"name": "pml.multi_similarity"}
     lines = run_one_batch(make(sampler={"classes": 4, "items": 1}, miner=miner))
-    assert any(
-        "toolbox.deadly compares items of the same class, but a batch has" in line for line in lines
-    )
+    says = "toolbox.deadly compares items of the same class, but a batch has"
+    assert any(says in line for line in lines)
     fine = run_one_batch(make(sampler={"classes": 4, "items": 4, "batches": 2}))
     assert fine[-1].endswith("The recipe is fine.") and not any("warning" in line for line in fine)
     lines = run_one_batch(make(sampler={"classes": 4, "items": 500}))
-    assert any(
-        "a batch takes 4 classes × 500 items = 2,000, but there are only" in line for line in lines
-    )
+    says = "a batch takes 4 classes × 500 items = 2,000, but there are only"
+    assert any(says in line for line in lines)
 
 
 def test_looking_ahead_changes_nothing(make):
@@ -104,19 +68,8 @@ def test_looking_ahead_changes_nothing(make):
     assert all(p.grad is None for p in run.model.parameters())
 
 
-@pytest.fixture
-def photos(tmp_path):
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    for i in range(120):
-        place = tmp_path / "photos" / str(digits.target[i])
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((digits.images[i] * 15.9).astype(np.uint8)).save(place / f"{i:03}.png")
-    return tmp_path / "photos"
-
-
-def test_files_are_opened_before_training(make, tmp_path, photos):
+def test_files_are_opened_before_training(make, tmp_path):
+    photos = digit_photos(tmp_path / "photos", 12, classes=10)
     data = {"name": "core.image_folder", "folder": str(photos)}
     made = make(data=data, split={"by": "item", "validation": 0.0})
     assert run_one_batch(made)[-1].endswith("The recipe is fine.")
@@ -130,44 +83,31 @@ def test_files_are_opened_before_training(make, tmp_path, photos):
 
 
 def test_a_recipe_with_nothing_to_train_is_a_run(make, tmp_path, monkeypatch):
-    made = make(
-        backbone={"name": "toolbox.net", "frozen": True},
-        head={"identity": True},
-        train={"epochs": 1},
-    )
+    frozen = {"name": "toolbox.net", "frozen": True}
+    made = make(backbone=frozen, head={"identity": True}, train={"epochs": 1})
     assert run_one_batch(made)[-1].startswith("The model has nothing to train")
-    said: list[str] = []
     with monkeypatch.context() as patch:  # no feature is computed to find that out
-        patch.setattr(
-            "retrieval.data.cache._fill", lambda *a: pytest.fail("features were computed")
-        )
-        train(tmp_path / "run", made, report=said.append)
+        patch.setattr("retrieval.data.cache._fill", lambda *_: pytest.fail("it was computed"))
+        _, said = reported(tmp_path / "run", made)
     assert "its weights are random" in said[0]
-    assert said[1:] == [
-        "The model has nothing to train: the backbone's features are used as they are."
-    ]
+    says = "The model has nothing to train: the backbone's features are used as they are."
+    assert said[1:] == [says]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said[1:]
     run = Run.open(tmp_path / "run")
     figures = evaluate(run, baseline=True).metrics
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
-    manifest = export(run).bundle.manifest
-    assert manifest.vector == 16
+    assert export(run).bundle.manifest.vector == 16
 
 
 def test_principal_components_pass_where_training_would(make, tmp_path):
-    np.savez(
-        tmp_path / "f.npz",
-        features=np.random.default_rng(0).normal(size=(400, 200)).astype(np.float32),
-        labels=np.repeat(np.arange(4), 100).astype(str),
-    )
+    features = np.random.default_rng(0).normal(size=(400, 200)).astype(np.float32)
+    labels = np.repeat(np.arange(4), 100).astype(str)
+    np.savez(tmp_path / "f.npz", features=features, labels=labels)
     tables: dict[str, Any] = {
         "data": {"name": "core.features", "file": str(tmp_path / "f.npz")},
         "backbone": {"name": "core.features"},
         "split": {"by": "item", "validation": 0.0},
-        "loss": None,
-        "sampler": None,
-        "head": None,
-        "train": None,
+        **dict.fromkeys(("loss", "sampler", "head", "train")),
     }
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
     # 32 of them refuse 128 components
@@ -189,6 +129,5 @@ def test_tags_count_in_evaluation_only(make, tmp_path):
 def test_principal_components_of_few_features():
     from retrieval_core import PCA
 
-    x = np.random.default_rng(0).normal(size=(50, 10))
-    assert PCA().fit_transform(x).shape == (50, 10)
+    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(50, 10))).shape == (50, 10)
     assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 from torch import Tensor, nn
-from trained_weights import difference, load, summary
+from trained_weights import STEADY, difference, load, summary
+
+from .conftest import answers
 
 MARGINS = [
     ("pml.arc_face", {"margin": 28.6}, {}),
@@ -45,10 +46,8 @@ def test_it_is_the_known_loss(name, theirs, ours):
 def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked():
     torch.manual_seed(0)
     loss = create("loss", "core.partial_fc", embedding_size=3, classes=5, scale=4.0).double()
-    codes, labels = (
-        torch.randn(4, 3, dtype=torch.float64, requires_grad=True),
-        torch.tensor([0, 3, 3, 4]),
-    )
+    codes = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 3, 3, 4])
     assert torch.autograd.gradcheck(lambda x, _: loss(x, labels), (codes, loss.weight))
     with pytest.raises(ValueError, match="labels must be from 0 to 4, not from 0 to 5"):
         loss(codes, torch.tensor([0, 1, 2, 5]))
@@ -63,10 +62,10 @@ def test_shares_hold_each_row_once():
 
 
 RECIPE: dict[str, Any] = {
-    "sampler": {"classes": 4, "items": 4, "batches": 3},
-    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+    **STEADY,
     "loss": {"name": "core.partial_fc", "scale": 8.0, "sample": 0.9},
     "optimizer": {"name": "SGD", "lr": 0.05, "options": {"momentum": 0.9}},
+    "head": {"embedding_size": 16},
     "train": {"epochs": 2, "clip_norm": 1.0},
 }
 
@@ -88,18 +87,14 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
         (tmp_path / f"{name}.toml").write_text(to_toml(made))
     halves = [f"{name}@train.epochs=1" for name in ("cut", "half")]
     said = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
-    assert [json.loads(line)["error"] for line in said.splitlines() if line.startswith("{")] == [
-        ""
-    ] * 4
+    assert [answer["error"] for answer in answers(said)] == [""] * 4
     train(tmp_path / "alone", made)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
-    assert two["modules/loss.weight/"].shape == (5, 16)
-    assert difference(two, alone) < 2e-5
+    assert two["modules/loss.weight/"].shape == (5, 16) and difference(two, alone) < 2e-5
     assert difference(state(tmp_path / "cut"), two) == 0  # bit for bit
     files = sorted(path.name for path in (tmp_path / "two" / "checkpoints").glob("shard-*"))
-    assert files == [
-        f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)
-    ]
+    shards = [f"{total}-{rank}of2" for total in (3, 6) for rank in (0, 1)]
+    assert files == [f"shard-0-{shard}.safetensors" for shard in shards]
 
     for name in ("four", "one", "lost"):
         shutil.copytree(tmp_path / "half", tmp_path / name)

@@ -128,9 +128,8 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "retrieval.cli", "train", tmp_path / "recipe.toml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        [*command, "--output", run], **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as process:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--output", run], **pipes, env=environment) as process:
         while not (run / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

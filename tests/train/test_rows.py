@@ -13,9 +13,9 @@ from retrieval.model.rows import Rows, is_mean, row_sums, rows_of
 from torch import Tensor, nn
 
 SIZE, CLASSES, ITEMS = 6, 5, 4
-
 ANCHORS = ["signal_to_noise_ratio_contrastive", "generalized_lifted_structure"]
 ANCHORS += ["multi_similarity", "circle", "nt_xent", "sup_con", "tuplet_margin"]
+MEAN = {"name": "pml.mean"}
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ANCHORS),
     ("contrastive", {"neg_margin": 0.9}),
@@ -23,12 +23,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("triplet_margin", {"smooth_loss": True}),
     ("triplet_margin", {"swap": True, "margin": 0.3}),
     ("triplet_margin", {"margin": 0.3, "reducer": {"name": "pml.sum"}}),
-    (
-        "contrastive",
-        {"reducer": {"name": "pml.mean"}, "distance": {"name": "pml.cosine_similarity"}},
-    ),
+    ("contrastive", {"reducer": MEAN, "distance": {"name": "pml.cosine_similarity"}}),
     ("multi_similarity", {"reducer": {"name": "pml.threshold", "low": 0.2, "high": 2.0}}),
 ]
+NUMBERED = [f"{name}{i}" for i, (name, _) in enumerate(OPTIONS)]
 ITEMWISE = ["normalized_softmax", "soft_triple", "proxy_nca", "arc_face", "cos_face"]
 ITEMWISE += ["sub_center_arc_face", "sphere_face", "large_margin_softmax"]
 MINERS: list[tuple[str, dict[str, Any]] | None] = [
@@ -36,8 +34,6 @@ MINERS: list[tuple[str, dict[str, Any]] | None] = [
     ("multi_similarity", {}),
     ("triplet_margin", {"margin": 0.1, "type_of_triplets": "hard"}),
 ]
-
-
 PROXIES = [*ITEMWISE, "proxy_anchor"]
 
 
@@ -57,21 +53,16 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return nn.functional.normalize(middle[labels] + 1.2 * noise), labels
 
 
-def by_rows(
-    loss: Any, kind: Rows, codes: Tensor, labels: Tensor, indices: Any, size: int
-) -> Tensor:
+def by_rows(loss: Any, kind: Rows, batch: Any, indices: Any, size: int) -> Tensor:
     """The loss, from `size` rows at a time."""
-    found = [
-        row_sums(
-            loss, kind, codes[at : at + size], labels[at : at + size], (codes, labels), at, indices
-        )
+    codes, labels = batch
+    parts = [
+        row_sums(loss, kind, codes[at : at + size], labels[at : at + size], batch, at, indices)
         for at in range(0, len(codes), size)
     ]
-    total, count = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
-    over = [
-        max(1, int(n)) if is_mean(loss, name) else 1
-        for name, n in zip(loss.sub_loss_names(), count, strict=True)
-    ]
+    total, count = (torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+    means = [is_mean(loss, name) for name in loss.sub_loss_names()]
+    over = [max(1, int(n)) if mean else 1 for mean, n in zip(means, count, strict=True)]
     return (total / torch.tensor(over)).sum()
 
 
@@ -81,7 +72,7 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
     whole = loss(codes, labels, indices) if indices is not None else loss(codes, labels)
     expected = torch.autograd.grad(whole, parameters)
     for size in (1, 3, 7, len(codes)):
-        value = by_rows(loss, kind, codes, labels, indices, size)
+        value = by_rows(loss, kind, (codes, labels), indices, size)
         torch.testing.assert_close(value, whole, rtol=1e-9, atol=1e-12)
         for one, other in zip(torch.autograd.grad(value, parameters), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11)
@@ -89,9 +80,7 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
 
 
 @pytest.mark.parametrize("miner", MINERS, ids=lambda miner: miner[0] if miner else "all")
-@pytest.mark.parametrize(
-    ("name", "options"), OPTIONS, ids=[f"{n}{i}" for i, (n, _) in enumerate(OPTIONS)]
-)
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=NUMBERED)
 def test_anchors_sums_make_the_whole_loss(name, options, miner):
     loss = made(name, options)
     kind = rows_of(loss, miner is not None)
@@ -114,8 +103,7 @@ def test_items_sums_make_the_whole_loss(name):
     loss = made(name)
     assert rows_of(loss, mined=True) is None  # its weights are relative to the whole batch's
     kind = rows_of(loss, mined=False)
-    assert kind == "items"
-    assert compare(loss, kind, None, 0) > 1e-4
+    assert kind == "items" and compare(loss, kind, None, 0) > 1e-4
 
 
 def test_what_cannot_be_divided_is_computed_whole():

@@ -20,10 +20,11 @@ from retrieval.plugin import BatchSampler, TrainingItems
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.training.trainer import Trainer, train
 from torch.utils import data as torch_data
-from trained_weights import STILL, same
+from trained_weights import STEADY, same
 
 from .conftest import BASE
 
+CONTRASTIVE = {"loss": {"name": "pml.contrastive"}}
 LABELS = np.repeat(np.arange(12), 10)
 GENERA = [f"genus {label // 4}" for label in LABELS]
 
@@ -52,14 +53,12 @@ class TestHierarchical:
         for batch in drawn(sampler):
             assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
             assert len({GENERA[row] for row in batch}) == 2
-        seen = {GENERA[row] for batch in drawn(sampler) for row in batch}
-        assert seen == set(GENERA)
+        assert {GENERA[row] for batch in drawn(sampler) for row in batch} == set(GENERA)
 
     def test_further_groups_fill_a_batch(self):
         sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
         for batch in drawn(sampler, items(classes=6)):
-            classes = Counter(GENERA[row] for row in batch)
-            assert sorted(classes.values()) == [2 * 3, 4 * 3]
+            assert sorted(Counter(GENERA[row] for row in batch).values()) == [2 * 3, 4 * 3]
 
     def test_a_class_of_two_groups_is_refused(self):
         columns = [{"genus": genus} for genus in GENERA]
@@ -80,21 +79,16 @@ class TestHardClasses:
             means = {c: embeddings[c == LABELS].astype(np.float64).mean(0) for c in range(12)}
             for size in range(1, 4):
                 rest = [c for c in means if c not in order[:size]]
-                best = min(
-                    rest,
-                    key=lambda c: min(
-                        float(((means[c] - means[o]) ** 2).sum()) for o in order[:size]
-                    ),
-                )
+                chosen = [means[c] for c in order[:size]]
+                gaps = [min(((means[c] - mean) ** 2).sum() for mean in chosen) for c in rest]
+                best = rest[int(np.argmin(gaps))]
                 assert order[size] == best
 
     def test_other_embeddings_give_other_batches(self):
         sampler = create("sampler", "core.hard_classes")
         random = np.random.default_rng(0)
-        one, other = (
-            np.concatenate(drawn(sampler, items(embeddings=random.normal(size=(120, 5)))))
-            for _ in range(2)
-        )
+        both = [items(embeddings=random.normal(size=(120, 5))) for _ in range(2)]
+        one, other = (np.concatenate(drawn(sampler, of)) for of in both)
         assert (one != other).any()
 
 
@@ -135,14 +129,8 @@ def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
     """Batches of unequal sizes too; the second epoch differs from the first."""
 
     def recipe() -> Recipe:
-        return check_recipe(
-            {
-                **BASE,
-                "loss": {"name": "pml.contrastive"},
-                "train": {"epochs": 3, "checkpoint_every": 2},
-            },
-            objects={"sampler": of_torch(kind)},
-        )
+        tables = {**BASE, **CONTRASTIVE, "train": {"epochs": 3, "checkpoint_every": 2}}
+        return check_recipe(tables, objects={"sampler": of_torch(kind)})
 
     sizes: list[int] = []
     real = Trainer._train_batch
@@ -171,52 +159,25 @@ def test_hard_classes_resume_within_an_epoch(make, resumes):
     # the batches follow from the weights at the start of the epoch, which are gone by then
     sampler = {"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5}
     options = {"train": {"epochs": 2, "checkpoint_every": 2}}
-    resumes(make(sampler=sampler, loss={"name": "pml.contrastive"}, **options), 8)
+    resumes(make(sampler=sampler, **CONTRASTIVE, **options), 8)
 
 
 def test_two_processes_train_as_one(make, trains_as_one):
-    tables = {
-        **STILL,
-        "loss": {"name": "pml.contrastive"},
-        "optimizer": {"name": "SGD", "lr": 0.05},
-    }
-    sizes = {"classes": 4, "items": 4, "batches": 3}
-    trains_as_one(
-        {
-            name: make(**tables, sampler={"name": f"core.{name}", **sizes})
-            for name in ("hard_classes", "random")
-        }
-    )
+    tables, sampler = {**STEADY, **CONTRASTIVE, "train": {"epochs": 2}}, STEADY["sampler"]
+    names = ("core.hard_classes", "core.random")
+    trains_as_one({n: make(**{**tables, "sampler": {"name": n, **sampler}}) for n in names})
 
 
-def test_a_plugin_offers_one(make, tmp_path):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(
-        "from retrieval.plugin import hookimpl\n"
-        "from torch.utils.data import BatchSampler\n"
-        "def forwards(first: int = 0):\n"
-        "    '''Items in order.\n\n    Args:\n        first: the first item.\n    '''\n"
-        "    return BatchSampler(range(first, 60), 8, drop_last=True)\n"
-        "@hookimpl\n"
-        "def retrieval_samplers():\n"
-        "    return {'forwards': forwards}\n"
+def test_a_plugin_offers_one(make, tmp_path, monkeypatch):
+    sampler = {"name": "toolbox.forwards", "first": 4}
+    recipe = make(sampler=sampler, **CONTRASTIVE, train={"epochs": 1})
+    seen, real = [], TrainBatches.draw
+    monkeypatch.setattr(
+        TrainBatches, "draw", lambda self, *a: seen.append(real(self, *a)) or seen[-1]
     )
-    recipe = make(
-        plugins=[*BASE["plugins"], str(plugin)],
-        sampler={"name": "mine.forwards", "first": 4},
-        loss={"name": "pml.contrastive"},
-        train={"epochs": 1},
-    )
-    seen = []
-    real = TrainBatches.draw
-    try:
-        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]
-        train(tmp_path / "run", recipe)
-    finally:
-        TrainBatches.draw = real
-    assert [batch.tolist() for batch in seen[-1]] == [
-        list(range(i, i + 8)) for i in range(4, 60, 8)
-    ]
+    train(tmp_path / "run", recipe)
+    expected = [list(range(i, i + 8)) for i in range(4, 60, 8)]
+    assert [batch.tolist() for batch in seen[-1]] == expected
 
 
 @pytest.mark.parametrize(
@@ -257,12 +218,11 @@ def test_another_number_of_batches_is_refused():
 
 
 def test_python_takes_one_and_asks_for_it_again(make, tmp_path):
-    table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
+    table = {**BASE, **CONTRASTIVE, "train": {"epochs": 1}}
     sampler = of_torch("own generator")
     retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
-    assert retrieval.load(tmp_path / "run", sampler=sampler).recipe.sampler.name.startswith(
-        "object"
-    )
+    recipe = retrieval.load(tmp_path / "run", sampler=sampler).recipe
+    assert recipe.sampler.name.startswith("object")
     with pytest.raises(RecipeError, match=r"sampler=…"):
         retrieval.load(tmp_path / "run")
 

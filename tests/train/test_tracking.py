@@ -54,14 +54,12 @@ class Notes:
 
 class Refused(Notes):
     """Fail at once."""
-
     def begin(self, run):
         raise ConnectionError("nobody listens")
 
 
 class Full(Notes):
     """Fail at the second epoch."""
-
     def log(self, metrics, epoch):
         if epoch == 1:
             raise OSError(28, "No space left on device")
@@ -69,22 +67,18 @@ class Full(Notes):
 
 class Hangs(Notes):
     """Never come back."""
-
     def begin(self, run):
         threading.Event().wait()
 
 
 class Leaves(Notes):
     """End the process, as some libraries do."""
-
     def begin(self, run):
         raise SystemExit(1)
 
 
-@hookimpl
-def retrieval_trackers():
-    """They."""
-    return {"notes": Notes, "refused": Refused, "full": Full, "hangs": Hangs, "leaves": Leaves}
+TRACKERS = {"notes": Notes, "refused": Refused, "full": Full, "hangs": Hangs, "leaves": Leaves}
+retrieval_trackers = hookimpl(lambda: TRACKERS)
 '''  # noqa: E501
 
 
@@ -104,11 +98,9 @@ def key_of(folder: Path, tracker: str) -> str:
     return json.loads((folder / FILE).read_text())[tracker]["key"]
 
 
-def fit(
-    made: Recipe, folder: Path, *names: str, tell: Any = lambda line: None, resume: bool = False
-) -> Any:
+def fit(made: Recipe, folder: Path, *names: str, tell: Any = print, resume: bool = False) -> None:
     with tracking(names, made, tell):
-        return train(folder, made, resume=resume)
+        train(folder, made, resume=resume)
 
 
 def test_a_tracker_is_told_the_run_and_changes_nothing(make, acme, tmp_path):
@@ -168,17 +160,14 @@ def test_no_tracker_stops_a_training(make, acme, tmp_path, monkeypatch):
         ("hangs", "has not finished within 0 seconds"),
         ("leaves", "tried to end the process"),
     ):
-        assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), (
-            warnings
-        )
+        (warning,) = (line for line in warnings if f"The tracker acme.{name} " in line)
+        assert why in warning
     assert told(tmp_path)[-1] == {"hook": "end", "how": "finished", "thread": "tracker acme.notes"}
     assert (tmp_path / "run" / "summary.json").is_file()
     assert len(failures([tmp_path / "run"])) == 4
 
 
-def test_what_is_no_tracker_is_refused_before_anything_is_written(
-    make, acme, tmp_path, cli, monkeypatch
-):
+def test_what_is_no_tracker_is_refused_before_anything_is_written(make, acme, tmp_path, cli):
     made = make(plugins=[acme, *make().plugins])
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
         fit(made, tmp_path / "run", "acme.note")
@@ -266,23 +255,18 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme, tmp_path):
         paths[-1].write_text(tomli_w.dumps(table), encoding="utf-8")
     lines: list[str] = []
     options = {"seeds": 2, "pretrained": "none", "progress": False, "report": lines.append}
-    names = ["acme.notes", "acme.refused"]
-    found = compare(paths, tmp_path / "digits", track=names, **options)
+    found = compare(paths, tmp_path / "digits", track=["acme.notes", "acme.refused"], **options)
     lines_of = told(tmp_path)
     begins = {line["name"]: line["group"] for line in lines_of if line["hook"] == "begin"}
-    trainings = [
-        f"{name} seed {seed}" for name in ("triplet_margin", "contrastive") for seed in (0, 1)
-    ]
+    trainings = [f"{path.stem} seed {seed}" for path in paths for seed in (0, 1)]
     assert begins == {"digits": None, **dict.fromkeys(trainings, "digits")}
     tables = {line["title"]: line["rows"] for line in lines_of if line["hook"] == "table"}
     assert tables == {"metrics": metric_table(found), "differences": differences(found)}
-    final = [
-        line["metrics"] for line in lines_of if line["hook"] == "metrics" and line["epoch"] is None
-    ]
+    metrics = [line for line in lines_of if line["hook"] == "metrics"]
+    final = [line["metrics"] for line in metrics if line["epoch"] is None]
     tested = [each["test_map_at_r"] for each in final if "test_map_at_r" in each]
-    assert tested == [
-        one["map_at_r"] for each in found.contestants if each.recipe for one in each.metrics
-    ]
+    recipes = [contestant for contestant in found.contestants if contestant.recipe]
+    assert tested == [run["map_at_r"] for recipe in recipes for run in recipe.metrics]
     assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
     assert sum("The tracker acme.refused failed" in line for line in lines) == 2
     assert "4 of 4 runs" in lines[-1]
@@ -297,8 +281,7 @@ def test_wandb_has_the_figures_offline_under_one_id(make, tmp_path, monkeypatch)
     lines: list[str] = []
     folder = tmp_path / "run"
     fit(make(), folder, "wandb", tell=lines.append)
-    longer = make(train={"epochs": 3})
-    fit(longer, folder, "wandb", tell=lines.append, resume=True)
+    fit(make(train={"epochs": 3}), folder, "wandb", tell=lines.append, resume=True)
     key = key_of(folder, "wandb.run")
     assert not any("warning" in line for line in lines), lines
     files = sorted(tmp_path.glob(f"wandb/offline-run-*-{key}/run-{key}.wandb"))
@@ -311,13 +294,8 @@ def test_wandb_has_the_figures_offline_under_one_id(make, tmp_path, monkeypatch)
 
 
 def test_a_learners_run_is_told_too(make, acme, tmp_path):
-    made = make(
-        plugins=[*make().plugins, acme],
-        loss=None,
-        head=None,
-        sampler=None,
-        train=None,
-        learner={"name": "core.pca", "n_components": 4},
-    )
+    parts = dict.fromkeys(("loss", "head", "sampler", "train"))
+    learner = {"name": "core.pca", "n_components": 4}
+    made = make(**parts, plugins=[*make().plugins, acme], learner=learner)
     fit(made, tmp_path / "run", "acme.notes")
     assert [line["hook"] for line in told(tmp_path)] == ["begin", "metrics", "end"]

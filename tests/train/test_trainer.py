@@ -1,7 +1,8 @@
-"""The trainer: isolation of the two sides, phases, parts, what counts without triplets."""
+"""The trainer: the two sides and their phases, NaN, early stopping, seeds, processes, learners."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,28 @@ import pytest
 import torch
 from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
+from retrieval.errors import DataError, RecipeError
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training.check import run_one_batch
 from retrieval.training.step import Losses, Step
 from retrieval.training.trainer import train
-from trained_weights import GENERATOR, STILL, fit, log, moved, start, trainer_of, weights
+from trained_weights import (
+    GENERATOR,
+    STILL,
+    apart,
+    fit,
+    lines_of,
+    log,
+    moved,
+    same,
+    start,
+    summary,
+    trainer_of,
+    weights,
+)
 
 
 def changed_by(tmp_path: Path, made: Any) -> set[str]:
@@ -42,15 +59,12 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make, tmp_path):
     losses = step.losses(inputs, labels)
     metric_side = [*trainer.run.model.parameters()]
     generator_side = [*trainer.objective.generator.parameters()]
-    passing = torch.autograd.grad(
-        losses.metric, generator_side, retain_graph=True, allow_unused=True
-    )
+    twice = {"retain_graph": True}
+    passing = torch.autograd.grad(losses.metric, generator_side, **twice, allow_unused=True)
     # it is kept out of the generator below
     assert any(g is not None and bool(g.any()) for g in passing)
-    expected = [
-        *torch.autograd.grad(losses.metric, metric_side, retain_graph=True),
-        *torch.autograd.grad(losses.generator, generator_side, retain_graph=True),
-    ]
+    expected = [*torch.autograd.grad(losses.metric, metric_side, **twice)]
+    expected += torch.autograd.grad(losses.generator, generator_side, **twice)
     checkpoint.restore_random_state(random)
     for parameter in metric_side + generator_side:
         parameter.grad = None
@@ -60,14 +74,10 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make, tmp_path):
 
 
 def test_joint_coupling_lets_both_gradients_flow_everywhere(make, tmp_path):
-    joint, separate = (
-        weights(fit(tmp_path, make(**STILL, generator=GENERATOR, train=train), name))
-        for name, train in (
-            ("joint", {"epochs": 1, "coupling": "joint"}),
-            ("separate", {"epochs": 1}),
-        )
-    )
-    changed = moved(joint, separate)
+    tables = {**STILL, "generator": GENERATOR}
+    joint = make(**tables, train={"epochs": 1, "coupling": "joint"})
+    separate = weights(fit(tmp_path, make(**tables, train={"epochs": 1}), "separate"))
+    changed = moved(weights(fit(tmp_path, joint, "joint")), separate)
     for part in ("generator.", "model.head"):
         assert any(name.startswith(part) for name in changed)
 
@@ -110,8 +120,7 @@ def test_a_closed_form_generator_needs_no_optimiser(make, tmp_path):
 def test_a_losss_own_parameters_train_and_take_their_rates_factor(make, tmp_path):
     for factor in (10.0, 0.0):
         made = make(loss={"name": "toolbox.proxies"}, optimizer={"lr_factor": {"loss": factor}})
-        changed = changed_by(tmp_path / str(factor), made)
-        assert ("loss.proxies" in changed) == (factor > 0)
+        assert ("loss.proxies" in changed_by(tmp_path / str(factor), made)) == (factor > 0)
 
 
 SGD = {"name": "SGD", "lr": 1e-2}
@@ -132,15 +141,10 @@ def test_rates_and_factors_reach_what_they_name(make, tmp_path):
     """One step of plain gradient descent: so many times the rate, so many times the way."""
 
     def ways(tables: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
-        made = make(
-            **{**STILL, "generator": GENERATOR, "combiner": {"name": "toolbox.local"}},
-            sampler={"classes": 4, "items": 4, "batches": 1},
-            **{
-                "optimizer": SGD,
-                **tables,
-                "phase": [{"epochs": 1, **tables.get("phase", [{}])[0]}],
-            },
-        )
+        phase = {"epochs": 1, **tables.get("phase", [{}])[0]}
+        parts = {"generator": GENERATOR, "combiner": {"name": "toolbox.local"}, "optimizer": SGD}
+        sampler = {"classes": 4, "items": 4, "batches": 1}
+        made = make(**{**STILL, **parts, "sampler": sampler, **tables, "phase": [phase]})
         before, after = start(tmp_path, made), weights(fit(tmp_path, made, name))
         return {item: after[item].double() - before[item].double() for item in moved(before, after)}
 
@@ -206,3 +210,83 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make, tmp_path):
     features = backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch)
     cached = encode(run.model, features, run.splits.query, from_features=True)
     torch.testing.assert_close(whole, cached)
+
+
+def test_weights_that_become_nan_are_never_kept_as_the_best(make, tmp_path):
+    optimizer = {"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}}
+    made = make(**STILL, sampler={"classes": 4, "items": 4, "batches": 1}, optimizer=optimizer)
+    says = r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"
+    with pytest.raises(DataError, match=says):
+        fit(tmp_path, made)
+    first = start(tmp_path / "again", made)
+    for file in ("last", "best"):  # the weights before the first step are the best so far
+        assert not moved(weights(tmp_path / "run", file), first)
+    assert evaluate(Run.open(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
+
+
+def test_early_stopping_ends_after_patience_and_keeps_the_best(make, tmp_path):
+    folder = fit(tmp_path, make(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9}))
+    ended = summary(folder)
+    scores = [ended["start"], *(line["validation_map_at_r"] for line in log(folder))]
+    best = scores.index(max(scores))
+    assert len(scores) == best + 3 < 50 and ended["best_epoch"] == best
+    assert ended["validation"]["map_at_r"] == max(scores)
+
+
+def test_the_same_seed_gives_the_same_numbers_and_hooks_are_told_of_them(make, tmp_path):
+    one, two = fit(tmp_path, make(), "one"), fit(tmp_path, make(), "two")
+    assert same(one, two) and not same(one, fit(tmp_path, make(seed=1), "three"))
+    _, first, second, ended = lines = lines_of(one, "hooks.jsonl")
+    assert [line["hook"] for line in lines] == ["start", "epoch", "epoch", "end"]
+    assert (first["epoch"], second["epoch"]) == (0, 1)
+    assert {"loss", "validation_map_at_r"} <= first["metrics"].keys()
+    scores = [line["metrics"]["validation_map_at_r"] for line in (first, second)]
+    assert ended["metrics"]["map_at_r"] == max(scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
+def test_training_on_a_gpu_with_fp16(make, tmp_path):
+    folder = fit(tmp_path, make(train={"epochs": 2, "precision": "fp16", "device": "cuda"}))
+    assert json.loads((folder / "run.json").read_text())["machine"]["device"].startswith("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"device": "cuda"}])
+def test_what_needs_a_gpu_is_refused_without_one(make, tmp_path, options):
+    with pytest.raises(RecipeError, match=r"GPU"):
+        fit(tmp_path, make(train=options))
+    assert not (tmp_path / "run").exists()
+
+
+MINED = {"optimizer": {"name": "SGD", "lr": 0.05}, "miner": {"name": "pml.triplet_margin"}}
+
+
+def test_two_processes_train_two_sides_as_one(make, trains_as_one, tmp_path):
+    made = make(**STILL, **MINED, generator=GENERATOR, combiner={"name": "toolbox.local"})
+    trains_as_one({"two": made}, within=1e-4)
+    changed = moved(start(tmp_path, made), weights(tmp_path / "two"))
+    assert {name.partition(".")[0] for name in changed} >= {"model", "generator"}
+
+
+def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
+    made = make(**STILL, **MINED)
+    (tmp_path / "recipe.toml").write_text(to_toml(made))
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train"]
+    words += [tmp_path / "recipe.toml", "--output", tmp_path / "two"]
+    settings = {"seconds": 300, "OMP_NUM_THREADS": "1"}
+    done = process("-m", "torch.distributed.run", *words, **settings)
+    assert done.code == 0, done.err
+    assert moved(start(tmp_path, made), weights(tmp_path / "two"))
+    assert apart(fit(tmp_path, made, "one"), tmp_path / "two") < 1e-4
+
+
+@pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
+def test_a_learner_trains_saves_and_loads(make, tmp_path, learner):
+    table: dict[str, Any] = {"name": learner, "n_components": 4}
+    if learner == "core.nca":
+        table["max_iter"] = 10
+    run = Run.open(fit(tmp_path, make(loss=None, learner=table, split={"by": "item"})))
+    codes = encode(run.model, run.dataset, run.splits.query)
+    assert codes.shape[1] == 4 and torch.isfinite(codes).all()
+    assert summary(run.path)["validation"]["map_at_r"] > 0.2

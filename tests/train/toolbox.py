@@ -15,17 +15,14 @@ import torch
 from pytorch_metric_learning import losses
 from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Preprocessing, hookimpl
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler
 
 
 class Digits(Dataset):
     """Scikit-learn's digits, 16 to 24 of a class."""
 
     def __init__(self, items: int = 400) -> None:
-        """Take the first digits.
-
-        Args:
-            items: how many.
-        """
+        """Take the first digits."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -41,13 +38,6 @@ class Net(Backbone):
     """Two convolutions, batch norm, dropout."""
 
     def __init__(self, width: int = 8, batch_norm: bool = True, dropout: float = 0.1) -> None:
-        """Build.
-
-        Args:
-            width: channels.
-            batch_norm: whether to have it.
-            dropout: probability.
-        """
         super().__init__()
         self.preprocessing = Preprocessing((8, 8), 1, (0.5,), (0.5,))
         self.features = 2 * width
@@ -69,22 +59,14 @@ class Mover(Generator):
     """A negative moved by a linear map of the triplet, with noise."""
 
     def __init__(self, features: int, explode_at: int = 0) -> None:
-        """Build.
-
-        Args:
-            explode_at: call at which the output becomes NaN; 0: never.
-        """
         super().__init__()
         self.map = nn.Linear(3 * features, features)
         self.explode_at, self.calls = explode_at, 0
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         self.calls += 1
-        moved = (
-            negative
-            + self.map(torch.cat([anchor, positive, negative], 1))
-            + 0.01 * torch.randn_like(negative)
-        )
+        triplet = torch.cat([anchor, positive, negative], 1)
+        moved = negative + self.map(triplet) + 0.01 * torch.randn_like(negative)
         return moved * float("nan") if self.calls == self.explode_at else moved
 
     def objective(
@@ -106,12 +88,6 @@ class Onto(Generator):
     """
 
     def __init__(self, far: float = 0.5, keep: bool = False) -> None:
-        """Build.
-
-        Args:
-            far: a distance of codes.
-            keep: whether to make the head a part of the generator, which is an error.
-        """
         super().__init__()
         self.far, self.keep = far, keep
         self.heads: tuple[nn.Module, ...] = ()
@@ -133,11 +109,6 @@ class Local(Combiner):
     exact = False
 
     def __init__(self, embedding_size: int, parts: int = 4) -> None:
-        """Build.
-
-        Args:
-            parts: how many.
-        """
         super().__init__()
         self.parts, self.size = parts, embedding_size
         self.weight = nn.Parameter(torch.ones(parts))
@@ -148,13 +119,14 @@ class Local(Combiner):
     def _units(self, codes: Tensor) -> Tensor:
         return nn.functional.normalize(codes.unflatten(-1, (self.parts, -1)), dim=-1)
 
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        gap = self._units(query_emb)[:, None] - self._units(ref_emb)[None]
+    def _mean(self, gap: Tensor) -> Tensor:
         return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
 
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self._mean(self._units(query_emb)[:, None] - self._units(ref_emb)[None])
+
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        gap = self._units(query_emb) - self._units(ref_emb)
-        return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
+        return self._mean(self._units(query_emb) - self._units(ref_emb))
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         return self._units(codes).flatten(1)
@@ -163,7 +135,7 @@ class Local(Combiner):
 class Deadly(nn.Module):
     """The contrastive loss, which kills the process the moment it computes step `KILL_AT`."""
 
-    def __init__(self, distance: Any) -> None:
+    def __init__(self, distance: nn.Module | None = None) -> None:
         super().__init__()
         self.loss = losses.ContrastiveLoss(**({} if distance is None else {"distance": distance}))
         self.calls = 0
@@ -176,26 +148,45 @@ class Deadly(nn.Module):
         made.calls = -1_000_000
         return made
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Any = None,
-        ref_labels: Any = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         self.calls += 1
         if self.calls == int(os.environ.get("KILL_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.calls == int(os.environ.get("NAN_AT", "0")):
             return embeddings.sum() * float("nan")
-        loss: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        return loss
+        return self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
 
-def deadly(distance: nn.Module | None = None) -> Deadly:
-    """See `Deadly`."""
-    return Deadly(distance)
+class Deaf(nn.Module):
+    """A loss whose gradient is missing, or zero."""
+
+    def __init__(self, zero: bool = False) -> None:
+        super().__init__()
+        self.zero = zero
+
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return (embeddings * 0).sum() if self.zero else embeddings.detach().square().mean()
+
+
+class Put(nn.Module):
+    """A loss that writes to a place twice, in no order."""
+
+    def forward(self, embeddings, labels):
+        return torch.zeros(2).put_(torch.tensor([0, 0]), embeddings.sum(1)[:2]).sum()
+
+
+class Missed:
+    """The share of queries whose first hit is of another class; smaller is better."""
+
+    depth, larger_is_better = 1, False
+
+    def __call__(self, matches, relevant):
+        return 1.0 - matches[:, 0]
+
+
+def forwards(first: int = 0) -> BatchSampler:
+    """Items in order."""
+    return BatchSampler(range(first, 60), 8, drop_last=True)
 
 
 def proxies(embedding_size: int, classes: int) -> losses.ProxyAnchorLoss:
@@ -203,34 +194,14 @@ def proxies(embedding_size: int, classes: int) -> losses.ProxyAnchorLoss:
     return losses.ProxyAnchorLoss(classes, embedding_size)
 
 
-def classifier(embedding_size: int, classes: int) -> losses.NormalizedSoftmaxLoss:
-    """A loss without distance or reference set."""
-    return losses.NormalizedSoftmaxLoss(classes, embedding_size)
-
-
-@hookimpl
-def retrieval_datasets() -> Mapping[str, Any]:
-    return {"digits": Digits}
-
-
-@hookimpl
-def retrieval_backbones() -> Mapping[str, Any]:
-    return {"net": Net}
-
-
-@hookimpl
-def retrieval_generators() -> Mapping[str, Any]:
-    return {"mover": Mover, "midpoint": Midpoint, "onto": Onto}
-
-
-@hookimpl
-def retrieval_combiners() -> Mapping[str, Any]:
-    return {"local": Local}
-
-
-@hookimpl
-def retrieval_losses() -> Mapping[str, Any]:
-    return {"deadly": deadly, "proxies": proxies, "classifier": classifier}
+retrieval_datasets = hookimpl(lambda: {"digits": Digits})
+retrieval_backbones = hookimpl(lambda: {"net": Net})
+retrieval_generators = hookimpl(lambda: {"mover": Mover, "midpoint": Midpoint, "onto": Onto})
+retrieval_combiners = hookimpl(lambda: {"local": Local})
+LOSSES = {"deadly": Deadly, "deaf": Deaf, "put": Put, "proxies": proxies}
+retrieval_losses = hookimpl(lambda: LOSSES)
+retrieval_metrics = hookimpl(lambda: {"missed": Missed})
+retrieval_samplers = hookimpl(lambda: {"forwards": forwards})
 
 
 def _note(run: Any, line: dict[str, Any]) -> None:

@@ -40,11 +40,8 @@ for each in sys.argv[2:]:
     file, said = folder / f"{name}.toml", ""
     widths.clear()
     try:
-        made = (
-            read_given(folder / name, file)[1]
-            if more
-            else read_recipe(file, [change] if change else [])
-        )
+        changes = [change] if change else []
+        made = read_given(folder / name, file)[1] if more else read_recipe(file, changes)
         train(folder / name, made, resume=more)
     except RetrievalError as error:
         said = str(error)

@@ -13,7 +13,6 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.host.hookspecs import Factories
 from retrieval.plugin import (
     Backbone,
     Combiner,
@@ -21,7 +20,6 @@ from retrieval.plugin import (
     Generator,
     IndexBackend,
     Part,
-    TripletIndices,
     hookimpl,
     traits,
 )
@@ -33,11 +31,7 @@ Loss = Annotated[nn.Module, Part("losses")]
 
 
 class Items(Dataset):
-    """Random vectors.
-
-    Args:
-        count: items of each class.
-    """
+    """Random vectors."""
 
     kind = "features"
 
@@ -82,25 +76,13 @@ class Margin(nn.Module):
         super().__init__()
         self.scale, self.margin, self.distance, self.reducer = scale, margin, distance, reducer
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: TripletIndices | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         return embeddings.square().mean() * self.scale
 
 
 @traits(ref_emb=False, miner=False)
 class Fixed(nn.Module):
-    """A loss with a distance of its own, and no use for references or a miner.
-
-    Args:
-        classes: given.
-        embedding_size: given.
-    """
+    """A loss with a distance of its own, and no use for references or a miner."""
 
     def __init__(self, classes: int, embedding_size: int) -> None:
         super().__init__()
@@ -111,13 +93,7 @@ class Fixed(nn.Module):
 
 
 class Several(nn.Module):
-    """A loss of losses.
-
-    Args:
-        losses: several.
-        first: one more.
-        weights: one for each.
-    """
+    """A loss of losses."""
 
     def __init__(
         self,
@@ -128,35 +104,17 @@ class Several(nn.Module):
         super().__init__()
         self.losses, self.first, self.weights = nn.ModuleList(losses), first, weights
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Any = None,
-        ref_labels: Any = None,
-    ) -> Tensor:
-        total: Tensor = sum(loss(embeddings, labels) for loss in self.losses)
-        return total
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return sum(loss(embeddings, labels) for loss in self.losses)
 
 
 class AllPairs(nn.Module):
-    """A miner of all pairs.
-
-    Args:
-        distance: how it measures.
-    """
+    """A miner of all pairs."""
 
     def __init__(self, distance: BaseDistance | None = None) -> None:
         super().__init__()
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> TripletIndices:
+    def forward(self, embeddings, labels, ref_emb=None, ref_labels=None):
         same = labels[:, None] == labels
         return *torch.where(same.triu(1)), *torch.where(~same)
 
@@ -169,12 +127,7 @@ class Middle(Generator):
 
 
 class Cosine(Combiner):
-    """A combiner that measures one distance.
-
-    Args:
-        weight: its factor.
-        embedding_size: given.
-    """
+    """A combiner that measures one distance."""
 
     def __init__(self, embedding_size: int, weight: float = 1.0) -> None:
         super().__init__()
@@ -185,45 +138,26 @@ class Cosine(Combiner):
 
 
 class Centre:
-    """A learner that subtracts the mean.
-
-    Args:
-        mode: how.
-    """
+    """A learner that subtracts the mean."""
 
     def __init__(self, mode: Literal["mean", "median"] = "mean") -> None:
         self.mode = mode
 
 
 def euclidean(p: float = 2.0) -> BaseDistance:
-    """The Lp distance.
-
-    Args:
-        p: the norm.
-    """
+    """The Lp distance."""
     return LpDistance(p=p)
 
 
-def mean(
-    pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0
-) -> nn.Module:
-    """The mean.
-
-    Args:
-        pad: a part within a part.
-        low: a number.
-    """
+def mean(pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0) -> Any:
+    """The mean."""
     reducer = MeanReducer()
     reducer.pad = pad
     return reducer
 
 
 def lp(p: int = 2) -> nn.Module:
-    """The Lp norm.
-
-    Args:
-        p: the norm.
-    """
+    """The Lp norm."""
     return LpRegularizer(p=p)
 
 
@@ -232,18 +166,12 @@ class Best:
 
     depth = 1
 
-    def __call__(
-        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> Any:
         return matches[:, 0].astype(np.float64)
 
 
 class Scan(IndexBackend):
-    """A plain scan.
-
-    Args:
-        block: rows at a time.
-    """
+    """A plain scan."""
 
     def __init__(self, block: int = 100) -> None:
         self.block = block
@@ -264,81 +192,26 @@ class Scan(IndexBackend):
 
 
 class Shelf(LocalPlace):
-    """A folder, as a store of its own.
-
-    Args:
-        address: `shelf:///data/items`.
-        timeout: of nothing.
-    """
+    """A folder, as a store of its own."""
 
     def __init__(self, address: Address, timeout: int = 1) -> None:
         super().__init__(address)
         self.timeout = timeout
 
 
-@hookimpl
-def retrieval_backbones() -> Factories:
-    return {"same": Same}
-
-
-@hookimpl
-def retrieval_datasets() -> Factories:
-    return {"items": Items}
-
-
-@hookimpl
-def retrieval_losses() -> Factories:
-    return {"margin": Margin, "fixed": Fixed, "several": Several}
-
-
-@hookimpl
-def retrieval_miners() -> Factories:
-    return {"all_pairs": AllPairs}
-
-
-@hookimpl
-def retrieval_generators() -> Factories:
-    return {"middle": Middle}
-
-
-@hookimpl
-def retrieval_combiners() -> Factories:
-    return {"cosine": Cosine}
-
-
-@hookimpl
-def retrieval_learners() -> Factories:
-    return {"centre": Centre}
-
-
-@hookimpl
-def retrieval_metrics() -> Factories:
-    return {"best": Best}
-
-
-@hookimpl
-def retrieval_indexes() -> Factories:
-    return {"scan": Scan}
-
-
-@hookimpl
-def retrieval_stores() -> Factories:
-    return {"shelf": Shelf}
-
-
-@hookimpl
-def retrieval_distances() -> Factories:
-    return {"euclidean": euclidean}
-
-
-@hookimpl
-def retrieval_reducers() -> Factories:
-    return {"mean": mean}
-
-
-@hookimpl
-def retrieval_regularizers() -> Factories:
-    return {"lp": lp}
+retrieval_backbones = hookimpl(lambda: {"same": Same})
+retrieval_datasets = hookimpl(lambda: {"items": Items})
+retrieval_losses = hookimpl(lambda: {"margin": Margin, "fixed": Fixed, "several": Several})
+retrieval_miners = hookimpl(lambda: {"all_pairs": AllPairs})
+retrieval_generators = hookimpl(lambda: {"middle": Middle})
+retrieval_combiners = hookimpl(lambda: {"cosine": Cosine})
+retrieval_learners = hookimpl(lambda: {"centre": Centre})
+retrieval_metrics = hookimpl(lambda: {"best": Best})
+retrieval_indexes = hookimpl(lambda: {"scan": Scan})
+retrieval_stores = hookimpl(lambda: {"shelf": Shelf})
+retrieval_distances = hookimpl(lambda: {"euclidean": euclidean})
+retrieval_reducers = hookimpl(lambda: {"mean": mean})
+retrieval_regularizers = hookimpl(lambda: {"lp": lp})
 
 
 class Silent:
@@ -357,9 +230,7 @@ class Silent:
     def end(self, how: str) -> None: ...
 
 
-@hookimpl
-def retrieval_trackers() -> Factories:
-    return {"silent": Silent}
+retrieval_trackers = hookimpl(lambda: {"silent": Silent})
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Generators after the head (`space = "embeddings"`): in a step, resumed, and in two processes."""
+"""Generators: bound to the head, or after it, in a step, resumed, and in two processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from retrieval.errors import PluginError
 from retrieval.model.products import check_generator
 from retrieval.plugin import Generator
 from retrieval.recipe.read import check_recipe
+from retrieval.run.open import build_run
 from torch import Tensor, nn
-from trained_weights import STILL, trainer_of
+from trained_weights import STEADY, STILL, trainer_of
 
 from .conftest import BASE
 
@@ -48,14 +49,7 @@ class Noted(nn.Module):
 
     seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         assert ref_emb is not None and ref_labels is not None
         self.seen.append((ref_emb, ref_labels))
         a, _, n = indices_tuple
@@ -63,14 +57,10 @@ class Noted(nn.Module):
 
 
 def test_samples_are_embeddings_and_skip_the_head(make, tmp_path):
-    recipe = check_recipe(
-        {**BASE, "train": {"device": "cpu"}}, objects={"generator": Shifted(), "loss": Noted()}
-    )
-    of = trainer_of(tmp_path, recipe)
+    parts = {"generator": Shifted(), "loss": Noted()}
+    of = trainer_of(tmp_path, check_recipe({**BASE, "train": {"device": "cpu"}}, objects=parts))
     inputs, labels = next(iter(of.batches.epoch(0)))
-    losses = of.step.losses(inputs, labels)
-    of.step.zero_grad()
-    of.step.backward(losses)
+    of.step.backward(of.step.losses(inputs, labels))
     anchor, positive, negative, mate = Shifted.seen[-1]
     whole, classes = Noted.seen[-1]
     assert whole.shape[1] == anchor.shape[1] == 16 and len(whole) == 16 + len(anchor)
@@ -95,7 +85,7 @@ def test_two_processes_train_as_one(make, trains_as_one):
         "metrix": {"loss": {"name": "core.metrix_proxy_anchor"}},
         "contextual": {"loss": {"name": "core.contextual"}},
     }
-    tables = {**STILL, "optimizer": {"name": "SGD", "lr": 0.05}, "train": {"epochs": 1}}
+    tables = {**STILL, "optimizer": STEADY["optimizer"], "train": {"epochs": 1}}
     trains_as_one({name: make(**tables, **case) for name, case in cases.items()})
 
 
@@ -108,3 +98,46 @@ def test_another_space_is_refused():
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes):
     resumes(make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2}), 4)
+
+
+ONTO = {"name": "toolbox.onto"}
+
+
+@pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
+def test_the_generator_is_bound_once_to_the_models_own_head(make, tmp_path, combiner):
+    run = build_run(tmp_path, make(generator=ONTO, combiner=combiner))
+    (head,) = run.objective.generator.heads
+    assert head is run.model.head
+
+
+def test_a_bound_head_is_neither_saved_nor_trained_twice(make, tmp_path):
+    trainer = trainer_of(tmp_path, make(generator=ONTO))
+    assert not trainer.objective.generator.state_dict()
+    assert trainer.step.parts["generator"] == []
+    optimizers = trainer.step.optimizers.values()
+    trained = [id(p) for o in optimizers for g in o.param_groups for p in g["params"]]
+    assert sorted(trained) == sorted(map(id, trainer.run.model.parameters()))
+
+
+def test_it_sees_the_head_as_it_is_now(make, tmp_path):
+    run = build_run(tmp_path, make(generator=ONTO))
+    generator, head = run.objective.generator, run.model.head
+    random = torch.Generator().manual_seed(0)
+    anchor, negative = torch.randn(2, 6, run.model.backbone.features, generator=random)
+    with torch.no_grad():
+        head[0].weight.zero_()
+        head[0].bias.fill_(1.0)
+        assert torch.equal(generator(anchor, anchor, negative), negative)  # all codes are one
+        head[0].weight.normal_(generator=random)
+        moved = generator(anchor, anchor, negative)
+    assert (moved == anchor).all(1).any()
+
+
+def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_path):
+    says = r"Onto\.bind\(head\) registers .* in a tuple instead: self\._head = \(head,\)\.$"
+    with pytest.raises(PluginError, match=says):
+        build_run(tmp_path, make(generator={**ONTO, "keep": True}))
+
+
+def test_it_trains_and_resumes_to_the_same_bits(make, resumes):
+    resumes(make(generator=ONTO), 7)
