@@ -20,13 +20,12 @@ def real() -> str:
         if entry["row"].startswith("not trained") and float(entry["gain"].split(" ± ")[0]) > 0
     ]
     untrained = (
-        f" On {', '.join(better)}, features that are not trained have a higher mean Recall@1 than"
-        " one metric."
+        f" On {', '.join(better)}, *not trained* has a higher mean Recall@1 than *one metric*."
         if better
         else ""
     )
     fragile = "; ".join(
-        f"{entry['set']}, {entry['row']} {entry['Recall@1, first']}, now {entry['Recall@1, now']}"
+        f"{entry['set']} ({entry['row']}) {entry['Recall@1, first']}, now {entry['Recall@1, now']}"
         for entry in rows("daml_real", "Several metrics", 1)
     )
     weighed = "; ".join(
@@ -39,8 +38,8 @@ In %, mean ± standard deviation of ten random splits. A gain is the difference 
 the interval leaves out 0. The splits share items, which makes the intervals somewhat too narrow.{untrained}
 Learned minus even weights, in Recall@1 and MAP@R: {weighed}.
 
-**The gains depend on the settings tried.** At first each row chose among six combinations of margin and rate, later among ten. Rows that then chose another one, with their gains in Recall@1: {fragile or "none"}.
-`benchmarks/results/daml_real.md` has MAP@R, and says which of the chosen rates are the lowest or highest tried."""
+**The gains depend on the settings tried.** Each row first chose among six combinations of margin and rate, later among ten. Gains in Recall@1 of rows whose choice changed: {fragile or "none"}.
+`benchmarks/results/daml_real.md` has these gains in MAP@R, and says which of the chosen rates are the lowest or highest tried."""
 
 
 def clear(gain: str) -> str:
