@@ -242,10 +242,7 @@ def render(rows: list[dict[str, Any]]) -> str:
     head += ("best in each split", "paper's GMML", "paper's AML")
     lines += [markdown(head, tried)]
     lines += ["", f"{converged} of these {fits} fits converged.", ""]
-    lines += [
-        "## CPU seconds of one fit, one thread",
-        "",
-    ]
+    lines += ["## CPU seconds of one fit, one thread", ""]
     taken = []
     for name in names:
         cells = []

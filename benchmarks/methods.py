@@ -157,10 +157,7 @@ METHODS: dict[str, tuple[Tables, Tables]] = {
                 "max_iter": 20,
             }
         },
-        {
-            "learner.regularization": _range(0.003, 30.0),
-            "learner.gamma1": {"choices": [-1.0, 1.0]},
-        },
+        {"learner.regularization": _range(0.003, 30.0), "learner.gamma1": {"choices": [-1.0, 1.0]}},
     ),
     "DANML": _net(
         {"name": "anml.danml_mined", "gamma1": 2.0, "gamma2": 30.0},
@@ -182,8 +179,7 @@ METHODS: dict[str, tuple[Tables, Tables]] = {
         {"loss.rank_temperature": _range(0.003, 0.3)},
     ),
     "contextual": _net(
-        {"name": "core.contextual", "weight": 0.4},
-        {"loss.weight": _range(0.05, 0.9, log=False)},
+        {"name": "core.contextual", "weight": 0.4}, {"loss.weight": _range(0.05, 0.9, log=False)}
     ),
     "Metrix contrastive": _net(
         {"name": "core.metrix", "negative_margin": 0.5}, {"loss.negative_margin": _range(0.1, 1.5)}

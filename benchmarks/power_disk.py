@@ -196,16 +196,7 @@ class Disk:
         texts, handles = _texts(name, said), _handles(said)
         if (
             name
-            in (
-                "write",
-                "pwrite64",
-                "writev",
-                "lseek",
-                "fsync",
-                "fdatasync",
-                "ftruncate",
-                "close",
-            )
+            in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
             or not texts
         ):
             handle, path = (int(handles[0][0]), handles[0][1]) if handles else (-1, "")
