@@ -74,6 +74,14 @@ def read_lines(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def append(file: Path, row: Row) -> None:
+    """Keep one more JSON object, and print it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(row, flush=True)
+
+
 class Kept:
     """Rows of results/raw/NAME.jsonl; with --fresh, of a new file in benchmarks/work.
 
@@ -99,10 +107,7 @@ class Kept:
 
     def add(self, row: Row) -> None:
         """Keep a row that was measured now, and print it."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(row, ensure_ascii=False) + "\n")
-        print(row, flush=True)
+        append(self.file, row)
         self.rows.append(json.loads(json.dumps(row)))
 
     def finish(self, text: str) -> None:
