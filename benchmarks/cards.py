@@ -231,14 +231,14 @@ def write_card(name: str) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", choices=list(CARDS))
+    parser.add_argument("names", nargs="*", default="all", choices=["all", *CARDS])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--write", action="store_true", help="write the blocks from what is kept; run nothing"
     )
     parser.add_argument("--run", action="store_true", help="run what is missing; write nothing")
     options = parser.parse_args()
-    for name in options.names or CARDS:
+    for name in CARDS if "all" in options.names else options.names:
         if not options.write:
             run_missing(name, options.seeds)
         if not options.run:
