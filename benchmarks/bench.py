@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t
 from threadpoolctl import threadpool_limits
 
 HERE = Path(__file__).parent
@@ -154,6 +153,8 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def half_width(values: Sequence[float], level: float = 0.95) -> float:
     """Return how far Student's interval reaches to either side of the mean; NaN for one value."""
+    from scipy.stats import t
+
     if len(values) < 2:
         return float("nan")
     error = np.std(values, ddof=1) / np.sqrt(len(values))
