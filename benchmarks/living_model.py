@@ -463,7 +463,7 @@ def counts_table(
     names = [f"{prefix}{outcome}" for outcome in outcomes]
     lines = ["| " + " | ".join([*head, *names]) + " |"]
     lines.append("|---" * len(head) + "|--:" * len(outcomes) + "|")
-    for row in sorted({values[:-1] for values in counts}):
+    for row in dict.fromkeys(values[:-1] for values in counts):
         numbers = [str(counts.get((*row, outcome), 0)) for outcome in outcomes]
         lines.append("| " + " | ".join([*row, *numbers]) + " |")
     return "\n".join(lines)

@@ -32,22 +32,12 @@ class Server:
     def start(self, processes: int) -> None:
         """Start it; its clients wait for it by themselves."""
         self.processes = processes
-        line = [
-            sys.executable,
-            "-m",
-            "retrieval.cli",
-            "serve",
-            str(self._index),
-            "--port",
-            str(self.port),
-        ]
+        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index)]
+        line += ["--port", str(self.port), "--open", "admin", "--workers", "2"]
+        line += ["--processes", str(processes)]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*line, "--open", "admin", "--workers", "2", "--processes", str(processes)],
-                stdout=log,
-                stderr=log,
-                cwd=self._index.parent,
-            )
+            folder = self._index.parent
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, cwd=folder)
 
     def answers(self, end: float) -> None:
         """Wait until it answers, or a time by `time.monotonic`."""
