@@ -2,7 +2,7 @@
 nothing was fitted to.
 
     python benchmarks/levels.py            # chooses, then measures
-    python benchmarks/levels.py --page     # the page alone, from what is kept
+    python benchmarks/levels.py --write     # the page alone, from what is kept
 
 Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of
 Fashion-MNIST's classes. Each candidate is fitted to three of the training classes and judged by
@@ -223,8 +223,8 @@ def beaten(found: dict[str, Any], metric: str) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    if parser.parse_args().page:
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    if parser.parse_args().write:
         kept: dict[str, Any] = json.loads((KEPT / "levels.json").read_text(encoding="utf-8"))
     else:
         import torch

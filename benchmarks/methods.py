@@ -5,7 +5,7 @@
     pip install resvg-py==0.5.0 'embedding-retrieval[compare,efficientnet]' matplotlib
     OMP_NUM_THREADS=1 python benchmarks/methods.py --icons package
     OMP_NUM_THREADS=1 python benchmarks/methods.py --sets digits --methods triplet contrastive
-    python benchmarks/methods.py --page
+    python benchmarks/methods.py --write
 
 The second run is a subset of five minutes, and the last command writes the page from what is kept.
 All continue where they stopped; `--methods` may add methods later. Everything takes about two
@@ -573,10 +573,10 @@ def main() -> None:
     parser.add_argument("--icons", type=Path, help="folder of the package @phosphor-icons/core")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--page", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="measure nothing")
     options = parser.parse_args()
     raw = json.loads(KEPT.read_text(encoding="utf-8"))
-    if not options.page:
+    if not options.write:
         given = (options.work, options.methods, options.icons)
         sets = {name: measure(name, *given) for name in options.sets}
         if set(sets) != set(SETS):
