@@ -59,6 +59,7 @@ KEPT, PICTURE = RAW / "methods.json", RESULTS / "methods_search.png"
 PLUGIN = Path(__file__).with_name("saved_images.py")
 SEEDS, SPLITS, TRIALS, FOLDS = 3, 3, 16, 2
 EPOCHS, BATCHES, WIDTH = 4, 12, 12
+NET = {"name": "core.convnet", "width": WIDTH, "layers": 1}
 RATES, OWN_RATE = (3e-5, 3e-2), 3e-3
 METRICS = ("map_at_r", "recall_at_1", "r_precision")
 PACKAGES = ("torch", "pytorch-metric-learning", "optuna", "resvg_py")
@@ -102,36 +103,39 @@ def _range(low: float, high: float, log: bool = True) -> Tables:
     return {"low": low, "high": high, "log": log}
 
 
-def _net(loss: Tables, tried: Tables, **further: Any) -> tuple[Tables, Tables]:
-    rate = {"optimizer.lr": _range(*RATES)}
-    return {"loss": loss, "optimizer": {"lr": OWN_RATE}} | further, {**rate, **tried}
+def _net(
+    loss: str,
+    key: str = "",
+    own: float = 0.0,
+    span: tuple[float, float] = (0, 0),
+    log: bool = True,
+    more: Tables | None = None,
+    **further: Any,
+) -> tuple[Tables, Tables]:
+    """Return a net's tables and what is tried: the rate, and one parameter of the loss."""
+    values = {key: own} if key else {}
+    tables = {"loss": {"name": loss, **values, **(more or {})}, "optimizer": {"lr": OWN_RATE}}
+    spans = {f"loss.{key}": _range(*span, log=log)} if key else {}
+    return tables | further, {"optimizer.lr": _range(*RATES), **spans}
 
 
-SEMI_HARD = {"name": "daml.triplet", "margin": 0.5}
-MARGIN = {"loss.margin": _range(0.03, 1.5)}
+TRIPLET: tuple[Any, ...] = ("daml.triplet", "margin", 0.5, (0.03, 1.5))
 MINED = {"miner": {"name": "daml.semi_hard"}}
+SIMILAR = {"miner": {"name": "pml.multi_similarity"}}
+REAL = {"train": {"real_weight": 1.0}}
 LANML = {"name": "anml.lanml", "gamma1": 1.0, "regularization": 0.3, "n_components": 32}
 LANML |= {"max_queries": 500, "max_iter": 20}
-METRIC = ("backbone", "head", "loss")
+RECALL: tuple[Any, ...] = ("rank_temperature", 0.01, (0.003, 0.3))
+METRIX: tuple[Any, ...] = ("weight", 0.4, (0.1, 0.9), False)
+TWO_VIEWS = {"views": 2, "positives": "item"}
 PROXIES = {"lr": OWN_RATE, "lr_factor": {"loss": 100.0}}
 """Proxies and class weights learn 100 times faster than the net, as Proxy-Anchor's authors do."""
-MOVED = {
-    "name": "RandomAffine",
-    "degrees": 10,
-    "translate": [0.06, 0.06],
-    "scale": [0.85, 1.15],
-    "shear": [-8, 8, -8, 8],
-}
+FIRST = {"name": "metric", "epochs": 1, "train": ["backbone", "head", "loss"]}
+"""DAML's and DAMML's first phase."""
 METHODS: dict[str, tuple[Tables, Tables]] = {
-    "triplet": _net(SEMI_HARD, MARGIN, **MINED),
-    "contrastive": _net(
-        {"name": "pml.contrastive", "neg_margin": 0.8}, {"loss.neg_margin": _range(0.1, 1.5)}
-    ),
-    "Multi-Similarity": _net(
-        {"name": "pml.multi_similarity", "base": 0.5},
-        {"loss.base": _range(0.0, 0.9, log=False)},
-        miner={"name": "pml.multi_similarity"},
-    ),
+    "triplet": _net(*TRIPLET, **MINED),
+    "contrastive": _net("pml.contrastive", "neg_margin", 0.8, (0.1, 1.5)),
+    "Multi-Similarity": _net("pml.multi_similarity", "base", 0.5, (0.0, 0.9), False, **SIMILAR),
     "GMML": (
         {"learner": {"name": "aml.gmml", "t": 0.4, "regularization": 0.1}},
         {"learner.t": _range(0.01, 0.99, log=False), "learner.regularization": _range(1e-4, 10.0)},
@@ -140,86 +144,45 @@ METHODS: dict[str, tuple[Tables, Tables]] = {
         {"learner": LANML},
         {"learner.regularization": _range(0.003, 30.0), "learner.gamma1": {"choices": [-1.0, 1.0]}},
     ),
-    "DANML": _net(
-        {"name": "anml.danml_mined", "gamma1": 2.0, "gamma2": 30.0},
-        {"loss.gamma2": _range(1.0, 100.0)},
-    ),
+    "DANML": _net("anml.danml_mined", "gamma2", 30.0, (1.0, 100.0), more={"gamma1": 2.0}),
     "AML confusion": _net(
-        SEMI_HARD,
-        MARGIN,
-        **MINED,
-        generator={"name": "aml.confusion", "beta": 2.0},
-        train={"real_weight": 1.0},
+        *TRIPLET, **MINED, **REAL, generator={"name": "aml.confusion", "beta": 2.0}
     ),
-    "Recall@k": _net(
-        {"name": "core.recall_at_k", "rank_temperature": 0.01},
-        {"loss.rank_temperature": _range(0.003, 0.3)},
-    ),
-    "Recall@k, SiMix": _net(
-        {"name": "core.recall_at_k", "rank_temperature": 0.01, "mix": True},
-        {"loss.rank_temperature": _range(0.003, 0.3)},
-    ),
-    "contextual": _net(
-        {"name": "core.contextual", "weight": 0.4}, {"loss.weight": _range(0.05, 0.9, log=False)}
-    ),
-    "Metrix contrastive": _net(
-        {"name": "core.metrix", "negative_margin": 0.5}, {"loss.negative_margin": _range(0.1, 1.5)}
-    ),
-    "Metrix Multi-Similarity": _net(
-        {"name": "core.metrix_multi_similarity", "weight": 0.4},
-        {"loss.weight": _range(0.1, 0.9, log=False)},
-        miner={"name": "pml.multi_similarity"},
-    ),
-    "Metrix Proxy-Anchor": _net(
-        {"name": "core.metrix_proxy_anchor", "weight": 0.4},
-        {"loss.weight": _range(0.1, 0.9, log=False)},
-        optimizer=PROXIES,
-    ),
+    "Recall@k": _net("core.recall_at_k", *RECALL),
+    "Recall@k, SiMix": _net("core.recall_at_k", *RECALL, more={"mix": True}),
+    "contextual": _net("core.contextual", "weight", 0.4, (0.05, 0.9), False),
+    "Metrix contrastive": _net("core.metrix", "negative_margin", 0.5, (0.1, 1.5)),
+    "Metrix Multi-Similarity": _net("core.metrix_multi_similarity", *METRIX, **SIMILAR),
+    "Metrix Proxy-Anchor": _net("core.metrix_proxy_anchor", *METRIX, optimizer=PROXIES),
     "Barlow Twins": _net(
-        {"name": "core.barlow_twins", "weight": 0.005},
-        {"loss.weight": _range(0.0005, 0.05)},
-        augmentation={"views": 2, "positives": "item"},
+        "core.barlow_twins", "weight", 0.005, (0.0005, 0.05), augmentation=TWO_VIEWS
     ),
-    "Proxy-Anchor": _net(
-        {"name": "pml.proxy_anchor", "margin": 0.1},
-        {"loss.margin": _range(0.0, 0.4, log=False)},
-        optimizer=PROXIES,
-    ),
-    "ArcFace": _net(
-        {"name": "pml.arc_face", "scale": 30.0},
-        {"loss.scale": _range(4.0, 64.0)},
-        optimizer=PROXIES,
-    ),
-    "Circle": _net({"name": "pml.circle", "gamma": 80.0}, {"loss.gamma": _range(16.0, 256.0)}),
+    "Proxy-Anchor": _net("pml.proxy_anchor", "margin", 0.1, (0.0, 0.4), False, optimizer=PROXIES),
+    "ArcFace": _net("pml.arc_face", "scale", 30.0, (4.0, 64.0), optimizer=PROXIES),
+    "Circle": _net("pml.circle", "gamma", 80.0, (16.0, 256.0)),
     "margin": _net(
-        {"name": "pml.margin", "beta": 1.2, "learn_beta": True},
-        {"loss.beta": _range(0.4, 1.4, log=False)},
+        *("pml.margin", "beta", 1.2, (0.4, 1.4), False, {"learn_beta": True}),
         miner={"name": "pml.distance_weighted"},
     ),
-    "N-pair": _net({"name": "anml.npair"}, {}),
-    "lifted": _net({"name": "anml.lifted"}, {}),
+    "N-pair": _net("anml.npair"),
+    "lifted": _net("anml.lifted"),
     "DAML": _net(
-        SEMI_HARD,
-        MARGIN,
+        *TRIPLET,
         **MINED,
+        **REAL,
         generator={"name": "daml.hard_negative", "margin": 0.5},
         generator_optimizer={"lr": 1e-3},
-        train={"real_weight": 1.0},
         phase=[
-            {"name": "metric", "epochs": 1, "train": [*METRIC], "synthetic": False},
+            {**FIRST, "synthetic": False},
             {"name": "generator", "epochs": 1, "train": ["generator"]},
             {"name": "both", "epochs": EPOCHS - 2},
         ],
     ),
     "DAMML": _net(
-        SEMI_HARD,
-        MARGIN,
+        *TRIPLET,
         **MINED,
         combiner={"name": "daml.discriminator", "metrics": 4, "hidden": 64},
-        phase=[
-            {"name": "metric", "epochs": 1, "train": [*METRIC]},
-            {"name": "all", "epochs": EPOCHS - 1},
-        ],
+        phase=[FIRST, {"name": "all", "epochs": EPOCHS - 1}],
     ),
     "OAHU": (
         {"learner": {"name": "oahu.oahu", "learning_rate": 0.01, "tau": 1.9, "embedding": 32}},
@@ -250,19 +213,13 @@ def recipe(name: str, method: str, work: Path) -> Tables:
         table["train"]["epochs"] = EPOCHS
     classes_per_batch, items = about["batch"]
     if "augmentation" in own:  # pairs of views, without labels
-        transforms = [{**MOVED, "fill": about["background"]}]
+        transforms = [pictures.MOVED | {"fill": about["background"]}]
         table["augmentation"] = {**own["augmentation"], "transforms": transforms}
         classes_per_batch, items = classes_per_batch * items // 2, 1
     return {
         **table,
         "sampler": {"classes": classes_per_batch, "items": items, "batches": BATCHES},
-        "backbone": {
-            "name": "core.convnet",
-            "width": WIDTH,
-            "layers": 1,
-            "size": about["pixels"],
-            "stem": about["stem"],
-        },
+        "backbone": NET | {"size": about["pixels"], "stem": about["stem"]},
         "head": {"embedding_size": 32},
     }
 

@@ -12,6 +12,9 @@ from retrieval.host.plugins import create
 
 PER_CLASS, ICONS = 200, 1512
 WEIGHTS = ("thin", "light", "regular", "bold", "fill", "duotone")
+MOVED: dict[str, Any] = {"name": "RandomAffine", "degrees": 10, "translate": [0.06, 0.06]}
+MOVED |= {"scale": [0.85, 1.15], "shear": [-8, 8, -8, 8]}
+"""The augmentation: pictures turned, moved, scaled and sheared a little."""
 Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
 """Images (N, side, side) and labels (N,)."""
 

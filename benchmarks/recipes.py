@@ -211,15 +211,8 @@ Tables = dict[str, Any]
 
 
 def moved(name: str) -> Tables:
-    """Return the augmentation of a set: images turned, moved, scaled and sheared a little."""
-    return {
-        "name": "RandomAffine",
-        "degrees": 10,
-        "translate": [0.06, 0.06],
-        "scale": [0.85, 1.15],
-        "shear": [-8, 8, -8, 8],
-        "fill": BACKGROUND[name],
-    }
+    """Return the augmentation of a set."""
+    return pictures.MOVED | {"fill": BACKGROUND[name]}
 
 
 def finetuned(name: str, share: float = 1.0, **changes: Any) -> Tables:
