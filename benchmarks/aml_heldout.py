@@ -29,16 +29,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import (
-    Kept,
-    chosen,
-    error,
-    half_width,
-    markdown,
-    one_thread,
-    page,
-    resume_arguments,
-)
+import bench
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -82,9 +73,9 @@ def candidates(method: str) -> list[Any]:
 def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) -> float:
     """Return the error of a learner that is fitted on x."""
     if learner is None:
-        return error(x, y, test, truth)
+        return bench.error(x, y, test, truth)
     learner.fit(x, y)
-    return error(learner.transform(x), y, learner.transform(test), truth)
+    return bench.error(learner.transform(x), y, learner.transform(test), truth)
 
 
 def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Ints]:
@@ -125,7 +116,10 @@ def measure(name: str, split: int, size: str) -> dict[str, Any]:
 def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str, str]:
     """Return the errors at one size in %, and the differences of methods."""
     means = {
-        name: {m: 100 * np.mean([r[m] for r in chosen(rows, set=name, size=size)]) for m in METHODS}
+        name: {
+            m: 100 * np.mean([r[m] for r in bench.chosen(rows, set=name, size=size)])
+            for m in METHODS
+        }
         for name in sets
     }
     body = [[name, *(f"{means[name][m]:.1f}" for m in METHODS)] for name in sets]
@@ -134,13 +128,13 @@ def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str,
     for one, other in PAIRS:
         gaps = {name: means[name][one] - means[name][other] for name in sets}
         every, fresh = list(gaps.values()), [gap for name, gap in gaps.items() if name not in SEEN]
-        spans = [f"{np.mean(some):+.2f} ± {half_width(some):.2f}" for some in (every, fresh)]
+        spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
         better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
         span = f"{min(every):+.1f} … {max(every):+.1f}"
         compared.append([f"{METHODS[one]} − {METHODS[other]}", *spans, better, span])
     head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
     head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
-    return markdown(["", *METHODS.values()], body), markdown([*head, "range"], compared)
+    return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)
 
 
 def render(rows: list[dict[str, Any]]) -> str:
@@ -148,12 +142,12 @@ def render(rows: list[dict[str, Any]]) -> str:
     splits = [
         split
         for split in range(1 + max(row["split"] for row in rows))
-        if len(chosen(rows, split=split)) == 2 * len(sets)
+        if len(bench.chosen(rows, split=split)) == 2 * len(sets)
     ]
     rows = [row for row in rows if row["split"] in splits]
     whole, few = (tables(rows, sets, size) for size in ("all", "few"))
     minutes = sum(row["seconds"] for row in rows) / 60
-    return page(f"""
+    return bench.page(f"""
         # AML, GMML and LANML⁺ on held-out sets
 
         `python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in %,
@@ -178,10 +172,10 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    options = resume_arguments(__doc__).parse_args()
-    one_thread()
+    options = bench.resume_arguments(__doc__).parse_args()
+    bench.one_thread()
     warnings.simplefilter("ignore", ConvergenceWarning)
-    kept = Kept("aml_heldout", options, ("set", "split", "size"))
+    kept = bench.Kept("aml_heldout", options, ("set", "split", "size"))
     names: tuple[str, ...] = ()
     if not options.write:  # the packages of the sets are needed to measure alone
         from warm_sets import EVALUATION as names

@@ -24,16 +24,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from bench import (
-    DOCS,
-    Kept,
-    interval,
-    markdown,
-    one_thread,
-    page,
-    resume_arguments,
-    save_figure,
-)
+import bench
 
 Floats = NDArray[np.float64]
 REPEATS, PAIRS = 5, 10_000
@@ -117,23 +108,23 @@ def render(rows: list[dict[str, Any]]) -> str:
     def auc(name: str, method: str) -> list[float]:
         return [row["auc"] for row in rows if (row["set"], row["method"]) == (name, method)]
 
-    body = [[name, *(interval(auc(name, method)) for method in methods)] for name in names]
+    body = [[name, *(bench.interval(auc(name, method)) for method in methods)] for name in names]
     gaps = []
     for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
         pairs = [np.subtract(auc(name, one), auc(name, other)).tolist() for name in names]
-        cells = [interval(pair, 4, sign=True) for pair in pairs]
+        cells = [bench.interval(pair, 4, sign=True) for pair in pairs]
         gaps.append([f"{one} less {other}", *cells])
-    return page(f"""
+    return bench.page(f"""
         # Verification of pairs (Figure 4 of AML)
 
         `python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that
         were not learned from; mean ± Student's 95 % interval over five choices of classes.
 
-        {markdown(["", *methods], body)}
+        {bench.markdown(["", *methods], body)}
 
         Paired by choice of classes:
 
-        {markdown(["", *names], gaps)}
+        {bench.markdown(["", *names], gaps)}
     """)
 
 
@@ -153,14 +144,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.tick_params(labelsize=7)
         axis.legend(fontsize=6)
     axes[0].set_ylabel("true positives", fontsize=8)
-    save_figure(figure, DOCS / "aml_roc.png")
+    bench.save_figure(figure, bench.DOCS / "aml_roc.png")
 
 
 def main() -> None:
-    options = resume_arguments(__doc__).parse_args()
-    one_thread()
+    options = bench.resume_arguments(__doc__).parse_args()
+    bench.one_thread()
     warnings.simplefilter("ignore")
-    kept = Kept("aml_roc", options, ("set", "repeat"))
+    kept = bench.Kept("aml_roc", options, ("set", "repeat"))
     data = {} if options.write else {name: (x, y) for name, x, y in sets()}
     jobs = ((name, repeat) for name in data for repeat in range(REPEATS))
     for name, repeat in kept.missing(jobs):

@@ -39,19 +39,7 @@ from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import StandardScaler
 
-from bench import (
-    RAW,
-    Kept,
-    alone,
-    chosen,
-    markdown,
-    nearest,
-    one_thread,
-    page,
-    read_lines,
-    resume_arguments,
-    votes,
-)
+import bench
 from published import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
@@ -76,7 +64,7 @@ TITLES = tuple(METHODS.values())
 FIXED = ("lmnn", "scml")
 """Too slow to be searched over."""
 PAPER = "anml_table_2"
-EARLIER = RAW / "anml_table2_earlier.jsonl"
+EARLIER = bench.RAW / "anml_table2_earlier.jsonl"
 """Means and deviations as an earlier run printed them; what it holds is not measured again."""
 PROTOCOL = (
     "## The paper's protocol: the best k of 1 … 40 on the test part (too good by construction), and"
@@ -153,8 +141,8 @@ def correct(
     each left out.
     """
     count = min(KS, len(train) - 1)
-    near = nearest(test, train, count, own=truth is None)
-    right = votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
+    near = bench.nearest(test, train, count, own=truth is None)
+    right = bench.votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
     return np.pad(right, ((0, 0), (0, KS - count)), mode="edge")
 
 
@@ -181,7 +169,7 @@ def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | Non
 
 def measure(name: str, method: str, split: int) -> dict[str, Any]:
     """Return a split's figures; `failed`, the learner's error, where it could not be fitted."""
-    one_thread()
+    bench.one_thread()
     started = time.process_time()
     job = {"set": name, "method": method, "split": split}
     x, y = load(name)
@@ -190,7 +178,7 @@ def measure(name: str, method: str, split: int) -> dict[str, Any]:
     x, test = scale.transform(x), scale.transform(test)
     try:
         learner, k = choose(method, x, y, name in LARGE)
-        chosen = time.process_time()
+        settled = time.process_time()
         learner.fit(x, y)
     except ValueError as error:
         return job | {"failed": str(error)}
@@ -204,7 +192,7 @@ def measure(name: str, method: str, split: int) -> dict[str, Any]:
         "best": 100 * accuracy.max(),
         "k": k,
         "learner": " ".join(str(learner).split()),
-        "fit_seconds": fitted - chosen,
+        "fit_seconds": fitted - settled,
         "seconds": time.process_time() - started,
     }
 
@@ -214,7 +202,7 @@ def bounded(name: str, method: str, split: int) -> dict[str, Any]:
     not end within them.
     """
     try:
-        row: dict[str, Any] = alone(measure, name, method, split, cpu=BUDGET)
+        row: dict[str, Any] = bench.alone(measure, name, method, split, cpu=BUDGET)
         return row
     except TimeoutError:
         return {"set": name, "method": method, "split": split, "over": BUDGET}
@@ -241,10 +229,10 @@ def summaries(
     """Return mean and standard deviation of each set and method: of an earlier run as it printed
     them, of this one over its splits.
     """
-    earlier = [] if fresh else read_lines(EARLIER)
+    earlier = [] if fresh else bench.read_lines(EARLIER)
     found = {(row["set"], row["method"]): row for row in earlier}
     for place in {(row["set"], row["method"]) for row in rows} - set(found):
-        mine = chosen(rows, set=place[0], method=place[1])
+        mine = bench.chosen(rows, set=place[0], method=place[1])
         if stopped := stop_of(mine):
             found[place] = {"stopped": stopped}
             continue
@@ -275,7 +263,7 @@ def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
         return [cell.get("stopped") or f"{cell['fit_seconds']:.2f}" for cell in own]
 
     names = [name for name in SETS if any(place[0] == name for place in found)]
-    return page(f"""
+    return bench.page(f"""
         # Table 2 of the ANML paper, measured
 
         Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random
@@ -287,26 +275,26 @@ def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
 
         ## Parameters and k chosen on the training part
 
-        {markdown(["", *TITLES], [[name, *cells(name, "honest")] for name in names])}
+        {bench.markdown(["", *TITLES], [[name, *cells(name, "honest")] for name in names])}
 
         {PROTOCOL}
 
-        {markdown(["", *TITLES], [[name, *both(name)] for name in names])}
+        {bench.markdown(["", *TITLES], [[name, *both(name)] for name in names])}
 
         ## CPU seconds of one fit with the chosen parameters, one thread
 
-        {markdown(["", *TITLES[1:]], [[name, *seconds(name)] for name in names])}
+        {bench.markdown(["", *TITLES[1:]], [[name, *seconds(name)] for name in names])}
     """)
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
-    kept = Kept("anml_table2", options, ("set", "method", "split"))
+    kept = bench.Kept("anml_table2", options, ("set", "method", "split"))
     for job in kept.missing(wanted(options.sets, options.methods, options.fresh)):
-        own = chosen(kept.rows, set=job[0], method=job[1])
+        own = bench.chosen(kept.rows, set=job[0], method=job[1])
         if not any("over" in row for row in own):
             kept.add(bounded(*job))
     kept.finish(render(kept.rows, options.fresh))

@@ -33,30 +33,17 @@ from retrieval.serving.store.folder import create_local, identity_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
+import living_model as living
 from bench import page
-from living_model import (
-    WIDTH,
-    Row,
-    State,
-    conclude,
-    count_arguments,
-    counts_table,
-    differences,
-    item_of,
-    make_bundles,
-    output_of,
-    small,
-    summary,
-)
 
 TOGETHER = 40  # cases in one process
 KINDS = ("bit", "byte", "bytes", "zeros", "cut", "emptied")
 
 
-def make(folder: Path) -> tuple[State, list[Bundle]]:
+def make(folder: Path) -> tuple[living.State, list[Bundle]]:
     """Write an index whose writer is killed; return what it holds."""
-    bundles = make_bundles(folder)
-    state = State()
+    bundles = living.make_bundles(folder)
+    state = living.State()
 
     def added(numbers: range, factor: int, more: int = 0) -> dict[str, Any]:
         return {"call": "upsert", "items": [[f"id{n}", n * factor + more] for n in numbers]}
@@ -68,21 +55,25 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
         state = state.after(call)
 
     def work(pipe: int) -> None:
-        small()
+        living.small()
         record._CHECKPOINT_PAGES = 4000  # so that the log is in use
         structure = StructureChoice("ivf", {"lists": 4, "probes": 4})
-        widths = widths_of(bundles[0], features=WIDTH)
+        widths = widths_of(bundles[0], features=living.WIDTH)
         create_local(folder / "index", bundles[0], widths, structure=structure)
         store = LocalStore(folder / "index", upkeep=False)
 
         def add(call: dict[str, Any]) -> None:
-            store.upsert([item_of(id, one, 0) for id, one in call["items"]], bundles[0].sha256)
+            store.upsert(
+                [living.item_of(id, one, 0) for id, one in call["items"]], bundles[0].sha256
+            )
 
         add(first)
         store.compact()
-        generation = store.begin(bundles[1], widths_of(bundles[1], features=WIDTH))
+        generation = store.begin(bundles[1], widths_of(bundles[1], features=living.WIDTH))
         pending = store.pending(generation, 70)
-        store.embed(generation, [item_of(one.id, int(one.id[2:]) * 31, 1) for one in pending])
+        store.embed(
+            generation, [living.item_of(one.id, int(one.id[2:]) * 31, 1) for one in pending]
+        )
         for call in rest:
             if "ids" in call:
                 store.delete(call["ids"])
@@ -90,9 +81,9 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
                 add(call)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if faults := output_of(work)[0]:
+    if faults := living.output_of(work)[0]:
         raise RuntimeError(faults[0]["fault"])
-    return State(state.items, {1: (0, {}, "served"), 2: (1, {}, "building")}), bundles
+    return living.State(state.items, {1: (0, {}, "served"), 2: (1, {}, "building")}), bundles
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
@@ -111,16 +102,16 @@ def damage(path: Path, kind: str, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[str, str]:
+def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) -> tuple[str, str]:
     """Return what an index does after damage, and what it says."""
     try:
         with open_index(folder, threads=1) as index:
             if not isinstance(index, Index):
                 return "silent", "not a living index"
-            wrong = differences(index.store, state, bundles, 0)
+            wrong = living.differences(index.store, state, bundles, 0)
             if index.identity != name:
                 wrong.append("its own id")
-            query = bundles[0].encode(item_of("id5", 1, 0).arrays["features"][None]).query[0]
+            query = bundles[0].encode(living.item_of("id5", 1, 0).arrays["features"][None]).query[0]
             if not wrong and len(index.search(query, 5, where=as_filter("price < 5"))) != 5:
                 wrong = ["search"]
             return ("silent", "; ".join(wrong)[:300]) if wrong else ("right", "")
@@ -130,13 +121,13 @@ def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[
         return "crash", f"{type(fault).__name__}: {fault}"[:300]
 
 
-def cases(count: int, seed: int, folder: Path) -> list[Row]:
+def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
     """Damage an index so many times; return what each time came of it."""
     state, bundles = make(folder)
     index, copy = folder / "index", folder / "copy"
     paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
     files = [path.relative_to(index).as_posix() for path in paths]
-    rows: list[Row] = []
+    rows: list[living.Row] = []
     while len(rows) < count:
         batch = [
             (files[at % len(files)], KINDS[at // len(files) % len(KINDS)], at)
@@ -152,7 +143,7 @@ def cases(count: int, seed: int, folder: Path) -> list[Row]:
                 row = {"file": name, "kind": kind, "how": how, "said": said}
                 os.write(pipe, json.dumps(row).encode() + b"\n")
 
-        done, status = output_of(work)
+        done, status = living.output_of(work)
         rows += [row for row in done if "file" in row]
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
@@ -171,7 +162,7 @@ def group(name: str) -> str:
     return "array" if name.endswith((".vector", ".features", ".code")) else "structure"
 
 
-def render(raw: Row) -> str:
+def render(raw: living.Row) -> str:
     hows = ("refused", "right", "silent", "crash")
     totals = Counter({how: sum(c for *_, h, c in raw["cells"] if h == how) for how in hows})
     wrong = [f"- {row['file']}, {row['kind']}: {row['said']}" for row in raw["wrong"][:50]]
@@ -189,20 +180,20 @@ def render(raw: Row) -> str:
         with a sentence: {totals["refused"]:,}. All answers right, since what was altered is not
         used, or is made again: {totals["right"]:,}.
 
-        {counts_table(["file", "damage"], hows, raw["cells"])}
+        {living.counts_table(["file", "damage"], hows, raw["cells"])}
 
         {newline.join(wrong)}
     """)
 
 
 def main() -> None:
-    options = count_arguments(__doc__, 2000).parse_args()
+    options = living.count_arguments(__doc__, 2000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = cases(options.count, options.seed, Path(folder))
     wrong = [row for row in rows if row["how"] in ("silent", "crash")]
     rows = [row | {"group": group(row["file"]), "wrong": []} for row in rows]
-    raw = summary("cases", rows, options.seed, "group", "kind", "how") | {"wrong": wrong}
-    conclude("damage", raw, render(raw), options.output)
+    raw = living.summary("cases", rows, options.seed, "group", "kind", "how") | {"wrong": wrong}
+    living.conclude("damage", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

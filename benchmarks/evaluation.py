@@ -18,18 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import (
-    FASHION,
-    alone,
-    arguments,
-    chosen,
-    finish,
-    machine_of,
-    markdown,
-    one_thread,
-    page,
-    status,
-)
+import bench
 
 ITEMS = (6_000, 20_000)
 OURS, DEFAULT = "`retrieval.evaluate`", "`AccuracyCalculator()`"
@@ -44,9 +33,9 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
         from retrieval.data.idx import read_idx
         from sklearn.decomposition import PCA
 
-        images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
+        images = read_idx(bench.FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
         rows = random.permutation(len(images))[:count]
-        labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
+        labels = read_idx(bench.FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
         made = PCA(128, random_state=0).fit_transform(images[rows] / 255)
     else:
         labels = np.arange(count, dtype=np.int64) // 15
@@ -75,17 +64,17 @@ def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
 
 def contestant(name: str, data: str, count: int) -> dict[str, Any]:
     """Return a contestant's figures, its CPU seconds, and the memory that it added, in MB."""
-    one_thread()
+    bench.one_thread()
     embeddings, labels = items_of(data, count)
     figures_of(name, embeddings[:300], labels[:300])
-    before, taken = status("VmRSS"), []
+    before, taken = bench.status("VmRSS"), []
     for _ in range(CALLS):
         began = time.process_time()
         values = figures_of(name, embeddings, labels)
         taken.append(time.process_time() - began)
         if taken[0] > 30:
             break
-    added = (status("VmHWM") - before) / 2**20
+    added = (bench.status("VmHWM") - before) / 2**20
     return {"cpu": statistics.median(taken), "added": added, "values": values}
 
 
@@ -97,7 +86,7 @@ def measure(counts: list[int]) -> list[dict[str, Any]]:
             for name in (OURS, BINS, *([DEFAULT] if count <= ITEMS[0] else [])):
                 row = {"set": data, "items": count, "contestant": name}
                 try:
-                    row |= alone(contestant, name, data, count)
+                    row |= bench.alone(contestant, name, data, count)
                 except (RuntimeError, TimeoutError) as error:
                     row["failed"] = str(error)
                 rows.append(row)
@@ -109,7 +98,7 @@ def render(raw: dict[str, Any]) -> str:
     """Return the page."""
     lines, sentences, apart = [], [], 0.0
     for row in raw["rows"]:
-        ours = chosen(raw["rows"], set=row["set"], items=row["items"])[0]
+        ours = bench.chosen(raw["rows"], set=row["set"], items=row["items"])[0]
         cells = [row["set"], f"{row['items']:,}", row["contestant"]]
         if "failed" in row:
             lines.append([*cells, row["failed"], "", "", "", ""])
@@ -129,7 +118,7 @@ def render(raw: dict[str, Any]) -> str:
             )
     head = ["set", "items", "contestant", "CPU s", "÷ ours", "added MB", "Recall@1", "MAP@R"]
     newline = "\n"
-    return page(f"""
+    return bench.page(f"""
         # Evaluation: Recall@1 and MAP@R
 
         `python benchmarks/evaluation.py`. Each item is searched for among all others. *Images* are
@@ -140,7 +129,7 @@ def render(raw: dict[str, Any]) -> str:
         load average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
         memory is how far the process's peak rose.
 
-        {markdown(head, lines)}
+        {bench.markdown(head, lines)}
 
         {newline.join(sentences)}
 
@@ -149,13 +138,13 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = bench.arguments(__doc__)
     parser.add_argument("--items", type=int, nargs="+", help="how many; nothing is kept")
     options = parser.parse_args()
-    one_thread()
-    raw = machine_of("torch", "numpy", "faiss-cpu", "pytorch-metric-learning")
+    bench.one_thread()
+    raw = bench.machine_of("torch", "numpy", "faiss-cpu", "pytorch-metric-learning")
     raw["rows"] = measure(options.items or list(ITEMS))
-    finish("evaluation", raw, render(raw), keep=not options.items)
+    bench.finish("evaluation", raw, render(raw), keep=not options.items)
 
 
 if __name__ == "__main__":

@@ -30,25 +30,8 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 
+import living_model as living
 from bench import page
-from living_model import (
-    WIDTH,
-    Call,
-    Row,
-    State,
-    Writing,
-    check,
-    conclude,
-    count_arguments,
-    counts_table,
-    forked,
-    kill_at_line,
-    make_bundles,
-    output_of,
-    show,
-    small,
-    summary,
-)
 
 LIVES, SLOWEST = 8, 3.0
 OUTCOMES = ("there", "not there", "same either way")
@@ -70,35 +53,35 @@ class Life:
         self.folder = folder / "index"
         self.bundles, self.took = bundles, took
         self.random = random.Random(seed)
-        self.state = State()
-        self.again: Call | None = None
-        create_local(self.folder, bundles[0], widths_of(bundles[0], features=WIDTH))
+        self.state = living.State()
+        self.again: living.Call | None = None
+        create_local(self.folder, bundles[0], widths_of(bundles[0], features=living.WIDTH))
 
-    def kill(self) -> Row:
+    def kill(self) -> living.Row:
         """Kill one writer, and return what is left of its work."""
         seed, lines = self.random.randrange(1 << 40), self.random.random() < 0.5
         after = self.random.randint(1, 12)
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
         def work(pipe: int) -> None:
-            small()
+            living.small()
             begun = [0]
 
-            def tell(what: str, call: Call | None) -> None:
+            def tell(what: str, call: living.Call | None) -> None:
                 if what == "begin" and lines and not begun[0]:
-                    kill_at_line(at_line)
+                    living.kill_at_line(at_line)
                 begun[0] += what == "begin"
                 os.write(pipe, json.dumps([what, call]).encode() + b"\n")
 
-            Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
+            living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
-        process, pipe = forked(work)
+        process, pipe = living.forked(work)
         told = self._listen(process, pipe, None if lines else after)
         _, status = os.waitpid(process, 0)
         how = "line" if lines else "time"
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             wrong = [f"the writer ended by itself: {told}"]
-            row: Row = {"call": "", "outcome": "crash", "wrong": wrong, "acknowledged": 0}
+            row: living.Row = {"call": "", "outcome": "crash", "wrong": wrong, "acknowledged": 0}
         else:
             row = self._look(told)
         return row | {"how": how}
@@ -130,7 +113,7 @@ class Life:
                     seconds = min(SLOWEST, time.monotonic() - began)
                     self.took[name] = 0.7 * self.took.get(name, 0.02) + 0.3 * seconds
 
-    def _look(self, told: list[Any]) -> Row:
+    def _look(self, told: list[Any]) -> living.Row:
         """Compare the index with what its writer told before it was killed."""
         state, running, acknowledged = self.state, None, 0
         copies = {}
@@ -145,10 +128,10 @@ class Life:
         seed = self.random.randrange(1 << 40)
 
         def work(pipe: int) -> None:
-            found = check(self.folder, states, copies, self.bundles, seed)
+            found = living.check(self.folder, states, copies, self.bundles, seed)
             os.write(pipe, json.dumps(found).encode())
 
-        lines, status = output_of(work)
+        lines, status = living.output_of(work)
         found = lines[0] if lines and not status else {}
         which = found.get("which")
         row = {
@@ -165,23 +148,23 @@ class Life:
         return row | {"outcome": outcome}
 
 
-def kills(count: int, seed: int, folder: Path) -> list[Row]:
+def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
     """Kill so many writers, on as many indexes as it takes; return what each left."""
-    bundles = make_bundles(folder)
-    rows: list[Row] = []
+    bundles = living.make_bundles(folder)
+    rows: list[living.Row] = []
     took: dict[str, float] = {}
     while len(rows) < count:
         with tempfile.TemporaryDirectory(dir=folder) as here:
             life = Life(Path(here), bundles, seed * 1_000_003 + len(rows), took)
             for _ in range(min(LIVES, count - len(rows))):
                 rows.append(life.kill())
-                show(len(rows), rows[-1])
+                living.show(len(rows), rows[-1])
                 if rows[-1]["wrong"]:
                     break
     return rows
 
 
-def render(raw: Row) -> str:
+def render(raw: living.Row) -> str:
     wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
     return page(f"""
         # Writers that are killed
@@ -200,19 +183,19 @@ def render(raw: Row) -> str:
         the store. The call that ran was wholly there afterwards, or not at all; or it changes
         nothing that can be seen.
 
-        {counts_table(["call that ran", "how"], OUTCOMES, raw["cells"])}
+        {living.counts_table(["call that ran", "how"], OUTCOMES, raw["cells"])}
 
         {wrong}
     """)
 
 
 def main() -> None:
-    options = count_arguments(__doc__, 1000).parse_args()
+    options = living.count_arguments(__doc__, 1000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = kills(options.count, options.seed, Path(folder))
-    raw = summary("kills", rows, options.seed, "call", "how", "outcome")
+    raw = living.summary("kills", rows, options.seed, "call", "how", "outcome")
     raw["acknowledged"] = sum(row["acknowledged"] for row in rows)
-    conclude("kills", raw, render(raw), options.output)
+    living.conclude("kills", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

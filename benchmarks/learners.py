@@ -23,18 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import (
-    Kept,
-    alone,
-    chosen,
-    load,
-    machine,
-    markdown,
-    one_thread,
-    page,
-    resume_arguments,
-    versions,
-)
+import bench
 
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
@@ -92,7 +81,7 @@ def one(title: str, items: int) -> dict[str, Any]:
 
     peers = (LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis, adapted)
     names = {kind.__name__: kind for kind in (AML, GMML, LANML, OAHU, Warm, *peers)}
-    one_thread()
+    bench.one_thread()
     x, y, others, truth = made(items)
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
@@ -122,14 +111,14 @@ def one(title: str, items: int) -> dict[str, Any]:
 
 def measure(title: str, items: int) -> dict[str, Any]:
     """Return a row of one fit in a process of its own."""
-    before = load()
+    before = bench.load()
     try:
-        row = alone(one, title, items)
+        row = bench.alone(one, title, items)
     except TimeoutError:
         row = {"learner": title, "items": items, "stopped": "time"}
     return row | {
         "load": before,
-        "machine": f"{machine()}; {versions('metric-learn', 'scikit-learn', 'numpy')}",
+        "machine": f"{bench.machine()}; {bench.versions('metric-learn', 'scikit-learn', 'numpy')}",
         "limits": [LONGER.get(title, LIMIT), MEMORY],
     }
 
@@ -158,7 +147,7 @@ def render(kept: list[dict[str, Any]]) -> str:
     loads = [row["load"] for row in kept]
     table, missing = [], []
     for title in [*OURS, *PEERS]:
-        own = {row["items"]: row for row in chosen(kept, learner=title)}
+        own = {row["items"]: row for row in bench.chosen(kept, learner=title)}
         done = [f"{row['recall']:.3f}" for row in own.values() if "recall" in row]
         cells = [*(cell(own.get(size)) for size in sizes), growth(own), (done or ["–"])[-1]]
         table += [[title, *cells]] if own else []
@@ -166,7 +155,7 @@ def render(kept: list[dict[str, Any]]) -> str:
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
     reasons = "\n".join(f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed)
     longer = ", ".join(f"{title} {most}" for title, most in LONGER.items())
-    return page(f"""
+    return bench.page(f"""
         # Learners at many classes: time, memory, growth
 
         `python benchmarks/learners.py`. One fit, as the learner comes unless the row says
@@ -181,7 +170,7 @@ def render(kept: list[dict[str, Any]]) -> str:
         Machine: {kept[0]["machine"]}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared
         the cores.
 
-        {markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table)}
+        {bench.markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table)}
 
         {reasons}
 
@@ -202,18 +191,18 @@ def kept_recall(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only learners with these words")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES)
     options = parser.parse_args()
-    kept = Kept("learners", options, ("learner", "items"))
+    kept = bench.Kept("learners", options, ("learner", "items"))
     titles = [
         title
         for title in [*OURS, *PEERS]
         if not options.only or any(word in title for word in options.only)
     ]
     for title, items in kept.missing((title, size) for size in options.sizes for title in titles):
-        if not any("stopped" in row for row in chosen(kept.rows, learner=title)):
+        if not any("stopped" in row for row in bench.chosen(kept.rows, learner=title)):
             kept.add(measure(title, items))
     kept.finish(render(kept.rows))
 

@@ -41,21 +41,10 @@ from retrieval.training.comparison.search import Trial, agreement
 from retrieval.training.comparison.statistics import Difference, number
 from retrieval.training.comparison.written import interval
 
+import bench
 import pictures
-from bench import (
-    RAW,
-    RESULTS,
-    WORK,
-    arguments,
-    decimals,
-    machine,
-    markdown,
-    page,
-    versions,
-    write,
-)
 
-KEPT, PICTURE = RAW / "methods.json", RESULTS / "methods_search.png"
+KEPT, PICTURE = bench.RAW / "methods.json", bench.RESULTS / "methods_search.png"
 PLUGIN = Path(__file__).with_name("saved_images.py")
 SEEDS, SPLITS, TRIALS, FOLDS = 3, 3, 16, 2
 EPOCHS, BATCHES, WIDTH = 4, 12, 12
@@ -320,13 +309,13 @@ def metrics_table(result: Comparison) -> str:
             [
                 row.name if row.recipe else f"*{row.name}*",
                 *(interval(result.mean(row, metric)) for metric in METRICS),
-                decimals(agreed(row), 2) if row.recipe else "",
+                bench.decimals(agreed(row), 2) if row.recipe else "",
                 ", ".join(f"{rate:.2g}" for rate in rates),
                 edges(row.searches),
             ]
         )
     head = ["", "MAP@R", "Recall@1", "R-precision", "folds' ρ", "rates chosen", "best at the edge"]
-    return markdown(head, rows)
+    return bench.markdown(head, rows)
 
 
 def section(name: str, kept: Kept) -> str:
@@ -367,7 +356,7 @@ def summary(sets: Kept) -> str:
         lines += (
             f"- {SETS[name]['title']}: of {count} methods, {len(above)} are better than raw pixels,"
             f" {len(below)} worse, {count - len(above + below)} not decided; the folds' ρ is"
-            f" {decimals(min(rhos), 2)} to {decimals(max(rhos), 2)}.\n"
+            f" {bench.decimals(min(rhos), 2)} to {bench.decimals(max(rhos), 2)}.\n"
         )
     return lines
 
@@ -405,7 +394,7 @@ def rankings(raw: Kept) -> str:
         Differences of MAP@R, with intervals at the level of Holm's correction within a column; bold
         ones are decided at 5 %. A difference that is not decided says nothing against its claim.
 
-        {markdown(head, cells)}
+        {bench.markdown(head, cells)}
 
         {lines}
     """
@@ -485,14 +474,14 @@ def drawn(points: dict[str, list[list[float]]]) -> str:
         with scores that fall with the distance from the rate chosen now). Right: as it draws them
         now.
 
-        {markdown(["", "a new sampler for each trial", "one sampler"], lines)}
+        {bench.markdown(["", "a new sampler for each trial", "one sampler"], lines)}
     """
 
 
 def render(raw: Kept) -> str:
     sets = raw["sets"]
     methods = [row["name"] for row in sets["digits"]["contestants"] if row["name"] in METHODS]
-    return page(f"""
+    return bench.page(f"""
         # Methods side by side, at a small budget
 
         `python benchmarks/methods.py` compares {len(methods)} methods by `retrieval compare` with
@@ -525,8 +514,8 @@ def render(raw: Kept) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, default=WORK / "methods", help="finished runs")
+    parser = bench.arguments(__doc__)
+    parser.add_argument("--work", type=Path, default=bench.WORK / "methods", help="finished runs")
     parser.add_argument("--icons", type=Path, help="folder of the package @phosphor-icons/core")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -537,17 +526,17 @@ def main() -> None:
         given = (options.work, options.methods, options.icons)
         sets = {name: measure(name, *given) for name in options.sets}
         if set(sets) != set(SETS):
-            print(page("".join(section(name, kept) for name, kept in sets.items())))
+            print(bench.page("".join(section(name, kept) for name, kept in sets.items())))
             return
-        raw |= {"machine": machine(), "versions": versions(*PACKAGES)}
+        raw |= {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)}
         for name, kept in sets.items():
             # methods that were not measured now keep their rows
             both = [*raw["sets"][name]["contestants"], *kept["contestants"]]
             rows = {row["name"]: row for row in both}
             raw["sets"][name] = {"contestants": list(rows.values())}
         raw["rates"] = rates_drawn(raw["sets"]["digits"])
-        write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    write(RESULTS / "methods.md", render(raw))
+        bench.write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+    bench.write(bench.RESULTS / "methods.md", render(raw))
     picture(raw["rates"], PICTURE)
 
 

@@ -25,20 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import (
-    RAW,
-    alone,
-    chosen,
-    finish,
-    load,
-    machine,
-    markdown,
-    one_thread,
-    page,
-    resume_arguments,
-    status,
-    versions,
-)
+import bench
 
 BYTES, SECONDS = 3 << 30, 60
 WIDTH, EACH, CLASSES = 128, 8, 1000
@@ -115,18 +102,22 @@ class Side:
 
 def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
     """Return a first call's memory in MB and CPU seconds, and the loss; or why there are none."""
-    size = status("VmSize") + BYTES
+    size = bench.status("VmSize") + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
         side = Side(kind, name, ours, items)
-        before = status("VmRSS")
+        before = bench.status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         seconds, value = side.once()
     except Exception as error:
         first = (str(error).splitlines() or ["no message"])[0]
         short = "memory" in first or isinstance(error, MemoryError)
         return {"failed": "more than 3 GB" if short else f"fails: {first}"}
-    return {"megabytes": (status("VmHWM") - before) / 2**20, "seconds": seconds, "value": value}
+    return {
+        "megabytes": (bench.status("VmHWM") - before) / 2**20,
+        "seconds": seconds,
+        "value": value,
+    }
 
 
 def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
@@ -138,11 +129,11 @@ def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int)
 
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
     """Return a case's figures."""
-    kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": load()}
+    kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": bench.load()}
     for side in ("theirs", "ours"):
         try:
             values = (kind, name, side == "ours", items)
-            kept[side] = alone(peak_of, *values, cpu=SECONDS, new=False)
+            kept[side] = bench.alone(peak_of, *values, cpu=SECONDS, new=False)
         except TimeoutError:
             kept[side] = {"failed": "more than a minute"}
     run = [side for side in ("theirs", "ours") if "failed" not in kept[side]]
@@ -150,14 +141,14 @@ def measure(kind: str, name: str, items: int) -> dict[str, Any]:
         total = sum(kept[side]["seconds"] for side in run)
         rounds = max(1, min(15, int(2 / max(total, 1e-3))))
         sides = [side == "ours" for side in run]
-        timed = alone(seconds_of, kind, name, sides, items, rounds, new=False)
+        timed = bench.alone(seconds_of, kind, name, sides, items, rounds, new=False)
         for side, seconds in zip(run, timed, strict=True):
             kept[side]["seconds"] = seconds
     return kept
 
 
 def render(raw: dict[str, Any]) -> str:
-    kept, machine = raw["cases"], raw["machine"]
+    kept, about = raw["cases"], raw["machine"]
     loads = sorted(row["load"] for row in kept)
     gone = sum("failed" in row["theirs"] for row in kept)
     apart = dict.fromkeys(f"`{row['name']}`" for row in kept if _apart(row))
@@ -165,10 +156,10 @@ def render(raw: dict[str, Any]) -> str:
         [title, f"{row['items']:,}", *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)]
         for kind, name in CASES
         for title in [f"`{name}`{KINDS[kind]}"]
-        for row in sorted(chosen(kept, kind=kind, name=name), key=lambda row: row["items"])
+        for row in sorted(bench.chosen(kept, kind=kind, name=name), key=lambda row: row["items"])
     ]
     head = ["loss or miner", "batch", "pytorch-metric-learning: ms", "MB", "ours: ms", "MB"]
-    return page(f"""
+    return bench.page(f"""
         # Losses and miners of `pml` beside pytorch-metric-learning's own
 
         `python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread;
@@ -176,12 +167,12 @@ def render(raw: dict[str, Any]) -> str:
         dimensions. All other losses and miners of `pml` are pytorch-metric-learning's classes, and
         as fast.
 
-        {machine["cpu"]}; {machine["versions"]}. Load average {loads[0]} to {loads[-1]}.
+        {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
 
         The peer gives nothing within 3 GB and a minute in {gone} of {len(kept)} cases. Values
         differ where the factory's description says how: {", ".join(apart) or "none"}.
 
-        {markdown([*head, "times faster"], lines)}
+        {bench.markdown([*head, "times faster"], lines)}
     """)
 
 
@@ -204,12 +195,12 @@ def _shown(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name"
     )
     options = parser.parse_args()
-    one_thread()
+    bench.one_thread()
     # imported here, before the processes are copied
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners  # noqa: F401
@@ -217,7 +208,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    file = RAW / "pml_losses.json"
+    file = bench.RAW / "pml_losses.json"
     raw: dict[str, Any] = {"cases": []}
     if not options.fresh and file.exists():
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -228,11 +219,11 @@ def main() -> None:
             continue
         raw["cases"].append(measure(kind, name, items))
         print(json.dumps(raw["cases"][-1]), flush=True)
-        packages = versions("torch", "pytorch-metric-learning")
-        raw["machine"] = {"cpu": machine(), "versions": packages}
+        packages = bench.versions("torch", "pytorch-metric-learning")
+        raw["machine"] = {"cpu": bench.machine(), "versions": packages}
         if not options.fresh:
-            finish("pml_losses", raw, render(raw))
-    finish("pml_losses", raw, render(raw), keep=not options.fresh)
+            bench.finish("pml_losses", raw, render(raw))
+    bench.finish("pml_losses", raw, render(raw), keep=not options.fresh)
 
 
 if __name__ == "__main__":

@@ -32,35 +32,16 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import Record
 
+import living_model as living
 from bench import page
-from living_model import (
-    BUNDLES,
-    WIDTH,
-    Call,
-    Row,
-    State,
-    Writing,
-    cells_of,
-    check,
-    conclude,
-    count_arguments,
-    counts_table,
-    differences,
-    item_of,
-    kill_at_line,
-    make_bundles,
-    show,
-    small,
-    summary,
-)
 from power_disk import MODES, Disk, strace
 
 LIVES, CALLS, CUTS = 3, 12, 40
 """Processes of one record, calls of each, and cuts of one record."""
 FAULTS = ("commits", "folders", "files")
 """What a store can be made not to sync, to see that it would be found out."""
-CREATE: Call = {"call": "create"}
-Copies = dict[str, tuple[State, bool]]
+CREATE: living.Call = {"call": "create"}
+Copies = dict[str, tuple[living.State, bool]]
 """What each snapshot holds, and whether it must be there."""
 
 
@@ -90,11 +71,13 @@ def forget(fault: str) -> None:
 
 def live(folder: Path, seed: int, fault: str | None) -> None:
     """Make an index, or go on with one, and tell what begins and what has returned."""
-    small()
+    living.small()
     if fault is not None:
         forget(fault)
     draw = random.Random(seed)
-    bundles = [Bundle.open(folder / f"bundle{number}", threads=1) for number in range(BUNDLES)]
+    bundles = [
+        Bundle.open(folder / f"bundle{number}", threads=1) for number in range(living.BUNDLES)
+    ]
     marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     count, killed = [0], draw.random() < 0.5
 
@@ -104,21 +87,21 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
         if count[0] > CALLS:
             raise _Enough
         if what == "begin" and killed and count[0] == CALLS // 2:
-            kill_at_line(draw.randint(40, 8000))
+            living.kill_at_line(draw.randint(40, 8000))
 
     index = folder / "disk" / "index"
     created = not index.exists()
     if created:
         tell("begin", CREATE)
-        create_local(index, bundles[0], widths_of(bundles[0], features=WIDTH))
+        create_local(index, bundles[0], widths_of(bundles[0], features=living.WIDTH))
         tell("end", None)
     known = json.loads((folder / "states.json").read_text())
-    states = [State(**one) for one in known["states"]]
+    states = [living.State(**one) for one in known["states"]]
     for state in states:
         state.generations = {int(number): tuple(one) for number, one in state.generations.items()}  # type: ignore[misc]
-    writing = Writing(index, bundles, states[0], draw.randrange(1 << 40), tell, None)
+    writing = living.Writing(index, bundles, states[0], draw.randrange(1 << 40), tell, None)
     if not created:
-        same = [not differences(writing.store, state, bundles, 0) for state in states]
+        same = [not living.differences(writing.store, state, bundles, 0) for state in states]
         which = same.index(True)
         writing.state = states[which]
         writing.first = known["running"] if which == 0 and known["again"] else None
@@ -144,10 +127,10 @@ class Told:
     """
 
     def __init__(self) -> None:
-        self.states = [State()]
-        self.running: Call | None = CREATE
+        self.states = [living.State()]
+        self.running: living.Call | None = CREATE
         self.copies: Copies = {}
-        self.moments: list[tuple[int, list[State], Copies, Call | None]] = []
+        self.moments: list[tuple[int, list[living.State], Copies, living.Call | None]] = []
         self.moments.append((0, self.states, {}, CREATE))
 
     def take(self, when: int, what: str, call: Any) -> None:
@@ -240,9 +223,9 @@ def cut(
 
 def look(
     folder: Path,
-    states: list[State],
+    states: list[living.State],
     copies: Copies,
-    running: Call | None,
+    running: living.Call | None,
     bundles: list[Bundle],
     draw: random.Random,
 ) -> tuple[str, list[str]]:
@@ -250,43 +233,43 @@ def look(
     index = folder / "index"
     if running == CREATE and not index.exists():
         return "not there", []
-    said = check(index, states, copies, bundles, 0)
+    said = living.check(index, states, copies, bundles, 0)
     if said["wrong"]:
         return "wrong", said["wrong"]
     state = states[said["which"]]
     pairs = [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)]
-    more: Call = {"call": "upsert", "items": pairs}
+    more: living.Call = {"call": "upsert", "items": pairs}
     served = state.generations[state.served][0]
     with LocalStore(index, upkeep=False) as store:
-        store.upsert([item_of(id, one, served) for id, one in pairs], bundles[served].sha256)
+        store.upsert([living.item_of(id, one, served) for id, one in pairs], bundles[served].sha256)
     with LocalStore(index, upkeep=False) as store:
-        if wrong := differences(store, state.after(more), bundles, 1):
+        if wrong := living.differences(store, state.after(more), bundles, 1):
             return "wrong", [f"goes on: {one}" for one in wrong]
     if len(states) < 2 or states[0] == states[1]:
         return ("there" if running == CREATE else "same either way"), []
     return ("there" if said["which"] else "not there"), []
 
 
-def cuts(options: Any, folder: Path) -> list[Row]:
+def cuts(options: Any, folder: Path) -> list[living.Row]:
     """Cut the power as often as the options say; return what each cut left."""
-    bundles = make_bundles(folder)
-    rows: list[Row] = []
+    bundles = living.make_bundles(folder)
+    rows: list[living.Row] = []
     while len(rows) < options.count:
         draw = random.Random(options.seed * 1_000_003 + len(rows))
         with tempfile.TemporaryDirectory(dir=folder) as name:
             here = Path(name)
-            for number in range(BUNDLES):
+            for number in range(living.BUNDLES):
                 shutil.copytree(folder / f"bundle{number}", here / f"bundle{number}")
             disk, told = record(here, draw.randrange(1 << 40), options.without, options.lives)
             if differ := same(disk, here / "whole"):
                 raise RuntimeError(f"The record is not whole: {', '.join(differ)}")
             for number in range(min(options.each, options.count - len(rows))):
                 rows.append(cut(disk, told, bundles, here / f"cut{number}", draw))
-                show(len(rows), rows[-1])
+                living.show(len(rows), rows[-1])
     return rows
 
 
-def render(raw: Row) -> str:
+def render(raw: living.Row) -> str:
     outcomes = ("there", "not there", "same either way", "wrong", "refused", "crash")
     order = sorted(raw["modes"], key=lambda cell: MODES.index(cell[0]))
     wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
@@ -308,13 +291,13 @@ def render(raw: Row) -> str:
 
         **Differences: {len(raw["wrong"])}.** {"" if raw["wrong"] else verdict}
 
-        {counts_table(["call that ran"], outcomes, raw["cells"])}
+        {living.counts_table(["call that ran"], outcomes, raw["cells"])}
 
         What had become of changes that were not synced, and how often it was drawn. Prefix: those
         before a drawn moment are there, the next one in part. Any: each change of a name, and each
         sector of 512 or 4,096 bytes, is there or not.
 
-        {counts_table(["names"], MODES, order, prefix="bytes: ")}
+        {living.counts_table(["names"], MODES, order, prefix="bytes: ")}
 
         {wrong}
     """)
@@ -324,7 +307,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--live"]:
         folder, seed, *faults = sys.argv[2:]
         live(Path(folder), int(seed), faults[0] if faults else None)
-    parser = count_arguments(__doc__, 1000)
+    parser = living.count_arguments(__doc__, 1000)
     parser.add_argument("--lives", type=int, default=LIVES, help="processes of one record")
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     less = "have the store leave out these syncs; losses are then expected"
@@ -332,9 +315,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = cuts(options, Path(folder))
-    raw = summary("cuts", rows, options.seed, "call", "outcome")
-    raw["modes"] = cells_of(rows, "names", "data")
-    conclude("power_cuts", raw, render(raw), options.output)
+    raw = living.summary("cuts", rows, options.seed, "call", "outcome")
+    raw["modes"] = living.cells_of(rows, "names", "data")
+    living.conclude("power_cuts", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

@@ -42,26 +42,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+import bench
 import pictures
-from bench import (
-    RAW,
-    WORK,
-    Kept,
-    chosen,
-    decimals,
-    machine,
-    markdown,
-    one_thread,
-    page,
-    read_lines,
-    resume_arguments,
-    versions,
-)
 
 if TYPE_CHECKING:
     from PIL import Image
 
-PLACE = WORK / "recipes"
+PLACE = bench.WORK / "recipes"
 PACKAGES = ("torch", "timm", "peft", "pytorch-metric-learning")
 METRICS = ["recall_at_1", "map_at_r"]
 SPLITS = 3
@@ -101,16 +88,16 @@ def glyphs(package: Path) -> Drawings:
             if not seen & {drawn[0], drawn[4]}:  # A of Latin, Greek and Cyrillic look alike
                 known.append(chr(code))
             seen |= {drawn[0], drawn[4]}
-    chosen = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
+    characters = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
     rng = np.random.default_rng(1)
     images, roles = [], []
-    for character in chosen:
+    for character in characters:
         for face, font in zip(FACES, fonts, strict=True):
             image = Image.new("L", (96, 96), 255)
             ImageDraw.Draw(image).text((48, 48), character, fill=0, font=font, anchor="mm")
             images.append(by_hand(image, 48, rng))
             roles.append("query" if "Serif" in face else "gallery")
-    return images, [f"{ord(c):04x}" for c in chosen for _ in FACES], roles
+    return images, [f"{ord(c):04x}" for c in characters for _ in FACES], roles
 
 
 def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -493,7 +480,7 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
 def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
     """Measure one recipe on one split of a set."""
     if title in LOOPS:
-        (row,) = chosen(rows, set=name, split=split, recipe="fine-tuned")
+        (row,) = bench.chosen(rows, set=name, split=split, recipe="fine-tuned")
         return loop(name, title, str(split), row["seconds"])
     if title == "distilled student":
         return distilled(name, str(split))[0]
@@ -512,8 +499,8 @@ TITLES = {
 
 def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation."""
-    mean = decimals(float(np.mean(values)))
-    return mean if len(values) < 2 else f"{mean} ± {decimals(float(np.std(values, ddof=1)))}"
+    mean = bench.decimals(float(np.mean(values)))
+    return mean if len(values) < 2 else f"{mean} ± {bench.decimals(float(np.std(values, ddof=1)))}"
 
 
 def seconds(rows: Sequence[Tables]) -> float:
@@ -528,10 +515,10 @@ def set_table(rows: Sequence[Tables]) -> str:
     """Return the table of a set."""
     lines = []
     for title in (*CORE, *FURTHER, "distilled student"):
-        if own := chosen(rows, recipe=title):
+        if own := bench.chosen(rows, recipe=title):
             metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
             lines.append([title, *metrics, f"{seconds(own):.0f}", str(len(own))])
-    return markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
+    return bench.markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
 
 
 def kept_part(line: str) -> str:
@@ -546,15 +533,18 @@ def beside_frozen(raw: Sequence[Tables]) -> str:
     """Return the table of fine-tuned runs beside frozen nets with a head."""
     lines = []
     for name in TITLES:
-        heads = chosen(raw, set=name, recipe="frozen, levels, head")
+        heads = bench.chosen(raw, set=name, recipe="frozen, levels, head")
         frozen = {row["split"]: row["metrics"] for row in heads}
-        tuned = chosen(raw, set=name, recipe="fine-tuned")
+        tuned = bench.chosen(raw, set=name, recipe="fine-tuned")
         if tuned:
             gains = [[r["metrics"][m] - frozen[r["split"]][m] for r in tuned] for m in METRICS]
-            more = [", ".join(decimals(gain, sign=True) for gain in by_split) for by_split in gains]
+            more = [
+                ", ".join(bench.decimals(gain, sign=True) for gain in by_split)
+                for by_split in gains
+            ]
             lines.append([name, *more, ", ".join(kept_part(row["verdict"][0]) for row in tuned)])
     head = ["set", "Recall@1, by split", "MAP@R, by split", "the end said that it kept"]
-    return markdown(head, lines)
+    return bench.markdown(head, lines)
 
 
 TEACHINGS = {
@@ -573,7 +563,7 @@ def students_table(raw: Sequence[Tables]) -> str:
         net = "teacher" if key == "teacher" else "student"
         speed = max(row["images a second"][net] for row in rows)
         lines.append([title, *cells, f"{speed:,.0f}"])
-    return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
+    return bench.markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
 
 
 def overview() -> str:
@@ -582,17 +572,17 @@ def overview() -> str:
     for title in (*CORE, *FURTHER, "distilled student"):
         cells = [title]
         for name in TITLES:
-            own = chosen(raw, set=name, recipe=title)
+            own = bench.chosen(raw, set=name, recipe=title)
             means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS] if own else []
-            texts = [decimals(float(mean)) for mean in means]
+            texts = [bench.decimals(float(mean)) for mean in means]
             cells.append(", ".join([*texts, f"{seconds(own):.0f} s"] if own else []))
         if any(cells[1:]):
             lines.append(cells)
-    return markdown(["Recall@1, MAP@R, CPU time", *TITLES], lines)
+    return bench.markdown(["Recall@1, MAP@R, CPU time", *TITLES], lines)
 
 
 def kept_rows() -> list[Tables]:
-    return read_lines(RAW / "recipes.jsonl")
+    return bench.read_lines(bench.RAW / "recipes.jsonl")
 
 
 BLOCKS = {"recipes": overview, "students": lambda: students_table(kept_rows())}
@@ -609,7 +599,7 @@ def render(raw: Sequence[Tables]) -> str:
     tables = "\n\n".join(
         f"## {title}\n\n{set_table(rows)}"
         for name, title in TITLES.items()
-        if (rows := chosen(raw, set=name))
+        if (rows := bench.chosen(raw, set=name))
     )
     taught = f"""
         ## Students on {STUDENTS}
@@ -619,7 +609,7 @@ def render(raw: Sequence[Tables]) -> str:
 
         {students_table(raw)}
     """
-    return page(f"""
+    return bench.page(f"""
         # Which recipe
 
         `python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±
@@ -647,14 +637,14 @@ def render(raw: Sequence[Tables]) -> str:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--splits", type=int, default=SPLITS, help="how many splits")
     options = parser.parse_args()
-    one_thread()
+    bench.one_thread()
     os.environ["RETRIEVAL_CACHE"] = str(PLACE / "cache")
-    kept = Kept("recipes", options, ("set", "split", "recipe"))
+    kept = bench.Kept("recipes", options, ("set", "split", "recipe"))
     for name, split, title in kept.missing(plan(options.sets, options.splits)):
         import torch
 
@@ -662,7 +652,7 @@ def main() -> None:
         files(name, options.icons)
         row = {"set": name, "split": split, "recipe": title}
         row |= measured(name, split, title, kept.rows)
-        kept.add(row | {"machine": machine(), "versions": versions(*PACKAGES)})
+        kept.add(row | {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)})
     kept.finish(render(kept.rows))
 
 
