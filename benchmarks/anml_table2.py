@@ -137,9 +137,7 @@ def candidates(method: str, large: bool) -> list[Any]:
 def correct(
     train: Floats, labels: Ints, test: Floats, truth: Ints | None = None
 ) -> NDArray[np.bool_]:
-    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items,
-    each left out.
-    """
+    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, each item left out."""
     count = min(KS, len(train) - 1)
     near = bench.nearest(test, train, count, own=truth is None)
     right = bench.votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
@@ -198,9 +196,7 @@ def measure(name: str, method: str, split: int) -> dict[str, Any]:
 
 
 def bounded(name: str, method: str, split: int) -> dict[str, Any]:
-    """Return what `measure` does, in a process of its own; `over`, its CPU seconds, where it did
-    not end within them.
-    """
+    """Return what `measure` does in a process of its own, or `over`: it used up its CPU seconds."""
     try:
         row: dict[str, Any] = bench.alone(measure, name, method, split, cpu=BUDGET)
         return row
@@ -226,9 +222,7 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
 def summaries(
     rows: list[dict[str, Any]], fresh: bool = False
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return mean and standard deviation of each set and method: of an earlier run as it printed
-    them, of this one over its splits.
-    """
+    """Return mean and deviation of each set and method, of an earlier run as it printed them."""
     earlier = [] if fresh else bench.read_lines(EARLIER)
     found = {(row["set"], row["method"]): row for row in earlier}
     for place in {(row["set"], row["method"]) for row in rows} - set(found):

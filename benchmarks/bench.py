@@ -82,13 +82,7 @@ def append(file: Path, row: Row) -> None:
 
 
 class Kept:
-    """Rows of results/raw/NAME.jsonl; with --fresh, of a new file in benchmarks/work.
-
-    Args:
-        name: of the benchmark.
-        options: of `resume_arguments`.
-        keys: the columns that say which job a row belongs to.
-    """
+    """Rows of results/raw/NAME.jsonl, told apart by the columns `keys`; --fresh begins anew."""
 
     def __init__(self, name: str, options: argparse.Namespace, keys: Sequence[str]) -> None:
         self.name, self.options, self.keys = name, options, keys
@@ -162,9 +156,7 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float:
 
 
 def decimals(value: float, places: int = 3, sign: bool = False) -> str:
-    """Return a number as the tables write it: ".931", "−.004"; 1 and more keep the digit before the
-    point.
-    """
+    """Return a number as the tables write it: ".931", "−.004", "1.250"."""
     text = f"{abs(value):.{places}f}"
     text = text.removeprefix("0") if text.startswith("0.") else text
     minus = value < 0 and float(text) != 0
@@ -272,9 +264,7 @@ def _send(sender: Connection, cpu: int | None, work: Callable[..., Any], values:
 def nearest(
     queries: np.ndarray, references: np.ndarray, k: int, inner: bool = False, own: bool = False
 ) -> np.ndarray:
-    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the
-    item itself.
-    """
+    """Return rows (Q, k), nearest first; `inner`: by inner product; `own`: without the item."""
     norms = 0 if inner else (references**2).sum(1)
     found = []
     for start in range(0, len(queries), 500):
@@ -300,23 +290,17 @@ def error(train: np.ndarray, labels: Any, test: np.ndarray, truth: Any, own: boo
 
 
 def in_turns(
-    contestants: dict[str, Callable[[], Any]], rounds: int, warm: bool = True
+    contestants: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Call each contestant once a round, and return its wall and CPU seconds of every round.
-
-    Args:
-        contestants: what is timed, by name.
-        rounds: how many calls count.
-        warm: whether one more call of each comes first and does not count.
-    """
+    """Return wall and CPU seconds of each contestant in every round, after one to warm up."""
     taken: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in contestants
     }
-    for number in range(rounds + warm):
+    for number in range(rounds + 1):
         for name, call in contestants.items():
             wall, cpu = time.perf_counter(), time.process_time()
             call()
-            if number >= warm:
+            if number:
                 taken[name]["wall"].append(time.perf_counter() - wall)
                 taken[name]["cpu"].append(time.process_time() - cpu)
     return taken
@@ -325,16 +309,7 @@ def in_turns(
 def train_and_judge(
     table: dict[str, Any], folder: Path, baseline: bool = False
 ) -> tuple[dict[str, dict[str, float]], float]:
-    """Train a recipe and evaluate it.
-
-    Args:
-        table: the recipe.
-        folder: the run's; what is there is deleted first.
-        baseline: whether the features are evaluated too.
-
-    Returns:
-        The figures by title ("trained", and the baseline's), and CPU seconds of training.
-    """
+    """Train a recipe in an empty folder; return its metrics by title, and its CPU seconds."""
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import check_recipe
     from retrieval.training.trainer import train

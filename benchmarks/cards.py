@@ -36,9 +36,7 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a card: a recipe without some of its tables, changed by overrides; `untrained`
-    leaves its net as it is initialised.
-    """
+    """A line of a card: a recipe without some tables and with overrides, perhaps not trained."""
 
     title: str
     recipe: str
@@ -48,9 +46,7 @@ class Row:
 
 
 def one_metric(title: str) -> Row:
-    """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and
-    DAMML have.
-    """
+    """Return the triplet loss alone, for as many epochs of the metric as DAML's recipes have."""
     without = ("generator", "generator_optimizer", "phase", "train")
     return Row(title, "digits-daml", ("train.epochs=5",), without)
 

@@ -175,9 +175,7 @@ class Runs:
         self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
     def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the highest mean Recall@1 on the items for choices; None while
-        one is missing.
-        """
+        """Return the candidate with the best mean Recall@1 of both seeds; None if one is missing."""
         keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
         if any(key not in self.found for key in itertools.chain(*keys)):
             return None
@@ -232,9 +230,7 @@ def gain(values: list[float]) -> str:
 
 
 def changed(now: Runs, first: Runs) -> list[list[str]]:
-    """Return the rows whose choice was another one, or was compared with another one, among the
-    first candidates: gains then and now.
-    """
+    """Return then's and now's gains of rows whose choice, or whose reference's, has changed."""
     return [
         [
             SETS[name],

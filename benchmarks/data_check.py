@@ -84,9 +84,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def measured(every: list[Image.Image], mark: Mark, limit: float) -> tuple[int, list[float]]:
-    """Return how many images have another one within the limit, and of each change the share of
-    copies that are within it.
-    """
+    """Return how many images have another within the limit, and each change's share of copies."""
     own = np.stack([mark(image) for image in every])
     squared, rows = nearest(own, own, 2)
     place = np.arange(len(own))

@@ -189,9 +189,7 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 
 def _serve(index: Index, bundle: Bundle) -> None:
-    """Embed all items with another bundle, keep their features for the next one, serve that, and
-    drop the one before.
-    """
+    """Embed all items with another bundle, serve it, and drop the one before."""
     store = index.store
     generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
     while not store.switch(generation):
@@ -224,9 +222,7 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def small_segments() -> Iterator[None]:
-    """Have segments made of so few items that merges go on all the while, and filters looked up as
-    those of a large index.
-    """
+    """Have segments of so few items that merges go on all the while, and filters be looked up."""
     before = upkeep._MIN_DEAD_ROWS, masks._SMALL
     upkeep._MIN_DEAD_ROWS = SMALL
     masks._SMALL = 0

@@ -86,9 +86,7 @@ def peers(vectors: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dict[str, Any]]:
-    """Return the CPU milliseconds of a call, for each batch and search: the best of rounds taken in
-    turns.
-    """
+    """Return the CPU milliseconds of a call by batch and search, the best of rounds in turns."""
     rows = []
     for batch, calls in BATCHES.items():
         parts = [np.ascontiguousarray(queries[n * batch :][:batch]) for n in range(calls)]

@@ -38,14 +38,7 @@ OUTCOMES = ("there", "not there", "same either way")
 
 
 class Life:
-    """An index that is written to, killed and looked at, several times.
-
-    Args:
-        folder: for it.
-        bundles: opened.
-        seed: of everything.
-        took: seconds of each call so far, by name; is added to.
-    """
+    """An index that is written to, killed and looked at; `took` has seconds of each call so far."""
 
     def __init__(
         self, folder: Path, bundles: list[Bundle], seed: int, took: dict[str, float]

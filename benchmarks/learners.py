@@ -48,9 +48,7 @@ Floats = NDArray[np.float64]
 
 
 def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Return features (items, 100) and labels of what is fitted, and of `CHECKED` items of other
-    classes.
-    """
+    """Return features (items, 100) and labels to fit, and `CHECKED` items of other classes."""
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
     between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))

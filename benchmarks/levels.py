@@ -49,9 +49,7 @@ Figures = dict[str, float]
 
 
 def items(name: str, searched: bool) -> Items:
-    """Return a set's images (N, H, W) and labels (N,), either of the classes to search or of all
-    the others.
-    """
+    """Return images (N, H, W) and labels (N,) of the classes to search, or of all the others."""
     images, labels = digits() if name == "digits" else fashion()
     held = np.isin(labels, HELD_OUT)
     return images[held == searched], labels[held == searched]
@@ -74,9 +72,7 @@ def features(
 
 
 def figures(codes: NDArray[Any], labels: NDArray[np.str_]) -> Figures:
-    """Return the figures of codes (N, C) by Euclidean distance, as a learner's recipe has them,
-    every item searched for among the others.
-    """
+    """Return the metrics of codes (N, C) by distance, each item searched for among all."""
     from retrieval.evaluation.evaluation import evaluate
 
     return dict(evaluate(codes, labels, metrics=METRICS).values)
@@ -103,9 +99,7 @@ def candidates() -> Iterator[dict[str, Any]]:
 
 
 def choose(name: str) -> list[dict[str, Any]]:
-    """Return every candidate with its mean MAP@R on pairs of training classes that it was not
-    fitted to, the best first.
-    """
+    """Return the candidates with their mean MAP@R on pairs of classes left out, the best first."""
     images, labels = items(name, searched=False)
     pairs = list(itertools.combinations(np.unique(labels).tolist(), 2))
     known: dict[str, NDArray[np.float32]] = {}

@@ -327,9 +327,7 @@ def check(
     bundles: list[Bundle],
     seed: int,
 ) -> dict[str, Any]:
-    """Return which of some states an index is in, and all that is wrong; `copies`: what each
-    snapshot holds, and whether it must be there.
-    """
+    """Return which of some states an index is in, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
         which = next((at for at, fault in enumerate(faults) if not fault), None)

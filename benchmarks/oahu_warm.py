@@ -75,9 +75,7 @@ def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
 
 
 def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[str, Floats]:
-    """Return each query's correctness by 5 neighbours and by one, and average precision at R of the
-    first queries.
-    """
+    """Return who of the queries is right by five neighbours and by one, and some queries' MAP@R."""
     by_five, by_one, precision = [], [], []
     norms = (refs**2).sum(axis=1)
     for start in range(0, len(queries), 500):

@@ -44,11 +44,7 @@ def tables(result: str) -> dict[str, list[Table]]:
 
 
 def rows(result: str, heading: str, number: int = 0) -> Table:
-    """Return a table: that under the heading which begins so, counted from 0.
-
-    Raises:
-        KeyError: the result has no such table.
-    """
+    """Return a table of a result: that under the heading which begins so, counted from 0."""
     for title, found in tables(result).items():
         if title.startswith(heading) and number < len(found):
             return found[number]
@@ -56,11 +52,7 @@ def rows(result: str, heading: str, number: int = 0) -> Table:
 
 
 def row(table: Table, **wanted: str) -> dict[str, str]:
-    """Return the first row whose columns are as given; `_` is the column without a name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the first row whose columns are as given; `_` is the column without a name."""
     values = {column.strip("_"): value for column, value in wanted.items()}
     for entry in table:
         if values.items() <= entry.items():

@@ -82,9 +82,7 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def draw(answers: list[list[Any]], queries: Any, right: list[list[Any]], path: Path) -> None:
-    """Draw two columns of queries (28, 28), each with its answers: right ones framed in blue, wrong
-    ones in orange.
-    """
+    """Draw queries (28, 28) with their answers: right ones framed in blue, wrong ones in orange."""
     side, gap, rows = 56, 6, -(-len(queries) // 2)
     block = (side + gap) * (1 + NEAREST) + 5 * gap
     sheet = Image.new("RGB", (2 * block + 3 * gap, rows * (side + gap) + gap), "white")

@@ -178,9 +178,7 @@ def record(
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
-    """Return the files of a record's end that are not what the system shows: a record that is whole
-    has none.
-    """
+    """Return the files of a record's end that differ from the system's: a whole record has none."""
     disk.write(folder, disk.time, "all", "all", random.Random(0))
     there, made = (
         {

@@ -33,9 +33,7 @@ SECTORS = (512, 4096)
 
 
 def strace(output: Path, kill: int | None = None) -> list[str]:
-    """Return the beginning of a command whose changes of files are to be recorded; it is killed as
-    it enters its sync number `kill`.
-    """
+    """Return a command that records changes of files, and kills at the sync number `kill`."""
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
     line = f"strace -f --seccomp-bpf -qq -y -xx -s {1 << 26} -e trace={CALLS},{_COPIES}"
     line += f" -e inject={_COPIES}:error=ENOSYS -e signal=none"
@@ -48,9 +46,7 @@ Span = tuple[int, float]
 
 @dataclass(eq=False)
 class File:
-    """A file: what was written (began, ended, at, bytes; None is a cut to the length `at`), and
-    when it was synced (began, ended).
-    """
+    """What was written (began, ended, at, bytes; None: a cut to the length `at`), and the syncs."""
 
     changes: list[tuple[int, float, int, bytes | None]] = field(default_factory=list)
     syncs: list[Span] = field(default_factory=list)
@@ -66,9 +62,7 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder: names that changed (began, ended, what each stands for now), and when it was
-    synced.
-    """
+    """Names that changed (began, ended, what each stands for now), the syncs, and the names now."""
 
     changes: list[tuple[int, float, dict[str, File | Folder | None]]] = field(default_factory=list)
     syncs: list[Span] = field(default_factory=list)
@@ -122,11 +116,7 @@ def _synced(node: File | Folder, cut: int) -> float:
 
 
 class Disk:
-    """Replays traces of one folder, which is empty at first.
-
-    Args:
-        root: the folder; it is on the disk, and so is its name.
-    """
+    """Replays traces of one folder, which is empty at first, and whose own name is on the disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = PurePosixPath(root)
@@ -389,9 +379,7 @@ def _apply(content: bytearray, at: int, written: bytes | None) -> None:
 
 
 def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
-    """Return a file of which each sector, and the length, is of some moment of what was written
-    since.
-    """
+    """Return a file of which each sector, and the length, is of some moment since the sync."""
     if not pending:
         return bytes(content)
     now, lengths, sector = bytearray(content), [len(content)], chance.sector

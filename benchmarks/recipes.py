@@ -504,9 +504,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def seconds(rows: Sequence[Tables]) -> float:
-    """Return the CPU seconds of a recipe; of those with frozen features, the run that computed
-    them.
-    """
+    """Return a recipe's CPU seconds; of frozen features, those of the run that computed them."""
     taken = [row["seconds"] for row in rows]
     return float(max(taken) if rows[0]["recipe"].startswith("frozen") else np.mean(taken))
 

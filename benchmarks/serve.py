@@ -171,9 +171,7 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
 
 
 def run_by_hand(task: Task) -> None:
-    """Search in a loop for as many seconds as each line of standard input says; print CPU ms a
-    query.
-    """
+    """Search for as many seconds as each line of standard input says; print CPU ms a query."""
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
@@ -222,9 +220,7 @@ def run_bare() -> None:
 
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python with arguments in a process of its own; yield it and the first line that it
-    prints.
-    """
+    """Run Python in a process of its own; yield it and the first line that it prints."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, *words], text=True, **pipes)  # type: ignore[call-overload]
     try:

@@ -66,12 +66,7 @@ def value_of(item: Any) -> Value:
 
 @dataclass
 class Record:
-    """What a client knows.
-
-    Attributes:
-        known: by id, what it may be: one value where the last write was acknowledged, None for an
-            item that is not there.
-    """
+    """By id what an item may be: one value if the last write was acknowledged; None: not there."""
 
     known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
 
@@ -89,14 +84,7 @@ class Record:
 
 
 class Worker:
-    """A client, which writes items of its own and compares what it reads.
-
-    Args:
-        name: of the client: its ids begin with it.
-        url: of the server.
-        seed: of what it does.
-        stop: when to end.
-    """
+    """A client, which writes items of its own (`name/…`) and compares what it reads."""
 
     def __init__(self, name: str, url: str, seed: int, stop: threading.Event) -> None:
         self.name = name
@@ -195,9 +183,7 @@ class Worker:
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
-        """Search for an item of its own: it is the nearest, unless it may be gone; and no answer is
-        what cannot be.
-        """
+        """Search for an own item: it is the nearest, unless it may be gone."""
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()

@@ -14,12 +14,7 @@ from pathlib import Path
 
 
 class Server:
-    """A server that is killed.
-
-    Args:
-        index: its index.
-        log: file for what it writes.
-    """
+    """A server of an index that is killed; what it writes goes to `log`."""
 
     def __init__(self, index: Path, log: Path) -> None:
         with socket.socket() as free:

@@ -94,9 +94,7 @@ def _folder(package: str) -> Path:
 def _table(
     path: Path, separator: str | None, named: bool = False
 ) -> tuple[NDArray[np.float64], list[str]]:
-    """Read lines of numbers that end in a label; `named` ones begin with a name or a number that is
-    not a feature.
-    """
+    """Read lines of numbers that end in a label; `named` ones begin with a name."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [
         [field.strip() for field in line.strip().split(separator)]

@@ -39,11 +39,7 @@ MOST = 4000
 
 
 def items(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return features (N, F) and labels (N,), at most 4,000 of them.
-
-    Args:
-        name: of `EVALUATION` or `DEVELOPMENT`.
-    """
+    """Return features (N, F) and labels (N,), at most 4,000 of them."""
     x, y = _features(name)
     chosen = np.sort(np.random.default_rng(0).permutation(len(x))[:MOST])
     return x[chosen], np.unique(y[chosen], return_inverse=True)[1].astype(np.int64)

@@ -57,9 +57,7 @@ def deleted(state: int) -> bool:
 
 
 def vectors_of(writer: int, group: int, state: int) -> Any:
-    """Return the vectors (SIZE, WIDTH) of a group's items: whole numbers, so that distances are
-    exact.
-    """
+    """Return the vectors (SIZE, WIDTH) of a group: whole numbers, so that distances are exact."""
     drawn = np.random.default_rng((writer, group, state))
     return drawn.integers(-99, 100, (SIZE, WIDTH)).astype(np.float32)
 
@@ -88,9 +86,7 @@ def write(folder: Path, writer: int, seed: int) -> None:
 
 
 def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
-    """Return what is wrong with an answer that should be one state of a group from `first` to
-    `last`.
-    """
+    """Return what is wrong with an answer that should be a group's state from `first` to `last`."""
     name = f"{writer}/{group}, states {first} to {last}"
     if not hits:
         none = any(deleted(state) for state in range(first, last + 1))
