@@ -175,7 +175,7 @@ class Runs:
         self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
     def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the best mean Recall@1 of both seeds; None if one is missing."""
+        """Return the candidate with the best mean Recall@1 of both seeds; None if one lacks."""
         keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
         if any(key not in self.found for key in itertools.chain(*keys)):
             return None

@@ -12,8 +12,7 @@ judged by wall time, since they wait for the disk; searches by CPU time, since o
 cores.
 """
 
-# ruff: noqa: D102, B027  System says what each verb is; what few systems need does nothing in the
-# others
+# ruff: noqa: D102  System says what each verb is
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ import os
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,27 +41,19 @@ def shares(ids: Numbers) -> Numbers:
     return (mixed * np.uint64(100) >> np.uint64(32)).astype(np.int64)
 
 
-class System(ABC):
-    """A store of vectors in a folder."""
+class System:
+    """A store of vectors in a folder: `open` (made where it is not there), `add` new items until
+    the system says that they are written, `delete` items, and `search` for the ids nearest to each
+    query, of all items or of those whose share is below a number.
+    """
+
+    open: Callable[[], None]
+    add: Callable[[Numbers, Floats], None]
+    delete: Callable[[Numbers], None]
+    search: Callable[[Floats, int | None], Sequence[Sequence[int]]]
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    @abstractmethod
-    def open(self) -> None:
-        """Open it, or make it where it is not there."""
-
-    @abstractmethod
-    def add(self, ids: Numbers, vectors: Floats) -> None:
-        """Add new items; return when the system says that they are written."""
-
-    @abstractmethod
-    def delete(self, ids: Numbers) -> None:
-        """Delete items."""
-
-    @abstractmethod
-    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
-        """Return the ids nearest to each query, only of items whose share is below a number."""
 
     def begin_load(self) -> None:
         """Prepare for a load, which need not be durable at each step."""
@@ -100,10 +90,9 @@ class Local(System):
         self.bundle = self.store.generations()[0].bundle
 
     def add(self, ids: Numbers, vectors: Floats) -> None:
-        rows = zip(ids.tolist(), vectors, shares(ids).tolist(), strict=True)
         items = [
             self.item(str(id), metadata={"share": share}, arrays={"vector": vector})
-            for id, vector, share in rows
+            for id, vector, share in zip(ids.tolist(), vectors, shares(ids).tolist(), strict=True)
         ]
         self.store.upsert(items, self.bundle)
 
