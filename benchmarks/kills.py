@@ -108,16 +108,10 @@ class Life:
 
     def _look(self, told: list[Any]) -> living.Row:
         """Compare the index with what its writer told before it was killed."""
-        state, running, acknowledged = self.state, None, 0
-        copies = {}
+        model = living.Told(self.state)
         for what, call in told:
-            if what == "begin":
-                running = call
-                if call["call"] == "snapshot":
-                    copies[call["name"]] = (state, told[-1][1] is not call)
-            else:
-                state, running, acknowledged = state.after(running), None, acknowledged + 1
-        states = [state] if running is None else [state, state.after(running)]
+            model.take(what, call)
+        states, running, copies = model.states, model.running, model.copies
         seed = self.random.randrange(1 << 40)
 
         def work(pipe: int) -> None:
@@ -129,14 +123,14 @@ class Life:
         which = found.get("which")
         row = {
             "call": running["call"] if running else "between calls",
-            "acknowledged": acknowledged,
+            "acknowledged": sum(what == "end" for what, _ in told),
             "wrong": found.get("wrong", [f"looking failed: {status} {lines}"]),
         }
         if which is None:
             return row | {"outcome": "wrong"}
         self.state = states[which]
         changed = len(states) == 2 and states[0] != states[1]
-        self.again = running if running and not which and running["call"] != "begin" else None
+        self.again = None if which else model.again
         outcome = ("there" if which else "not there") if changed else "same either way"
         return row | {"outcome": outcome}
 

@@ -246,6 +246,42 @@ class Writing:
 # Checking
 
 
+Copies = dict[str, tuple[State, bool]]
+"""What each snapshot holds, and whether it must be there."""
+
+
+class Told:
+    """What an index should hold after what its writer told: states that are right, and snapshots.
+
+    Attributes:
+        moments: of each thing that was told: when, the states that are right from then on, what
+            each snapshot holds and whether it must be there, and the call that runs.
+    """
+
+    def __init__(self, state: State, running: Call | None = None) -> None:
+        self.states, self.running, self.copies = [state], running, Copies()
+        self.moments = [(0, self.states, self.copies, running)]
+
+    @property
+    def again(self) -> Call | None:
+        """The call that ran, if it may be done again where it did not come about."""
+        return self.running if self.running and self.running["call"] != "begin" else None
+
+    def take(self, what: str, call: Any, when: int = 0) -> None:
+        """Take in what a process told."""
+        state = self.states[0]
+        if what == "begin":
+            self.states, self.running = [state, state.after(call)], call
+            if call["call"] == "snapshot":
+                self.copies = self.copies | {call["name"]: (state, False)}
+        else:
+            if self.running is not None and self.running["call"] == "snapshot" and what == "end":
+                self.copies = self.copies | {self.running["name"]: (state, True)}
+            self.states = [self.states[-1] if what == "end" else self.states[call]]
+            self.running = None
+        self.moments.append((when, self.states, self.copies, self.running))
+
+
 def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: int) -> list[str]:
     """Return in what an opened index differs from what it should hold."""
     wrong = []
@@ -323,7 +359,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 def check(
     folder: Path,
     states: list[State],
-    copies: dict[str, tuple[State, bool]],
+    copies: Copies,
     bundles: list[Bundle],
     seed: int,
 ) -> dict[str, Any]:

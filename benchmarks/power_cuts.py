@@ -41,8 +41,6 @@ LIVES, CALLS, CUTS = 3, 12, 40
 FAULTS = ("commits", "folders", "files")
 """What a store can be made not to sync, to see that it would be found out."""
 CREATE: living.Call = {"call": "create"}
-Copies = dict[str, tuple[living.State, bool]]
-"""What each snapshot holds, and whether it must be there."""
 
 
 # The process that is recorded
@@ -104,7 +102,7 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
         same = [not living.differences(writing.store, state, bundles, 0) for state in states]
         which = same.index(True)
         writing.state = states[which]
-        writing.first = known["running"] if which == 0 and known["again"] else None
+        writing.first = known["again"] if which == 0 else None
         writing.store._begin_to_write()
         tell("is", which)
     try:
@@ -118,49 +116,15 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
 # What it leaves
 
 
-class Told:
-    """What an index should hold at moments of a record.
-
-    Attributes:
-        moments: of each thing that was told: when, the states that are right from then on, what
-            each snapshot holds and whether it must be there, and the call that runs.
-    """
-
-    def __init__(self) -> None:
-        self.states = [living.State()]
-        self.running: living.Call | None = CREATE
-        self.copies: Copies = {}
-        self.moments: list[tuple[int, list[living.State], Copies, living.Call | None]] = []
-        self.moments.append((0, self.states, {}, CREATE))
-
-    def take(self, when: int, what: str, call: Any) -> None:
-        """Take in what a process told."""
-        if what == "begin":
-            self.running = call
-            self.states = self.states[:1]
-            if call != CREATE:
-                self.states = [self.states[0], self.states[0].after(call)]
-            if call["call"] == "snapshot":
-                self.copies = self.copies | {call["name"]: (self.states[0], False)}
-        else:
-            if self.running is not None and self.running["call"] == "snapshot" and what == "end":
-                self.copies = self.copies | {self.running["name"]: (self.states[0], True)}
-            self.states = [self.states[-1] if what == "end" else self.states[call]]
-            self.running = None
-        self.moments.append((when, self.states, self.copies, self.running))
-
-
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
-) -> tuple[Disk, Told]:
+) -> tuple[Disk, living.Told]:
     """Have processes make an index and work on it; return the record of it, and what they told."""
     root = folder / "disk"
     root.mkdir()
-    disk, told, draw = Disk(root), Told(), random.Random(seed)
+    disk, told, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
     for life in range(lives):
-        running = told.running
-        known = {"states": [vars(state) for state in told.states], "running": running}
-        known["again"] = running and running["call"] != "begin"
+        known = {"states": [vars(state) for state in told.states], "again": told.again}
         (folder / "states.json").write_text(json.dumps(known))
         words = ["--live", str(folder), str(seed + life), *([fault] if fault else [])]
         kill = None
@@ -173,7 +137,7 @@ def record(
         seen = len(disk.marks)
         disk.replay(folder / "trace", folder / "marks")
         for when, text in disk.marks[seen:]:
-            told.take(when, *json.loads(text))
+            told.take(*json.loads(text), when)
     return disk, told
 
 
@@ -193,7 +157,7 @@ def same(disk: Disk, folder: Path) -> list[str]:
 
 
 def cut(
-    disk: Disk, told: Told, bundles: list[Bundle], folder: Path, draw: random.Random
+    disk: Disk, told: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
     """Cut the power at a drawn moment of a drawn call; return what an index is like afterwards."""
     ends = [when for when, *_ in told.moments[1:]] + [disk.time]
@@ -222,7 +186,7 @@ def cut(
 def look(
     folder: Path,
     states: list[living.State],
-    copies: Copies,
+    copies: living.Copies,
     running: living.Call | None,
     bundles: list[Bundle],
     draw: random.Random,

@@ -18,10 +18,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,7 +41,6 @@ from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 from bench import RESULTS, arguments, page
 from living_model import conclude, system, unsound
-from soak_server import Server
 
 IDS = 150
 """Of each client: few enough that most writes meet an item that is there."""
@@ -197,6 +199,74 @@ class Worker:
             known, value = self.record.may_be(str(hit.id)), value_of(hit)
             if str(hit.id).startswith(f"{self.name}/") and value not in known:
                 self.wrong.append(f"a search found {hit.id} as {value}, and it may be {known}")
+
+
+class Server:
+    """A server of an index that is killed; what it writes goes to `log`."""
+
+    def __init__(self, index: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._index, self._log = index, log
+        self.processes = 1
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, processes: int) -> None:
+        """Start it; its clients wait for it by themselves."""
+        self.processes = processes
+        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index)]
+        line += ["--port", str(self.port), "--open", "admin", "--workers", "2"]
+        line += ["--processes", str(processes)]
+        with self._log.open("ab") as log:
+            folder = self._index.parent
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, cwd=folder)
+
+    def answers(self, end: float) -> None:
+        """Wait until it answers, or a time by `time.monotonic`."""
+        while time.monotonic() < end:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/livez", timeout=5),
+            ):
+                return
+            time.sleep(0.05)
+
+    def members(self) -> dict[int, int]:
+        """Return its processes' pids by number; decoders end by themselves."""
+        assert self.process is not None
+        found = {}
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                with suppress(OSError, IndexError, ValueError):
+                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                    if "--multiprocessing-fork" in words:
+                        found[len(found)] = int(pid)
+        return found
+
+    def kill(self) -> None:
+        """Kill all of it at once, and wait until all of it is gone."""
+        assert self.process is not None
+        pids = [*self.members().values(), self.process.pid]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(_runs(pid) for pid in pids):
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        """Have it end in good order; return its exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
