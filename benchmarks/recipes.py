@@ -29,6 +29,7 @@ computed once a set and cached; their time is added to each run that uses them.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import resource
@@ -110,10 +111,8 @@ def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[
     half = image.width / 2
     x, y = half - matrix @ (half + rng.normal(0, 0.03 * image.width, 2))
     (a, b), (c, d) = matrix.tolist()
-    moved = image.transform(
-        image.size, Image.Transform.AFFINE, (a, b, x, c, d, y), Image.Resampling.BILINEAR,
-        fillcolor=255,
-    )  # fmt: skip
+    place, smooth = (a, b, x, c, d, y), Image.Resampling.BILINEAR
+    moved = image.transform(image.size, Image.Transform.AFFINE, place, smooth, fillcolor=255)
     return np.asarray(moved.resize((size, size), Image.Resampling.BOX))
 
 
@@ -464,10 +463,7 @@ STUDENTS = "digits"
 
 def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
     """Yield set, split and recipe, the most important first."""
-    for name in sets:
-        for split in range(splits):
-            for title in CORE:
-                yield name, split, title
+    yield from itertools.product(sets, range(splits), CORE)
     for split in range(splits):
         for titles in (FURTHER, ("distilled student",)):
             for name in sets:
