@@ -87,7 +87,7 @@ def main() -> None:
             folder = options.output / f"{name}-{best}-{seed}"
             if not (folder / "evaluation-test.json").is_file():
                 evaluate(Run.open(folder), metrics=METRICS, baseline=name == options.learners[0])
-            figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
+            figures = json.loads((folder / "evaluation-test.json").read_text())["metrics"]
             rows[title].append(figures["trained"])
             rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []
     lines = [

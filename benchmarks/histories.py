@@ -37,7 +37,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.testing import make_bundle
 
 from bench import RESULTS, arguments, finish, markdown, page
-from living_model import Board
+from living_model import board_of
 
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
@@ -67,10 +67,6 @@ class Answer:
 
 BEGUN, ACKNOWLEDGED, STOP, READY = range(4)
 """Places on the board: operations, whether to stop, and from there on which processes read."""
-
-
-def board_of(folder: Path, processes: int) -> Any:
-    return Board(folder / "board", READY + processes).numbers
 
 
 @dataclass
@@ -136,7 +132,7 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
 
 def read_apart(folder: Path, number: int, processes: int, seed: int) -> list[Answer]:
     """Do the same in a process of its own."""
-    board = board_of(folder, processes)
+    board = board_of(folder / "board", READY + processes)
     with small_segments(), open_index(folder / "index", threads=1) as index:
         board[READY + number] = 1
         return read(index, board, seed)
@@ -241,7 +237,7 @@ def run(
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
     maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
     create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
-    board, history = board_of(folder, processes), list[Change]()
+    board, history = board_of(folder / "board", READY + processes), list[Change]()
     spawn = multiprocessing.get_context("spawn")
     with (
         small_segments(),

@@ -437,13 +437,11 @@ def kill_at_line(count: int) -> None:
     sys.settrace(called)
 
 
-class Board:
-    """Whole numbers that all processes see, in a file that they map."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(8 * size))
-        self.numbers = np.memmap(path, np.int64, "r+", shape=(size,))
+def board_of(path: Path, size: int) -> Any:
+    """Return whole numbers that all processes see, in a file that they map."""
+    if not path.exists():
+        path.write_bytes(bytes(8 * size))
+    return np.memmap(path, np.int64, "r+", shape=(size,))
 
 
 def unsound(index: Path) -> list[str]:

@@ -35,7 +35,7 @@ from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 
 from bench import RESULTS, arguments, page
-from living_model import Board, conclude, system, unsound
+from living_model import board_of, conclude, system, unsound
 from scaled_bundle import make_bundle
 
 WRITERS, READERS, GROUPS, SIZE, WIDTH = 4, 8, 3, 20, 8
@@ -45,9 +45,9 @@ BEGUN, ACKNOWLEDGED = range(2)
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def board_of(folder: Path) -> tuple[Any, Any]:
+def told(folder: Path) -> tuple[Any, Any]:
     """Return what was begun and what was acknowledged, of each group, and whether to stop."""
-    numbers = Board(folder / "board", 2 * WRITERS * GROUPS + 1).numbers
+    numbers = board_of(folder / "board", 2 * WRITERS * GROUPS + 1)
     return numbers[:-1].reshape(2, WRITERS, GROUPS), numbers[-1:]
 
 
@@ -64,7 +64,7 @@ def vectors_of(writer: int, group: int, state: int) -> Any:
 
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
-    drawn, (states, stop) = random.Random(seed), board_of(folder)
+    drawn, (states, stop) = random.Random(seed), told(folder)
     upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
@@ -113,7 +113,7 @@ def question(index: Index, states: Any, writer: int, group: int, query: Any) -> 
 
 def read(folder: Path, seed: int) -> tuple[int, list[str]]:
     """Search until told to stop; return how many answers there were, and what was wrong."""
-    drawn, (states, stop) = np.random.default_rng(seed), board_of(folder)
+    drawn, (states, stop) = np.random.default_rng(seed), told(folder)
     answers, wrong = 0, []
     with Index.open(folder / "index", threads=1) as index:
         while not stop[0]:
@@ -139,7 +139,7 @@ def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
     """Have processes write, and kill one repeatedly; return how often, and what was wrong."""
     drawn, wrong, kills = random.Random(seed), [], 0
     writers = [started(folder, number, seed + number) for number in range(WRITERS)]
-    states, stop = board_of(folder)
+    states, stop = told(folder)
     while not states[ACKNOWLEDGED].any(axis=1).all() and all(one.is_alive() for one in writers):
         time.sleep(0.1)
     end = time.monotonic() + seconds
@@ -164,7 +164,7 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """Do all of it in a folder; return the counts and the differences."""
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
-    states, stop = board_of(folder)
+    states, stop = told(folder)
     with Index.open(folder / "index", threads=1) as index:  # filters know their field from now on
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})
