@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import io
 import json
+import multiprocessing
 import re
 import socket
 import statistics
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,30 +173,39 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
     return np.ascontiguousarray(array)[None]
 
 
-def run_by_hand(task: Task) -> None:
-    """Search for as many seconds as each line of standard input says; print CPU ms a query."""
+@functools.cache
+def by_hand(task: Task) -> tuple[Any, Callable[[Any], Any], list[Any]]:
+    """Return FAISS's index, the encoder of a query, and the queries."""
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
-    queries: list[Any] = task.queries()
-    encode: Callable[[Any], Any] = lambda vector: vector[None]  # noqa: E731
     if task.bundle is None:
-        queries = [np.array(json.loads(query), np.float32) for query in queries]
-    else:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        session = onnxruntime.InferenceSession(task.bundle / "encoder.onnx", options)
-        said = json.loads((task.bundle / "manifest.json").read_text())["input"]["preprocessing"]
-        given = session.get_inputs()[0].name
-        encode = lambda image: session.run(["vector"], {given: pixels(image, said)})[0]  # noqa: E731
-    found = [int(index.search(encode(query), 1)[1][0, 0]) for query in queries[:20]]
-    print(json.dumps([f"{row:07}" for row in found]), flush=True)
-    for line in sys.stdin:
-        end, count, cpu = time.monotonic() + float(line), 0, time.process_time()
-        while time.monotonic() < end:
-            index.search(encode(queries[count % len(queries)]), K)
-            count += 1
-        print(1000 * (time.process_time() - cpu) / count, flush=True)
+        queries = [np.array(json.loads(query), np.float32) for query in task.queries()]
+        return index, lambda vector: vector[None], queries
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(task.bundle / "encoder.onnx", options)
+    manifest = json.loads((task.bundle / "manifest.json").read_text())["input"]["preprocessing"]
+    name = session.get_inputs()[0].name
+    encode = lambda image: session.run(["vector"], {name: pixels(image, manifest)})[0]  # noqa: E731
+    return index, encode, task.queries()
+
+
+def nearest_by_hand(task: Task) -> list[str]:
+    """Return the ids nearest to the first queries."""
+    one_thread()
+    index, encode, queries = by_hand(task)
+    return [f"{int(index.search(encode(query), 1)[1][0, 0]):07}" for query in queries[:20]]
+
+
+def cpu_by_hand(task: Task, seconds: float) -> float:
+    """Search in a loop for so long; return CPU milliseconds a query."""
+    index, encode, queries = by_hand(task)
+    end, count, cpu = time.monotonic() + seconds, 0, time.process_time()
+    while time.monotonic() < end:
+        index.search(encode(queries[count % len(queries)]), K)
+        count += 1
+    return 1000 * (time.process_time() - cpu) / count
 
 
 def run_bare() -> None:
@@ -221,8 +233,7 @@ def run_bare() -> None:
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run Python in a process of its own; yield it and the first line that it prints."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, *words], text=True, **pipes)  # type: ignore[call-overload]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -283,12 +294,10 @@ def measure(
     task = TASKS[name](work)
     requests, found = task.requests(), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
-        contestant = (__file__, "--contestant")
-        by_hand = (*contestant, "hand", "--only", name, "--work", str(work))
-        hand, line = stack.enter_context(started(*by_hand))
-        expected = json.loads(line)
+        hand = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        expected = hand.submit(nearest_by_hand, task).result()
         serve = ("-m", "retrieval.cli", "serve", str(task.folder / "index"), "--port", "0")
-        servers = {"`retrieval serve`": serve, "bare ASGI application": (*contestant, "bare")}
+        servers = {"`retrieval serve`": serve, "bare ASGI application": (__file__, "--bare")}
         running = {}
         for title, words in servers.items():
             process, line = stack.enter_context(started(*words))
@@ -300,10 +309,8 @@ def measure(
         same = sum(nearest(port, one) == id for one, id in zip(requests, expected, strict=False))
         assert same >= 0.9 * len(expected), f"only {same} of {len(expected)} answers are as by hand"
         for _ in range(rounds):
-            assert hand.stdin is not None and hand.stdout is not None
-            hand.stdin.write(f"{seconds}\n")
-            hand.stdin.flush()
-            found.setdefault("by hand", []).append({"cpu": float(hand.stdout.readline())})
+            cpu = hand.submit(cpu_by_hand, task, seconds).result()
+            found.setdefault("by hand", []).append({"cpu": cpu})
             for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
                     before = cpu_of(process)
@@ -353,15 +360,13 @@ def main() -> None:
     parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contestant", choices=["hand", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     one_thread()
     options.work.mkdir(parents=True, exist_ok=True)
     tasks = {name: make for name, make in TASKS.items() if not options.only or options.only in name}
-    if options.contestant == "bare":
+    if options.bare:
         run_bare()
-    elif options.contestant == "hand":
-        run_by_hand(next(iter(tasks.values()))(options.work))
     else:
         took = {
             name: measure(name, options.work, options.seconds, options.rounds) for name in tasks
