@@ -357,11 +357,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 
 
 def check(
-    folder: Path,
-    states: list[State],
-    copies: Copies,
-    bundles: list[Bundle],
-    seed: int,
+    folder: Path, states: list[State], copies: Copies, bundles: list[Bundle], seed: int
 ) -> dict[str, Any]:
     """Return which of some states an index is in, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:

@@ -368,11 +368,7 @@ PAGES = {
         "anml-findings": anml_findings,
     },
     "daml.md": {"daml-real": daml_real},
-    "oahu.md": {
-        "oahu-searches": oahu_searches,
-        "oahu-warm": oahu_warm,
-        "oahu-itself": oahu_itself,
-    },
+    "oahu.md": {"oahu-searches": oahu_searches, "oahu-warm": oahu_warm, "oahu-itself": oahu_itself},
     "recipes.md": recipes.BLOCKS,
 }
 
