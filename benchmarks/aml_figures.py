@@ -16,14 +16,10 @@ paper's figure is on MNIST; here are scikit-learn's digits and two UCI sets. Nee
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,7 +30,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import arguments, error, save_figure
+from bench import DOCS, arguments, error, one_thread, save_figure
 from retrieval_aml import AML, GMML
 from uci import load
 
@@ -51,10 +47,8 @@ def two_classes(path: Path) -> None:
     spread = np.linalg.qr(random.normal(size=(10, 10)))[0] * random.uniform(0.4, 1.4, 10)
 
     def draw(apart: float) -> Floats:
-        drawn: Floats = random.normal(size=(200, 10)) @ spread.T + np.outer(
-            (y - 0.5) * apart, direction
-        )
-        return drawn
+        drawn: Floats = random.normal(size=(200, 10)) @ spread.T
+        return drawn + np.outer((y - 0.5) * apart, direction)
 
     train, test = draw(4.0), draw(1.5)
     gmml, aml = GMML().fit(train, y), AML().fit(train, y)
@@ -64,13 +58,13 @@ def two_classes(path: Path) -> None:
 
     figure, axes = plt.subplots(2, 3, figsize=(9, 5.6), layout="constrained")
     plane = PCA(2).fit(train)
-    for axis, items, title in (
-        (axes[0, 0], train, "training items, adversarial pairs"),
-        (axes[1, 0], test, "test items"),
-    ):
-        flat = plane.transform(items)
-        axis.scatter(*flat.T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8)
+
+    def scatter(axis: Any, items: Floats, title: str) -> None:
+        axis.scatter(*plane.transform(items).T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8)
         axis.set_title(title, fontsize=9)
+
+    scatter(axes[0, 0], train, "training items, adversarial pairs")
+    scatter(axes[1, 0], test, "test items")
     crosses = plane.transform(points.reshape(-1, 10))
     axes[0, 0].scatter(*crosses.T, c=COLOURS[y[chosen.reshape(-1)]], marker="x", s=22, linewidths=1)
     for column, (name, learner) in enumerate((("GMML", gmml), ("AML", aml)), start=1):
@@ -78,10 +72,7 @@ def two_classes(path: Path) -> None:
         plane = PCA(2).fit(codes)
         wrong = error(codes, y, codes, y, own=True), error(codes, y, others, y)
         for row, (items, part) in enumerate(((codes, "training"), (others, "test"))):
-            axes[row, column].scatter(
-                *plane.transform(items).T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8
-            )
-            axes[row, column].set_title(f"{name}, {part}: 5-NN error {wrong[row]:.3f}", fontsize=9)
+            scatter(axes[row, column], items, f"{name}, {part}: 5-NN error {wrong[row]:.3f}")
     for axis in axes.flat:
         axis.set_xticks([])
         axis.set_yticks([])
@@ -96,67 +87,57 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
         yield name, *load(name)
 
 
+def both_errors(learner: Any, train: Floats, labels: Any, test: Floats, truth: Any) -> list[float]:
+    """Return a learner's error on the training part, each item left out, and on the test part."""
+    codes = learner.fit(train, labels).transform(train)
+    seen = error(codes, labels, codes, labels, own=True)
+    return [seen, error(codes, labels, learner.transform(test), truth)]
+
+
+def curves(x: Floats, y: Any) -> tuple[Floats, Floats]:
+    """Return the errors of AML (α or β, value, part) and of GMML (part), means over five splits."""
+    errors, plain = np.zeros((5, 2, len(GRID), 2)), np.zeros((5, 2))
+    for split in range(5):
+        train, test, labels, truth = train_test_split(x, y, test_size=0.2, random_state=split)
+        scale = StandardScaler().fit(train)
+        parts = (scale.transform(train), labels, scale.transform(test), truth)
+        plain[split] = both_errors(GMML(), *parts)
+        for i, value in enumerate(GRID):
+            errors[split, 0, i] = both_errors(AML(value, 1.0), *parts)
+            errors[split, 1, i] = both_errors(AML(1.0, value), *parts)
+    return errors.mean(0), plain.mean(0)
+
+
 def sensitivity(path: Path) -> None:
     figure, axes = plt.subplots(
         2, 3, figsize=(9, 5.2), layout="constrained", sharex=True, sharey="col"
     )
     for column, (name, x, y) in enumerate(sets()):
-        errors = np.zeros((2, len(GRID), 5, 2))
-        plain = np.zeros((5, 2))
-        for split in range(5):
-            train, test, labels, truth = train_test_split(x, y, test_size=0.2, random_state=split)
-            scale = StandardScaler().fit(train)
-            train, test = scale.transform(train), scale.transform(test)
-
-            def measured(
-                learner: Any,
-                train: Floats = train,
-                test: Floats = test,
-                labels: Any = labels,
-                truth: Any = truth,
-            ) -> tuple[float, float]:
-                codes = learner.fit(train, labels).transform(train)
-                seen = error(codes, labels, codes, labels, own=True)
-                return seen, error(codes, labels, learner.transform(test), truth)
-
-            plain[split] = measured(GMML())
-            for i, value in enumerate(GRID):
-                errors[0, i, split] = measured(AML(value, 1.0))
-                errors[1, i, split] = measured(AML(1.0, value))
+        errors, plain = curves(x, y)
         for row, letter in enumerate("αβ"):
             axis = axes[row, column]
-            for part, (title, colour) in enumerate(
-                (("training", COLOURS[0]), ("test", COLOURS[1]))
-            ):
-                axis.plot(
-                    GRID,
-                    errors[row, :, :, part].mean(1),
-                    "o-",
-                    ms=3,
-                    c=colour,
-                    label=f"AML, {title}",
-                )
-                axis.axhline(plain[:, part].mean(), ls=":", c=colour, label=f"GMML, {title}")
+            for part, title in enumerate(("training", "test")):
+                line = {"c": COLOURS[part], "label": f"AML, {title}"}
+                axis.plot(GRID, errors[row, :, part], "o-", ms=3, **line)
+                axis.axhline(plain[part], ls=":", c=COLOURS[part], label=f"GMML, {title}")
             axis.set_xscale("log")
             axis.set_xlabel(f"{letter} ({'β' if letter == 'α' else 'α'} = 1)", fontsize=9)
             axis.tick_params(labelsize=8, labelbottom=True)
         axes[0, column].set_title(name, fontsize=10)
-        axes[0, column].set_ylim(0, 1.2 * max(errors.mean(2).max(), plain.mean(0).max()))
-        spread = errors[..., 1].mean(2)
-        print(
-            f"{name}: test error of GMML {plain[:, 1].mean():.4f}, of AML {spread.min():.4f} to"
-            f" {spread.max():.4f}"
-        )
+        axes[0, column].set_ylim(0, 1.2 * max(errors.max(), plain.max()))
+        low, high = errors[..., 1].min(), errors[..., 1].max()
+        print(f"{name}: test error of GMML {plain[1]:.4f}, of AML {low:.4f} to {high:.4f}")
     axes[0, 0].legend(fontsize=7)
-    axes[0, 0].set_ylabel("5-NN error", fontsize=9)
-    axes[1, 0].set_ylabel("5-NN error", fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("5-NN error", fontsize=9)
     save_figure(figure, path)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "docs")
+    parser.add_argument("--folder", type=Path, default=DOCS)
     folder = parser.parse_args().folder
+    one_thread()
     plt.switch_backend("agg")
     warnings.simplefilter("ignore", ConvergenceWarning)
     two_classes(folder / "aml_two_classes.png")

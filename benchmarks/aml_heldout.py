@@ -19,14 +19,9 @@ differences are what can be taken as independent.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import warnings
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +29,11 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import append, arguments, error, half_width, markdown, read_lines
+import bench
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-RESULT = Path(__file__).parent / "results" / "aml_heldout.md"
-KEPT = RESULT.parent / "raw" / "aml_heldout.jsonl"
 SPLITS, TRAIN, TEST, FEW = 5, 1000, 1500, 10
 TS = (0.1, 0.2, 0.3, 0.5, 0.7)
 METHODS = {
@@ -67,10 +60,8 @@ def candidates(method: str) -> list[Any]:
     from retrieval_anml import LANML
 
     if method == "gmml_tuned":
-        return [
-            GMML(t, regularization=weight)
-            for t, weight in itertools.product(TS, (0.0, 0.01, 0.1, 1.0))
-        ]
+        weights = (0.0, 0.01, 0.1, 1.0)
+        return [GMML(t, regularization=weight) for t, weight in itertools.product(TS, weights)]
     if method == "aml_tuned":
         settings = ((1.0, 1.0), (10.0, 1.0), (10.0, 10.0), (100.0, 1.0))
         return [AML(alpha, beta, t=t) for t, (alpha, beta) in itertools.product(TS, settings)]
@@ -82,9 +73,9 @@ def candidates(method: str) -> list[Any]:
 def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) -> float:
     """Return the error of a learner that is fitted on x."""
     if learner is None:
-        return error(x, y, test, truth)
+        return bench.error(x, y, test, truth)
     learner.fit(x, y)
-    return error(learner.transform(x), y, learner.transform(test), truth)
+    return bench.error(learner.transform(x), y, learner.transform(test), truth)
 
 
 def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Ints]:
@@ -94,117 +85,104 @@ def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Int
     x, y = items(name)
     x, test, y, truth = train_test_split(x, y, test_size=0.3, random_state=split, stratify=y)
     if size == "few":
-        chosen = np.concatenate([np.flatnonzero(y == c)[:FEW] for c in np.unique(y)])
-        x, y = x[chosen], y[chosen]
+        rows = np.concatenate([np.flatnonzero(y == c)[:FEW] for c in np.unique(y)])
+        x, y = x[rows], y[rows]
     elif len(x) > TRAIN:
         x, _, y, _ = train_test_split(x, y, train_size=TRAIN, random_state=split, stratify=y)
     scale = StandardScaler().fit(x)
     return scale.transform(x), y, scale.transform(test[:TEST]), truth[:TEST]
 
 
-def measure() -> None:
-    """Run what is missing, split by split; keep each set at once."""
-    from warm_sets import EVALUATION
+def measure(name: str, split: int, size: str) -> dict[str, Any]:
+    """Return the error of each method on a split of a set."""
+    started = time.process_time()
+    x, y, test, truth = part_of(name, split, size)
+    folds = list(StratifiedKFold(3, shuffle=True, random_state=0).split(x, y))
+    row: dict[str, Any] = {"set": name, "split": split, "size": size, "items": len(x)}
+    for method in METHODS:
+        learners = candidates(method)
+        best = 0
+        if len(learners) > 1:
+            scores = [
+                sum(fitted_error(learner, x[i], y[i], x[o], y[o]) for i, o in folds)
+                for learner in learners
+            ]
+            best = int(np.argmin(scores))
+        row[method] = fitted_error(learners[best], x, y, test, truth)
+        row[f"{method}_chosen"] = " ".join(str(learners[best]).split())
+    return row | {"seconds": round(time.process_time() - started, 1)}
 
-    warnings.simplefilter("ignore", ConvergenceWarning)
-    done = {(row["set"], row["split"], row["size"]) for row in read_lines(KEPT)}
-    for split, name, size in itertools.product(range(SPLITS), EVALUATION, ("few", "all")):
-        if (name, split, size) in done:
-            continue
-        started = time.process_time()
-        x, y, test, truth = part_of(name, split, size)
-        folds = list(StratifiedKFold(3, shuffle=True, random_state=0).split(x, y))
-        row: dict[str, Any] = {"set": name, "split": split, "size": size, "items": len(x)}
-        for method in METHODS:
-            found = candidates(method)
-            best = 0
-            if len(found) > 1:
-                scores = [
-                    sum(fitted_error(one, x[i], y[i], x[o], y[o]) for i, o in folds)
-                    for one in found
-                ]
-                best = int(np.argmin(scores))
-            row[method] = fitted_error(found[best], x, y, test, truth)
-            row[f"{method}_chosen"] = " ".join(str(found[best]).split())
-        row["seconds"] = round(time.process_time() - started, 1)
-        append(KEPT, row)
+
+def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str, str]:
+    """Return the errors at one size in %, and the differences of methods."""
+    means = {
+        name: {
+            m: 100 * np.mean([r[m] for r in bench.chosen(rows, set=name, size=size)])
+            for m in METHODS
+        }
+        for name in sets
+    }
+    body = [[name, *(f"{means[name][m]:.1f}" for m in METHODS)] for name in sets]
+    body.append(["**mean**", *(f"{np.mean([means[n][m] for n in sets]):.1f}" for m in METHODS)])
+    compared = []
+    for one, other in PAIRS:
+        gaps = {name: means[name][one] - means[name][other] for name in sets}
+        every, fresh = list(gaps.values()), [gap for name, gap in gaps.items() if name not in SEEN]
+        spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
+        better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
+        span = f"{min(every):+.1f} … {max(every):+.1f}"
+        compared.append([f"{METHODS[one]} − {METHODS[other]}", *spans, better, span])
+    head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
+    head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
+    return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """Return the page."""
     sets = list(dict.fromkeys(row["set"] for row in rows))
-    splits = 1 + max(row["split"] for row in rows)
-    whole = [
+    splits = [
         split
-        for split in range(splits)
-        if all(
-            any((r["set"], r["split"], r["size"]) == (name, split, size) for r in rows)
-            for name in sets
-            for size in ("few", "all")
-        )
+        for split in range(1 + max(row["split"] for row in rows))
+        if len(bench.chosen(rows, split=split)) == 2 * len(sets)
     ]
-    rows = [row for row in rows if row["split"] in whole]
-    lines = [
-        "# AML, GMML and LANML⁺ on held-out sets",
-        "",
-        (
-            "`python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in"
-            f" %, {len(whole)} random split{'s' if len(whole) > 1 else ''}; {len(sets)} sets chosen"
-            f" by a rule, of which {', '.join(SEEN)}"
-        ),
-        (
-            "had been measured for Table 1 before. Differences are paired by split, averaged over"
-            " splits, and ± is Student's 95 % interval over sets."
-        ),
-        "",
-    ]
-    for size, title in (
-        ("all", "All of the training part (at most 1,000 items)"),
-        ("few", "Ten items of each class"),
-    ):
-        means = {
-            name: {
-                m: 100 * np.mean([r[m] for r in rows if (r["set"], r["size"]) == (name, size)])
-                for m in METHODS
-            }
-            for name in sets
-        }
-        body = [[name, *(f"{means[name][m]:.1f}" for m in METHODS)] for name in sets]
-        body.append(["**mean**", *(f"{np.mean([means[n][m] for n in sets]):.1f}" for m in METHODS)])
-        lines += [f"## {title}", "", markdown(["", *METHODS.values()], body), ""]
-        compared = []
-        for one, other in PAIRS:
-            gaps = {name: means[name][one] - means[name][other] for name in sets}
-            fresh = [gap for name, gap in gaps.items() if name not in SEEN]
-            compared.append(
-                [
-                    f"{METHODS[one]} − {METHODS[other]}",
-                    f"{np.mean(list(gaps.values())):+.2f} ± {half_width(list(gaps.values())):.2f}",
-                    f"{np.mean(fresh):+.2f} ± {half_width(fresh):.2f}",
-                    f"{sum(gap < 0 for gap in gaps.values())} of {len(sets)}",
-                    f"{min(gaps.values()):+.1f} … {max(gaps.values()):+.1f}",
-                ]
-            )
-        head = [
-            "difference in error, points (below 0: the first is better)",
-            f"all {len(sets)} sets",
-            f"the {len(sets) - len(SEEN)} not in Table 1",
-            "sets where the first is better",
-            "range",
-        ]
-        lines += [markdown(head, compared), ""]
+    rows = [row for row in rows if row["split"] in splits]
+    whole, few = (tables(rows, sets, size) for size in ("all", "few"))
     minutes = sum(row["seconds"] for row in rows) / 60
-    lines += [f"Measured in {minutes:.0f} minutes of one CPU thread.", ""]
-    return "\n".join(lines)
+    return bench.page(f"""
+        # AML, GMML and LANML⁺ on held-out sets
+
+        `python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in %,
+        {len(splits)} random split{"s" if len(splits) > 1 else ""}; {len(sets)} sets chosen by a
+        rule, of which {", ".join(SEEN)} had been measured for Table 1 before. Differences are
+        paired by split, averaged over splits, and ± is Student's 95 % interval over sets.
+
+        ## All of the training part (at most 1,000 items)
+
+        {whole[0]}
+
+        {whole[1]}
+
+        ## Ten items of each class
+
+        {few[0]}
+
+        {few[1]}
+
+        Measured in {minutes:.0f} minutes of one CPU thread.
+    """)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--write", action="store_true", help="run nothing")
-    if not parser.parse_args().write:
-        measure()
-    rows = read_lines(KEPT)
-    RESULT.write_text(render(rows), encoding="utf-8")
+    options = bench.resume_arguments(__doc__).parse_args()
+    bench.one_thread()
+    warnings.simplefilter("ignore", ConvergenceWarning)
+    kept = bench.Kept("aml_heldout", options, ("set", "split", "size"))
+    names: tuple[str, ...] = ()
+    if not options.write:  # the packages of the sets are needed to measure alone
+        from warm_sets import EVALUATION as names
+    jobs = itertools.product(range(SPLITS), names, ("few", "all"))
+    for name, split, size in kept.missing((name, split, size) for split, name, size in jobs):
+        kept.add(measure(name, split, size))
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,9 @@ at .5. ITML and LMNN are metric-learn's.
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +24,9 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from bench import arguments, interval, markdown, read_lines, save_figure
+import bench
 
 Floats = NDArray[np.float64]
-RESULT = Path(__file__).parent / "results" / "aml_roc.md"
-KEPT = RESULT.parent / "raw" / "aml_roc.jsonl"
-PICTURE = Path(__file__).parents[1] / "docs" / "aml_roc.png"
 REPEATS, PAIRS = 5, 10_000
 TS = (0.1, 0.2, 0.3, 0.5, 0.7)
 
@@ -57,10 +48,8 @@ def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
     a, b = random.integers(0, len(y), (2, 60 * PAIRS))
     a, b = a[a != b], b[a != b]
     same = y[a] == y[b]
-    chosen = np.concatenate(
-        [np.flatnonzero(same)[: PAIRS // 2], np.flatnonzero(~same)[: PAIRS // 2]]
-    )
-    return a[chosen], b[chosen], same[chosen]
+    rows = np.concatenate([np.flatnonzero(side)[: PAIRS // 2] for side in (same, ~same)])
+    return a[rows], b[rows], same[rows]
 
 
 def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
@@ -84,80 +73,59 @@ def best_t(x: Floats, y: Any, classes: Any) -> float:
     return max(TS, key=total.__getitem__)
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return AUC of each set, repeat and method; with the first repeat's curves."""
+def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any]]:
+    """Yield the AUC of each method; of the first repeat with its curve."""
     from retrieval_aml import AML, GMML
     from retrieval_metric_learn.learners import ITML, LMNN
 
-    warnings.simplefilter("ignore")
-    rows = []
-    for name, x, y in sets():
-        for repeat in range(REPEATS):
-            classes = np.random.default_rng(repeat).permutation(10)[:5]
-            seen = np.isin(y, classes)
-            z = PCA(64, random_state=0).fit(x[seen]).transform(x) if name != "digits" else x
-            t = best_t(z, y, classes)
-            learners = {
-                "Euclid": None,
-                "GMML, t = .5": GMML(regularization=1e-3),
-                "AML, α = β = 1": AML(regularization=1e-3),
-                "GMML, t tuned": GMML(t, regularization=1e-3),
-                "AML_t, the same t": AML(t=t, regularization=1e-3),
-                "LMNN": LMNN(3, max_iter=200),
-                "ITML": ITML(max_iter=100),
-            }
-            for method, learner in learners.items():
-                if learner is not None:
-                    learner.fit(z[seen], y[seen])
-                auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
-                row: dict[str, Any] = {
-                    "set": name,
-                    "repeat": repeat,
-                    "method": method,
-                    "t": t,
-                    "auc": auc,
-                }
-                if not repeat:
-                    at = np.linspace(0, len(false) - 1, 100).astype(int)
-                    row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
-                rows.append(row)
-                print({k: v for k, v in row.items() if k != "curve"}, flush=True)
-    return rows
+    classes = np.random.default_rng(repeat).permutation(10)[:5]
+    seen = np.isin(y, classes)
+    z = PCA(64, random_state=0).fit(x[seen]).transform(x) if name != "digits" else x
+    t = best_t(z, y, classes)
+    learners = {
+        "Euclid": None,
+        "GMML, t = .5": GMML(regularization=1e-3),
+        "AML, α = β = 1": AML(regularization=1e-3),
+        "GMML, t tuned": GMML(t, regularization=1e-3),
+        "AML_t, the same t": AML(t=t, regularization=1e-3),
+        "LMNN": LMNN(3, max_iter=200),
+        "ITML": ITML(max_iter=100),
+    }
+    for method, learner in learners.items():
+        if learner is not None:
+            learner.fit(z[seen], y[seen])
+        auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
+        row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
+        if not repeat:
+            at = np.linspace(0, len(false) - 1, 100).astype(int)
+            row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
+        yield row
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """Return the page."""
     names, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("set", "method"))
 
     def auc(name: str, method: str) -> list[float]:
         return [row["auc"] for row in rows if (row["set"], row["method"]) == (name, method)]
 
-    body = [[name, *(interval(auc(name, method)) for method in methods)] for name in names]
+    body = [[name, *(bench.interval(auc(name, method)) for method in methods)] for name in names]
     gaps = []
     for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
-        cells = [
-            interval(np.subtract(auc(name, one), auc(name, other)).tolist(), 4, sign=True)
-            for name in names
-        ]
+        pairs = [np.subtract(auc(name, one), auc(name, other)).tolist() for name in names]
+        cells = [bench.interval(pair, 4, sign=True) for pair in pairs]
         gaps.append([f"{one} less {other}", *cells])
-    return "\n".join(
-        [
-            "# Verification of pairs (Figure 4 of AML)",
-            "",
-            (
-                "`python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five"
-                " classes that were not learned from; mean ± Student's 95 % interval over five"
-                " choices of classes."
-            ),
-            "",
-            markdown(["", *methods], body),
-            "",
-            "Paired by choice of classes:",
-            "",
-            markdown(["", *names], gaps),
-            "",
-        ]
-    )
+    return bench.page(f"""
+        # Verification of pairs (Figure 4 of AML)
+
+        `python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that
+        were not learned from; mean ± Student's 95 % interval over five choices of classes.
+
+        {bench.markdown(["", *methods], body)}
+
+        Paired by choice of classes:
+
+        {bench.markdown(["", *names], gaps)}
+    """)
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
@@ -176,18 +144,22 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.tick_params(labelsize=7)
         axis.legend(fontsize=6)
     axes[0].set_ylabel("true positives", fontsize=8)
-    save_figure(figure, PICTURE)
+    bench.save_figure(figure, bench.DOCS / "aml_roc.png")
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--write", action="store_true", help="run nothing: from what is kept")
-    if not parser.parse_args().write:
-        rows = measure()
-        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    rows = read_lines(KEPT)
-    RESULT.write_text(render(rows), encoding="utf-8")
-    draw(rows)
+    options = bench.resume_arguments(__doc__).parse_args()
+    bench.one_thread()
+    warnings.simplefilter("ignore")
+    kept = bench.Kept("aml_roc", options, ("set", "repeat"))
+    data = {} if options.write else {name: (x, y) for name, x, y in sets()}
+    jobs = ((name, repeat) for name in data for repeat in range(REPEATS))
+    for name, repeat in kept.missing(jobs):
+        for row in list(measure(name, *data[name], repeat)):
+            kept.add(row)
+    kept.finish(render(kept.rows))
+    if not options.fresh:
+        draw(kept.rows)
 
 
 if __name__ == "__main__":

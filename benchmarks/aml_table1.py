@@ -20,14 +20,10 @@ means, raw features. 5 splits (1 for letter).
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +31,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from bench import Kept, error, markdown, resume_arguments
+from bench import Kept, chosen, error, markdown, one_thread, page, resume_arguments
 from published import published
 from retrieval_aml import AML, GMML
 from retrieval_metric_learn.learners import ITML
@@ -43,7 +39,7 @@ from uci import load
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
+Row = dict[str, Any]
 SETS = ("breast", "vehicle", "german", "segment", "letter")
 METHODS = {
     "euclid": "Euclid",
@@ -55,7 +51,6 @@ METHODS = {
     "itml": "ITML",
 }
 PAPER = "aml_table_1"
-TARGETS = {"vehicle": 0.235, "segment": 0.05, "german": 0.295, "breast": 0.035}
 READINGS: dict[str, tuple[bool, dict[str, Any]]] = {
     "standardised, all pairs, means": (True, {}),
     "standardised, sampled pairs, means": (True, {"n_pairs": "paper"}),
@@ -80,9 +75,7 @@ def candidates(method: str) -> list[Any]:
     if method == "aml_t":
         return [AML(t=t) for t in TS]
     if method == "aml_ab":
-        return [
-            AML(*values) for values in itertools.product((0.01, 0.1, 1.0, 10.0, 100.0), repeat=2)
-        ]
+        return [AML(*pair) for pair in itertools.product((0.01, 0.1, 1.0, 10.0, 100.0), repeat=2)]
     return [{"gmml": GMML(), "aml": AML(), "itml": ITML(max_iter=100)}.get(method)]
 
 
@@ -138,140 +131,121 @@ def measure_grid(name: str, reading: str, number: int) -> dict[str, Any]:
 
 
 def wanted(sets: list[str]) -> Iterator[tuple[str, str, int]]:
-    for name in sets:
-        for method in METHODS:
-            count = 20
-            if name == "letter":
-                count = 0 if method == "itml" else 5
-            for number in range(count):
-                yield name, method, number
-    for name in sets:
-        for reading in READINGS:
-            if name != "letter" or reading == next(iter(READINGS)):
-                for number in range(1 if name == "letter" else 5):
-                    yield name, f"grid: {reading}", number
+    for name, method in itertools.product(sets, METHODS):
+        count = 20 if name != "letter" else 5 * (method != "itml")
+        yield from ((name, method, number) for number in range(count))
+    for name, reading in itertools.product(sets, READINGS):
+        count = 5 if name != "letter" else int(reading == next(iter(READINGS)))
+        yield from ((name, f"grid: {reading}", number) for number in range(count))
 
 
 def short(value: float) -> str:
     return f"{value:.3f}".removeprefix("0")
 
 
-def render(rows: list[dict[str, Any]]) -> str:
-    def errors(name: str, method: str, splits: int = 99) -> list[float]:
-        chosen = [row for row in rows if (row["set"], row["method"]) == (name, method)]
-        return [row["error"] for row in chosen if row["split"] < splits]
-
-    def cell(name: str, method: str) -> str:
-        values = errors(name, method)
-        return f"{short(np.mean(values))} ± {short(np.std(values))}" if values else "–"
-
-    names = [name for name in SETS if any(row["set"] == name for row in rows)]
-    lines = [
-        "# Table 1 of Adversarial Metric Learning, measured",
-        "",
-        (
-            "Error of 5-nearest-neighbour classification, mean ± standard deviation over random"
-            " 80/20 splits: 20 (letter 5). Every choice is"
-        ),
-        ("made on the training part. `python benchmarks/aml_table1.py` states the protocol."),
-        "",
-        markdown(
-            ["", *METHODS.values()], [[name, *(cell(name, m) for m in METHODS)] for name in names]
-        ),
-        "",
-        (
-            "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same"
-            " splits:"
-        ),
-        "",
-    ]
-    head = (
-        "GMML",
-        "AML",
-        "ITML",
-        "paper: AML − GMML",
-        "ours: AML − GMML(.5)",
-        "ours: AML, α, β tuned",
-        "ours: AML_t − GMML, t tuned",
-    )
-    compared = []
+def measured_errors(rows: list[Row], names: list[str]) -> str:
+    lines = []
     for name in names:
-        printed = {title: published(PAPER, name, title) for title in head[:3]}
+        columns = [[row["error"] for row in chosen(rows, set=name, method=m)] for m in METHODS]
+        lines.append(
+            [name, *(f"{short(np.mean(c))} ± {short(np.std(c))}" if c else "–" for c in columns)]
+        )
+    return markdown(["", *METHODS.values()], lines)
+
+
+def beside_paper(rows: list[Row], names: list[str]) -> str:
+    """Return the paper's figures, and differences of ours on the same splits."""
+    lines = []
+    pairs = {"ours: AML − GMML(.5)": ("aml", "gmml"), "ours: AML, α, β tuned": ("aml_ab", "gmml")}
+    pairs["ours: AML_t − GMML, t tuned"] = ("aml_t", "gmml_t")
+    for name in names:
+        printed = {title: published(PAPER, name, title) for title in ("GMML", "AML", "ITML")}
         cells = [*map(short, printed.values()), f"{printed['AML'] - printed['GMML']:+.3f}"]
-        for one, other in (("aml", "gmml"), ("aml_ab", "gmml"), ("aml_t", "gmml_t")):
-            difference = np.array(errors(name, one)) - np.array(errors(name, other))
-            spread = difference.std(ddof=1) / np.sqrt(len(difference))
-            cells.append(f"{difference.mean():+.3f} ± {spread:.3f}")
-        compared.append([name, *cells])
-    lines += [markdown(["", *head], compared)]
-    lines += ["", "(± in the last three columns is the standard error of the mean difference.)", ""]
-    lines += [
-        "## Does any α, β help?",
-        "",
-        (
-            "The whole grid {10⁻³, …, 10³}² judged on the *test* part, on the first 5 splits"
-            " (letter 1), under other readings of the paper."
-        ),
-        (
-            "`best pair` is the least mean error that one α, β for all splits reaches; `best in"
-            " each split` takes another one for every split."
-        ),
-        "Both are too good by construction, more so the second.",
-        "",
-    ]
-    fits = converged = 0
-    tried = []
+        for pair in pairs.values():
+            one, other = (
+                np.array([row["error"] for row in chosen(rows, set=name, method=m)]) for m in pair
+            )
+            spread = (one - other).std(ddof=1) / np.sqrt(len(one))
+            cells.append(f"{(one - other).mean():+.3f} ± {spread:.3f}")
+        lines.append([name, *cells])
+    return markdown(["", "GMML", "AML", "ITML", "paper: AML − GMML", *pairs], lines)
+
+
+def grids(rows: list[Row], names: list[str]) -> tuple[str, int, int]:
+    """Return the table of all α, β; how many fits there were, and how many of them converged."""
+    lines, fits, converged = [], 0, 0
+    for name, reading in itertools.product(names, READINGS):
+        own = chosen(rows, set=name, method=f"grid: {reading}")
+        if not own:
+            continue
+        grid = np.array([row["grid"] for row in own])
+        fits, converged = fits + grid.size, converged + sum(row["converged"] for row in own)
+        best = int(grid.mean(0).argmin())
+        alpha, beta = list(itertools.product(GRID, repeat=2))[best]
+        values = [np.mean([row[key] for row in own]) for key in ("euclid", "gmml")]
+        pair = f"{short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g})"
+        theirs = [short(published(PAPER, name, title)) for title in ("GMML", "AML")]
+        cells = [*map(short, [*values, grid[:, 24].mean()]), pair, short(grid.min(1).mean())]
+        lines.append([name, reading, *cells, *theirs])
+    head = ["", "reading", "Euclid", "GMML(.5)", "AML, α = β = 1", "best pair"]
+    head += ["best in each split", "paper's GMML", "paper's AML"]
+    return markdown(head, lines), fits, converged
+
+
+def seconds(rows: list[Row], names: list[str]) -> str:
+    lines, (_, *methods) = [], METHODS
     for name in names:
-        for reading in READINGS:
-            chosen = [
-                row for row in rows if (row["set"], row["method"]) == (name, f"grid: {reading}")
-            ]
-            if not chosen:
-                continue
-            grid = np.array([row["grid"] for row in chosen])
-            fits, converged = fits + grid.size, converged + sum(row["converged"] for row in chosen)
-            best = int(grid.mean(0).argmin())
-            alpha, beta = list(itertools.product(GRID, repeat=2))[best]
-            values = [np.mean([row[key] for row in chosen]) for key in ("euclid", "gmml")]
-            values += [grid[:, 24].mean()]
-            pair = f"{short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g})"
-            theirs = [short(published(PAPER, name, title)) for title in ("GMML", "AML")]
-            own = [*map(short, values), pair, short(grid.min(1).mean())]
-            tried.append([name, reading, *own, *theirs])
-    head = ("", "reading", "Euclid", "GMML(.5)", "AML, α = β = 1", "best pair")
-    head += ("best in each split", "paper's GMML", "paper's AML")
-    lines += [markdown(head, tried)]
-    lines += ["", f"{converged} of these {fits} fits converged.", ""]
-    lines += [
-        "## CPU seconds of one fit, one thread",
-        "",
-    ]
-    taken = []
-    for name in names:
-        cells = []
-        for method in list(METHODS)[1:]:
-            seconds = [r["fit_seconds"] for r in rows if (r["set"], r["method"]) == (name, method)]
-            cells.append(f"{np.mean(seconds):.3f}" if seconds else "–")
-        taken.append([name, *cells])
-    lines += [markdown(["", *list(METHODS.values())[1:]], taken)]
+        columns = [[r["fit_seconds"] for r in chosen(rows, set=name, method=m)] for m in methods]
+        lines.append([name, *(f"{np.mean(c):.3f}" if c else "–" for c in columns)])
+    return markdown(["", *list(METHODS.values())[1:]], lines)
+
+
+def render(rows: list[Row]) -> str:
+    names = [name for name in SETS if chosen(rows, set=name)]
+    table, fits, converged = grids(rows, names)
     minutes = sum(row["seconds"] for row in rows) / 60
-    lines += [
-        "",
-        f"Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included.",
-    ]
-    return "\n".join(lines) + "\n"
+    return page(f"""
+        # Table 1 of Adversarial Metric Learning, measured
+
+        Error of 5-nearest-neighbour classification, mean ± standard deviation over random 80/20
+        splits: 20 (letter 5). Every choice is made on the training part. `python
+        benchmarks/aml_table1.py` states the protocol.
+
+        {measured_errors(rows, names)}
+
+        The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:
+
+        {beside_paper(rows, names)}
+
+        (± in the last three columns is the standard error of the mean difference.)
+
+        ## Does any α, β help?
+
+        The whole grid {{10⁻³, …, 10³}}² judged on the *test* part, on the first 5 splits (letter
+        1), under other readings of the paper. `best pair` is the least mean error that one α, β for
+        all splits reaches; `best in each split` takes another one for every split. Both are too
+        good by construction, more so the second.
+
+        {table}
+
+        {converged} of these {fits} fits converged.
+
+        ## CPU seconds of one fit, one thread
+
+        {seconds(rows, names)}
+
+        Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included.
+    """)
 
 
 def main() -> None:
     parser = resume_arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     options = parser.parse_args()
+    one_thread()
     warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead
-    kept = Kept("aml_table1", options.fresh)
-    done = {(row["set"], row["method"], row["split"]) for row in kept.rows}
-    for name, method, number in wanted(options.sets):
-        if (name, method, number) in done:
-            continue
+    kept = Kept("aml_table1", options, ("set", "method", "split"))
+    for name, method, number in kept.missing(wanted(options.sets)):
         started = time.process_time()
         if method.startswith("grid: "):
             row = measure_grid(name, method.removeprefix("grid: "), number)

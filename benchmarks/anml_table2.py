@@ -28,18 +28,9 @@ learner that cannot be fitted.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import resource
-import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,26 +39,15 @@ from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import StandardScaler
 
-from bench import Kept, markdown, nearest, read_lines, resume_arguments, votes
+import bench
 from published import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
 from retrieval_metric_learn.learners import ITML, LMNN, SCML
 from uci import load
 
-SETS = (
-    "iris",
-    "wine",
-    "glass",
-    "ecoli",
-    "monk1",
-    "monk3",
-    "vehicle",
-    "australian",
-    "german",
-    "letter",
-    "penbased",
-)
+SETS = ("iris", "wine", "glass", "ecoli", "monk1", "monk3", "vehicle", "australian", "german")
+SETS += ("letter", "penbased")
 LARGE = ("letter", "penbased")
 METHODS = {
     "euclid": "Euclid",
@@ -84,8 +64,12 @@ TITLES = tuple(METHODS.values())
 FIXED = ("lmnn", "scml")
 """Too slow to be searched over."""
 PAPER = "anml_table_2"
-EARLIER = Path(__file__).parent / "results" / "raw" / "anml_table2_earlier.jsonl"
+EARLIER = bench.RAW / "anml_table2_earlier.jsonl"
 """Means and deviations as an earlier run printed them; what it holds is not measured again."""
+PROTOCOL = (
+    "## The paper's protocol: the best k of 1 … 40 on the test part (too good by construction), and"
+    " the paper's figures"
+)
 BUDGET = 20 * 60
 """CPU seconds that a split of a method may take."""
 KS = 40
@@ -133,13 +117,8 @@ def candidates(method: str, large: bool) -> list[Any]:
     if method == "euclid":
         return [Euclid()]
     if method == "nca":  # scikit-learn's holds several N × N matrices
-        return [
-            (
-                PNCA(1.0)
-                if large
-                else NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
-            )
-        ]
+        small = NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
+        return [PNCA(1.0) if large else small]
     if method == "lmnn":
         return [LargeClasses(LMNN(4), 5)]
     if method == "scml":
@@ -158,12 +137,10 @@ def candidates(method: str, large: bool) -> list[Any]:
 def correct(
     train: Floats, labels: Ints, test: Floats, truth: Ints | None = None
 ) -> NDArray[np.bool_]:
-    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items,
-    each left out.
-    """
+    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, each item left out."""
     count = min(KS, len(train) - 1)
-    near = nearest(test, train, count, own=truth is None)
-    right = votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
+    near = bench.nearest(test, train, count, own=truth is None)
+    right = bench.votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
     return np.pad(right, ((0, 0), (0, KS - count)), mode="edge")
 
 
@@ -190,71 +167,48 @@ def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | Non
 
 def measure(name: str, method: str, split: int) -> dict[str, Any]:
     """Return a split's figures; `failed`, the learner's error, where it could not be fitted."""
+    bench.one_thread()
     started = time.process_time()
+    job = {"set": name, "method": method, "split": split}
     x, y = load(name)
     x, test, y, truth = train_test_split(x, y, test_size=0.3, random_state=split)
     scale = StandardScaler().fit(x)
     x, test = scale.transform(x), scale.transform(test)
     try:
         learner, k = choose(method, x, y, name in LARGE)
-        chosen = time.process_time()
+        settled = time.process_time()
         learner.fit(x, y)
     except ValueError as error:
-        return {"set": name, "method": method, "split": split, "failed": str(error)}
+        return job | {"failed": str(error)}
     fitted = time.process_time()
     codes = learner.transform(x)
     if k is None:
         k = int(correct(codes, y, codes).mean(0).argmax()) + 1
     accuracy = correct(codes, y, learner.transform(test), truth).mean(0)
-    return {
-        "set": name,
-        "method": method,
-        "split": split,
+    return job | {
         "honest": 100 * accuracy[k - 1],
         "best": 100 * accuracy.max(),
         "k": k,
         "learner": " ".join(str(learner).split()),
-        "fit_seconds": fitted - chosen,
+        "fit_seconds": fitted - settled,
         "seconds": time.process_time() - started,
     }
 
 
-def bounded(name: str, method: str, split: int, budget: int = BUDGET) -> dict[str, Any]:
-    """Return what `measure` does, in a process of its own; `over`, its CPU seconds, where it did
-    not end within them.
-    """
-    processes = multiprocessing.get_context("spawn")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_measure_within, args=(sender, budget, name, method, split))
-    child.start()
-    sender.close()
-    with receiver:
-        try:
-            found: dict[str, Any] = receiver.recv()
-        except EOFError:  # it ended without a word
-            found = {"set": name, "method": method, "split": split, "over": budget}
-    child.join()
-    if child.exitcode not in (0, -signal.SIGXCPU):
-        raise RuntimeError(
-            f"{name}, {method}, split {split}: the process ended with {child.exitcode}."
-        )
-    return found
+def bounded(name: str, method: str, split: int) -> dict[str, Any]:
+    """Return what `measure` does in a process of its own, or `over`: it used up its CPU seconds."""
+    try:
+        row: dict[str, Any] = bench.alone(measure, name, method, split, cpu=BUDGET)
+        return row
+    except TimeoutError:
+        return {"set": name, "method": method, "split": split, "over": BUDGET}
 
 
-def _measure_within(sender: Connection, budget: int, name: str, method: str, split: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (budget, budget + 5))
-    sender.send(measure(name, method, split))
-
-
-def wanted(sets: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
+def wanted(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
     earlier = {} if fresh else summaries([])
-    for name in sets:
-        for method in METHODS:
-            if (name, method) in earlier:
-                continue
-            for split in range(3 if name in LARGE else 10):
-                yield name, method, split
+    for name, method in itertools.product(sets, methods):
+        if (name, method) not in earlier:
+            yield from ((name, method, split) for split in range(3 if name in LARGE else 10))
 
 
 def stop_of(splits: list[dict[str, Any]]) -> str:
@@ -268,38 +222,29 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
 def summaries(
     rows: list[dict[str, Any]], fresh: bool = False
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return mean and standard deviation of each set and method: of an earlier run as it printed
-    them, of this one over its splits.
-    """
-    earlier = [] if fresh else read_lines(EARLIER)
+    """Return mean and deviation of each set and method, of an earlier run as it printed them."""
+    earlier = [] if fresh else bench.read_lines(EARLIER)
     found = {(row["set"], row["method"]): row for row in earlier}
     for place in {(row["set"], row["method"]) for row in rows} - set(found):
-        mine = [row for row in rows if (row["set"], row["method"]) == place]
+        mine = bench.chosen(rows, set=place[0], method=place[1])
         if stopped := stop_of(mine):
             found[place] = {"stopped": stopped}
             continue
-        made: dict[str, Any] = {
-            "splits": len(mine),
-            "fit_seconds": np.mean([row["fit_seconds"] for row in mine]),
-        }
+        found[place] = {"splits": len(mine)}
+        found[place]["fit_seconds"] = np.mean([row["fit_seconds"] for row in mine])
         for key in ("honest", "best"):
             values = [row[key] for row in mine]
-            made[key] = (np.mean(values), np.std(values))
-        found[place] = made
+            found[place][key] = (np.mean(values), np.std(values))
     return found
 
 
-def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
-    """Return the page."""
+def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
     found = summaries(rows, fresh)
 
     def cells(name: str, key: str) -> Iterator[str]:
         for method in METHODS:
-            made = found.get((name, method))
-            if made is None:
-                yield "–"
-            else:
-                yield made.get("stopped") or f"{made[key][0]:.1f} ± {made[key][1]:.1f}"
+            cell = found.get((name, method), {"stopped": "–"})
+            yield cell.get("stopped") or f"{cell[key][0]:.1f} ± {cell[key][1]:.1f}"
 
     def both(name: str) -> list[str]:
         return [
@@ -308,60 +253,45 @@ def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
         ]
 
     def seconds(name: str) -> list[str]:
-        made = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
-        return [one.get("stopped") or f"{one['fit_seconds']:.2f}" for one in made]
+        own = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
+        return [cell.get("stopped") or f"{cell['fit_seconds']:.2f}" for cell in own]
 
     names = [name for name in SETS if any(place[0] == name for place in found)]
-    lines = [
-        "# Table 2 of the ANML paper, measured",
-        "",
-        (
-            "Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over"
-            " random 70/30 splits (10; 3 for letter and"
-        ),
-        (
-            "penbased). `benchmarks/anml_table2.py` states the protocol. ITML, SCML and GMML were"
-            " measured later than the others, on other machines: do"
-        ),
-        (
-            f'not compare their seconds with the rest. "> {BUDGET // 60} min": a split had not'
-            ' ended after so much CPU time; "fails": metric-learn could not be fitted on'
-        ),
-        (
-            "those splits, and a mean of the rest would be of other splits than its neighbours; –:"
-            " not measured."
-        ),
-        "",
-        "## Parameters and k chosen on the training part",
-        "",
-        markdown(["", *TITLES], [[name, *cells(name, "honest")] for name in names]),
-        "",
-        (
-            "## The paper's protocol: the best k of 1 … 40 on the test part (too good by"
-            " construction), and the paper's figures"
-        ),
-        "",
-        markdown(["", *TITLES], [[name, *both(name)] for name in names]),
-        "",
-        "## CPU seconds of one fit with the chosen parameters, one thread",
-        "",
-        markdown(["", *TITLES[1:]], [[name, *seconds(name)] for name in names]),
-    ]
-    return "\n".join(lines) + "\n"
+    return bench.page(f"""
+        # Table 2 of the ANML paper, measured
+
+        Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random
+        70/30 splits (10; 3 for letter and penbased). `benchmarks/anml_table2.py` states the
+        protocol. ITML, SCML and GMML were measured later than the others, on other machines: do not
+        compare their seconds with the rest. "> {BUDGET // 60} min": a split had not ended after so
+        much CPU time; "fails": metric-learn could not be fitted on those splits, and a mean of the
+        rest would be of other splits than its neighbours; –: not measured.
+
+        ## Parameters and k chosen on the training part
+
+        {bench.markdown(["", *TITLES], [[name, *cells(name, "honest")] for name in names])}
+
+        {PROTOCOL}
+
+        {bench.markdown(["", *TITLES], [[name, *both(name)] for name in names])}
+
+        ## CPU seconds of one fit with the chosen parameters, one thread
+
+        {bench.markdown(["", *TITLES[1:]], [[name, *seconds(name)] for name in names])}
+    """)
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
-    kept = Kept("anml_table2", options.fresh)
-    done = {(row["set"], row["method"], row["split"]) for row in kept.rows}
-    for job in wanted(options.sets, options.fresh):
-        beyond = any("over" in row and (row["set"], row["method"]) == job[:2] for row in kept.rows)
-        if job not in done and not beyond and job[1] in options.methods:
+    kept = bench.Kept("anml_table2", options, ("set", "method", "split"))
+    for job in kept.missing(wanted(options.sets, options.methods, options.fresh)):
+        own = bench.chosen(kept.rows, set=job[0], method=job[1])
+        if not any("over" in row for row in own):
             kept.add(bounded(*job))
-    kept.finish(table(kept.rows, options.fresh))
+    kept.finish(render(kept.rows, options.fresh))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What the benchmarks share: tables, intervals, the machine, kept results, and recipes that are
-trained and judged.
+"""What the benchmarks share: options, kept results, pages, the machine, intervals, processes of
+their own, neighbours, and recipes that are trained and judged.
 """
 
 from __future__ import annotations
@@ -8,26 +8,39 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import platform
+import resource
 import shutil
-import sys
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t
+from threadpoolctl import threadpool_limits
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-RAW = RESULTS / "raw"
+RESULTS, RAW = HERE / "results", HERE / "results" / "raw"
+DOCS, MODELS = HERE.parent / "docs", HERE.parent / "models"
 WORK = HERE / "work"
 """Scratch folders of benchmarks that take long; git ignores them."""
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts its files."""
+Row = dict[str, Any]
+
+
+def one_thread() -> None:
+    """Compute on one thread: in libraries that are loaded, in later ones and in child processes."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    threadpool_limits(1)
+
+
+# Options, and what is kept
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -37,6 +50,96 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
+def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a script that keeps each row in results/raw and goes on from there."""
+    parser, fresh = arguments(doc), "measure again, in benchmarks/work; what is kept stays"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
+    parser.add_argument("--write", action="store_true", help="run nothing: the page from the rows")
+    return parser
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_lines(file: Path) -> list[Row]:
+    """Return the JSON objects of a file's lines; [] without a file."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def append(file: Path, row: Row) -> None:
+    """Keep one more JSON object, and print it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(row, flush=True)
+
+
+class Kept:
+    """Rows of results/raw/NAME.jsonl, told apart by the columns `keys`; --fresh begins anew."""
+
+    def __init__(self, name: str, options: argparse.Namespace, keys: Sequence[str]) -> None:
+        self.name, self.options, self.keys = name, options, keys
+        self.file = (WORK if options.fresh else RAW) / f"{name}.jsonl"
+        if options.fresh:
+            self.file.unlink(missing_ok=True)
+        self.rows = read_lines(self.file)
+        self.known = len(self.rows)
+
+    def missing(self, jobs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Yield the jobs, values of the keys, that have no row yet; none with --write."""
+        done = {json.dumps([row.get(key) for key in self.keys]) for row in self.rows}
+        if not self.options.write:
+            yield from (job for job in jobs if json.dumps(job) not in done)
+
+    def add(self, row: Row) -> None:
+        """Keep a row that was measured now, and print it."""
+        append(self.file, row)
+        self.rows.append(json.loads(json.dumps(row)))
+
+    def finish(self, text: str) -> None:
+        """Print the page, and write it unless all was measured again."""
+        print(text)
+        if not self.options.fresh:
+            write(RESULTS / f"{self.name}.md", text)
+        again = "" if self.options.fresh or not self.known else " --fresh measures them again."
+        print(
+            f"{len(self.rows) - self.known} rows were measured now; {self.known} are kept ones of"
+            f" {self.file.name}.{again}"
+        )
+
+
+def finish(name: str, raw: Any, text: str, keep: bool = True, folder: Path = RESULTS) -> None:
+    """Print a page; keep it as NAME.md of a folder, and what was measured as raw/NAME.json."""
+    if keep:
+        write(folder / "raw" / f"{name}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+        write(folder / f"{name}.md", text)
+    print(text)
+
+
+# Pages
+
+
+def page(text: str) -> str:
+    """Return Markdown from an indented template: the lines of a paragraph or of a list's item
+    become one, those of tables stay, and several blank lines become one.
+    """
+    lines: list[str] = [""]
+    for line in map(str.strip, text.strip().splitlines()):
+        begins = line.startswith(("|", "- ", "#", "```"))
+        if begins or not line or not lines[-1] or lines[-1].startswith(("|", "#")):
+            lines += [line] if line or lines[-1] else []
+        else:
+            lines[-1] += f" {line}"
+    return "\n".join(lines[1:]) + "\n"
+
+
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
@@ -44,6 +147,8 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def half_width(values: Sequence[float], level: float = 0.95) -> float:
     """Return how far Student's interval reaches to either side of the mean; NaN for one value."""
+    from scipy.stats import t
+
     if len(values) < 2:
         return float("nan")
     error = np.std(values, ddof=1) / np.sqrt(len(values))
@@ -51,9 +156,7 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float:
 
 
 def decimals(value: float, places: int = 3, sign: bool = False) -> str:
-    """Return a number as the tables write it: ".931", "−.004"; 1 and more keep the digit before the
-    point.
-    """
+    """Return a number as the tables write it: ".931", "−.004", "1.250"."""
     text = f"{abs(value):.{places}f}"
     text = text.removeprefix("0") if text.startswith("0.") else text
     minus = value < 0 and float(text) != 0
@@ -66,6 +169,20 @@ def interval(values: Sequence[float], places: int = 3, sign: bool = False) -> st
     return mean if len(values) < 2 else f"{mean} ± {decimals(half_width(values), places)}"
 
 
+def chosen(rows: Iterable[Row], **values: Any) -> list[Row]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row.get(key) == value for key, value in values.items())]
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture of matplotlib as a whole."""
+    figure.savefig(path.with_suffix(".tmp"), format="png", dpi=90)
+    path.with_suffix(".tmp").replace(path)
+
+
+# The machine
+
+
 def machine() -> str:
     """Return the processor's name and the number of cores."""
     cpu = Path("/proc/cpuinfo")
@@ -76,13 +193,18 @@ def machine() -> str:
 
 def versions(*packages: str) -> str:
     """Return the versions of packages and of Python."""
-    found = [f"{name} {version(name)}" for name in packages]
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    numbers = [f"{name} {version(name)}" for name in packages]
+    return ", ".join([*numbers, f"Python {platform.python_version()}"])
 
 
 def load() -> float:
     """Return the machine's load average of the last minute."""
     return round(os.getloadavg()[0], 1)
+
+
+def machine_of(*packages: str) -> Row:
+    """Return what a page says of the machine: its name, its load, and versions of packages."""
+    return {"machine": machine(), "versions": versions(*packages), "load": load()}
 
 
 def status(field: str) -> int:
@@ -91,90 +213,58 @@ def status(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+# Processes of their own
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file's lines; [] without a file."""
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def append(file: Path, row: dict[str, Any], show: bool = True) -> None:
-    """Keep one more JSON object, and print it unless `show` is false."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    if show:
-        print(row, flush=True)
-
-
-def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a script that keeps each row in results/raw and goes on from there."""
-    parser = arguments(doc)
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="measure everything again, in benchmarks/work; what is kept stays as it is",
-    )
-    return parser
-
-
-class Kept:
-    """Rows of results/raw/NAME.jsonl, or of a new file in benchmarks/work where all is measured
-    again.
+def alone(work: Callable[..., Any], *values: Any, cpu: int | None = None, new: bool = True) -> Any:
+    """Return what a function gives in a process of its own.
 
     Args:
-        name: of the benchmark.
-        fresh: whether to leave what was kept alone.
+        work: the function, of a module.
+        values: its arguments.
+        cpu: CPU seconds after which the process is stopped.
+        new: whether the process starts afresh; else it is a copy of this one.
+
+    Raises:
+        TimeoutError: the process was stopped.
+        RuntimeError: the function failed; the message is its error.
     """
-
-    def __init__(self, name: str, fresh: bool) -> None:
-        self.name, self.fresh = name, fresh
-        self.file = (WORK if fresh else RAW) / f"{name}.jsonl"
-        if fresh:
-            self.file.unlink(missing_ok=True)
-        self.rows = read_lines(self.file)
-        self.found = len(self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row that was measured now."""
-        append(self.file, row)
-        self.rows.append(json.loads(json.dumps(row)))
-
-    def finish(self, page: str) -> None:
-        """Print the page, write it unless all was measured again, and say what of it was measured
-        now.
-        """
-        print(page)
-        if not self.fresh:
-            write(RESULTS / f"{self.name}.md", page)
-        print(
-            f"{len(self.rows) - self.found} rows were measured now; {self.found} are kept ones of"
-            f" {self.file.name}."
-            + ("" if self.fresh or not self.found else " --fresh measures all of them again.")
-        )
+    context = multiprocessing.get_context("spawn" if new else "fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, cpu, work, values))
+    process.start()
+    sender.close()
+    with receiver:
+        try:
+            result, fault = receiver.recv()
+        except EOFError:  # it ended without a word
+            result, fault = None, "it ended"
+    process.join()
+    if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise TimeoutError(f"The process was stopped after {cpu} CPU seconds.")
+    if fault is not None:
+        raise RuntimeError(f"{fault} (exit status {process.exitcode})")
+    return result
 
 
-def finish(name: str, raw: Any, page: str) -> None:
-    """Keep what was measured as results/raw/NAME.json, write results/NAME.md, and print it."""
-    write(RAW / f"{name}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    write(RESULTS / f"{name}.md", page)
-    print(page)
+def _send(sender: Connection, cpu: int | None, work: Callable[..., Any], values: Any) -> None:
+    if cpu is not None:
+        spent = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu, spent + cpu + 5))
+    try:
+        sender.send((work(*values), None))
+    except Exception as error:
+        sender.send((None, f"{type(error).__name__}: {error}"))
+
+
+# Neighbours, timing and training
 
 
 def nearest(
     queries: np.ndarray, references: np.ndarray, k: int, inner: bool = False, own: bool = False
 ) -> np.ndarray:
-    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the
-    item itself.
-    """
+    """Return rows (Q, k), nearest first; `inner`: by inner product; `own`: without the item."""
     norms = 0 if inner else (references**2).sum(1)
     found = []
     for start in range(0, len(queries), 500):
@@ -199,30 +289,18 @@ def error(train: np.ndarray, labels: Any, test: np.ndarray, truth: Any, own: boo
     return float((votes(labels, near)[:, -1].argmax(1) != truth).mean())
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture of matplotlib as a whole."""
-    figure.savefig(path.with_suffix(".tmp"), format="png", dpi=90)
-    path.with_suffix(".tmp").replace(path)
-
-
 def in_turns(
-    contestants: dict[str, Callable[[], Any]], rounds: int, warm: bool = True
+    contestants: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Call each contestant once a round, and return its wall and CPU seconds of every round.
-
-    Args:
-        contestants: what is timed, by name.
-        rounds: how many calls count.
-        warm: whether one more call of each comes first and does not count.
-    """
+    """Return wall and CPU seconds of each contestant in every round, after one to warm up."""
     taken: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in contestants
     }
-    for number in range(rounds + warm):
+    for number in range(rounds + 1):
         for name, call in contestants.items():
             wall, cpu = time.perf_counter(), time.process_time()
             call()
-            if number >= warm:
+            if number:
                 taken[name]["wall"].append(time.perf_counter() - wall)
                 taken[name]["cpu"].append(time.process_time() - cpu)
     return taken
@@ -231,16 +309,7 @@ def in_turns(
 def train_and_judge(
     table: dict[str, Any], folder: Path, baseline: bool = False
 ) -> tuple[dict[str, dict[str, float]], float]:
-    """Train a recipe and evaluate it.
-
-    Args:
-        table: the recipe.
-        folder: the run's; what is there is deleted first.
-        baseline: whether the features are evaluated too.
-
-    Returns:
-        The figures by title ("trained", and the baseline's), and CPU seconds of training.
-    """
+    """Train a recipe in an empty folder; return its metrics by title, and its CPU seconds."""
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import check_recipe
     from retrieval.training.trainer import train
@@ -251,18 +320,3 @@ def train_and_judge(
         run = train(folder, check_recipe(table), report=len)
         seconds = time.process_time() - began
         return evaluate(run, baseline=baseline).metrics, seconds
-
-
-def child(script: str, *words: object, limit: float | None = None) -> Any:
-    """Run a script of this folder in a process of its own, and return the JSON that it prints last.
-
-    Raises:
-        RuntimeError: it failed; the message is its last line.
-    """
-    import subprocess
-
-    line = [sys.executable, str(HERE / script), *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])

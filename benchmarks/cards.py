@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, interval
+from bench import MODELS, append, arguments, interval, markdown, read_lines, write
+from bench import RAW as FOLDER
 
-MODELS = Path(__file__).parents[1] / "models"
-KEPT = Path(__file__).parent / "results" / "raw" / "cards.jsonl"
+KEPT = FOLDER / "cards.jsonl"
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
 COMPARED = ["recall_at_1", "map_at_r"]
 RAW = "raw pixels"
@@ -36,9 +36,7 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a card: a recipe without some of its tables, changed by overrides; `untrained`
-    leaves its net as it is initialised.
-    """
+    """A line of a card: a recipe without some tables and with overrides, perhaps not trained."""
 
     title: str
     recipe: str
@@ -48,15 +46,14 @@ class Row:
 
 
 def one_metric(title: str) -> Row:
-    """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and
-    DAMML have.
-    """
-    return Row(
-        title,
-        "digits-daml",
-        ("train.epochs=5",),
-        ("generator", "generator_optimizer", "phase", "train"),
-    )
+    """Return the triplet loss alone, for as many epochs of the metric as DAML's recipes have."""
+    without = ("generator", "generator_optimizer", "phase", "train")
+    return Row(title, "digits-daml", ("train.epochs=5",), without)
+
+
+def learner(title: str, table: str) -> Row:
+    """Return the recipe of digits-lanml with another learner."""
+    return Row(title, "digits-lanml", (f"learner={{{table}}}",))
 
 
 CARDS: dict[str, list[Row]] = {
@@ -71,18 +68,10 @@ CARDS: dict[str, list[Row]] = {
     ],
     "digits-lanml": [
         Row("anml.lanml, this recipe", "digits-lanml"),
-        Row(
-            "core.pca, 9 components", "digits-lanml", ('learner={name="core.pca", n_components=9}',)
-        ),
-        Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
-        Row(
-            "core.nca, 9 components", "digits-lanml", ('learner={name="core.nca", n_components=9}',)
-        ),
-        Row(
-            "anml.pnca, α = .1, 32 components",
-            "digits-lanml",
-            ('learner={name="anml.pnca", alpha=0.1, n_components=32}',),
-        ),
+        learner("core.pca, 9 components", 'name="core.pca", n_components=9'),
+        learner("core.lda", 'name="core.lda"'),
+        learner("core.nca, 9 components", 'name="core.nca", n_components=9'),
+        learner("anml.pnca, α = .1, 32 components", 'name="anml.pnca", alpha=0.1, n_components=32'),
     ],
     "digits-daml": [Row("this recipe", "digits-daml"), one_metric("without the generator")],
     "digits-damml": [
@@ -120,8 +109,7 @@ def key(row: Row, seed: int) -> str:
 
 def kept() -> dict[str, dict[str, Any]]:
     """Return every run's figures by `key`."""
-    lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
-    return {entry["key"]: entry for entry in map(json.loads, lines)}
+    return {row["key"]: row for row in read_lines(KEPT)}
 
 
 def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
@@ -178,14 +166,7 @@ def run_missing(name: str, seeds: int) -> None:
                 seed and row.recipe in ("fashion-mnist", "fashion-danml")
             )
             done[wanted] = {"key": wanted, **measure(row, seed, baseline)}
-            KEPT.parent.mkdir(parents=True, exist_ok=True)
-            with KEPT.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(done[wanted], ensure_ascii=False) + "\n")
-            print(
-                f"{name} seed {seed}, {row.title}: {done[wanted]['figures']['trained']}"
-                f" {done[wanted]['cpu_seconds']}",
-                flush=True,
-            )
+            append(KEPT, done[wanted])
 
 
 def block(name: str) -> str:
@@ -194,50 +175,45 @@ def block(name: str) -> str:
     Raises:
         KeyError: nothing is kept of the card's own recipe.
     """
-    done, rows = kept(), CARDS[name]
+    done = kept()
     found = [
         (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done])
-        for row in rows
+        for row in CARDS[name]
     ]
-    if not found[0][1]:
+    own = found[0][1]
+    if not own:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
-    raw = [entry["figures"][RAW] for entry in found[0][1] if RAW in entry["figures"]]
-    table = [
-        (RAW, raw),
-        *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found),
-    ]
-    lines = ["| | seeds | " + " | ".join(METRICS) + " |", "| --- |" + " --- |" * (1 + len(METRICS))]
-    for title, figures in table:
-        cells = [interval([f[metric] for f in figures]) for metric in METRICS]
+    table = [(RAW, [entry["figures"][RAW] for entry in own if RAW in entry["figures"]])]
+    table += [(title, [e["figures"]["trained"] for e in entries]) for title, entries in found]
+    lines = []
+    for title, rows in table:
+        cells = [interval([row[metric] for row in rows]) for metric in METRICS]
         shown = f"**{title}**" if "this recipe" in title else title
-        lines.append(f"| {shown} | {len(figures)} | {' | '.join(cells)} |")
-    own = table[1][1]
-    lines += ["", "This recipe less each of the others, of the same seeds:", ""]
-    lines += [
-        "| | seeds | " + " | ".join(COMPARED) + " |",
-        "| --- |" + " --- |" * (1 + len(COMPARED)),
-    ]
-    for title, figures in [table[0], *table[2:]]:
+        lines.append([shown, str(len(rows)), *cells])
+    gains = []
+    for title, rows in [table[0], *table[2:]]:
         # where nothing is random in the other, one value stands for all seeds
-        others = figures * len(own) if len(figures) == 1 else figures
-        pairs = list(zip(own, others, strict=False))
+        others = rows * len(own) if len(rows) == 1 else rows
+        pairs = list(zip(table[1][1], others, strict=False))
         cells = [interval([a[m] - b[m] for a, b in pairs], sign=True) for m in COMPARED]
-        lines.append(f"| {title} | {len(pairs)} | {' | '.join(cells)} |")
+        gains.append([title, str(len(pairs)), *cells])
     entries = [entry for _, some in found for entry in some]
     seconds = sum(sum(entry["cpu_seconds"].values()) for entry in entries)
-    lines += [
-        "",
-        (
-            "Mean ± Student's 95 % interval of the mean over seeds (not the spread of single"
-            f" runs); {own and found[0][1][0]['queries']:,} queries. `python benchmarks/cards.py"
-            f" {name}`, {seconds:.0f} seconds of one CPU thread; torch"
-            f" {', '.join(sorted({e['torch'] for e in entries}))}."
-        ),
-    ]
-    return "\n" + "\n".join(lines) + "\n\n"
+    return f"""
+{markdown(["", "seeds", *METRICS], lines)}
+
+This recipe less each of the others, of the same seeds:
+
+{markdown(["", "seeds", *COMPARED], gains)}
+
+Mean ± Student's 95 % interval of the mean over seeds (not the spread of single runs); \
+{own[0]["queries"]:,} queries. `python benchmarks/cards.py {name}`, {seconds:.0f} seconds of one \
+CPU thread; torch {", ".join(sorted({entry["torch"] for entry in entries}))}.
+
+"""
 
 
-def write(name: str) -> None:
+def write_card(name: str) -> None:
     """Put the block into the card, between its two marks."""
     card = MODELS / name / "README.md"
     text = card.read_text(encoding="utf-8")
@@ -246,25 +222,23 @@ def write(name: str) -> None:
             f"{card} lacks the lines <!-- results: benchmarks/cards.py --> and <!-- end of results"
             " -->."
         )
-    temporary = card.with_suffix(".tmp")
-    temporary.write_text(BLOCK.sub(lambda _: block(name), text), encoding="utf-8")
-    temporary.replace(card)
+    write(card, BLOCK.sub(lambda _: block(name), text))
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=list(CARDS), choices=list(CARDS))
+    parser.add_argument("names", nargs="*", default="all", choices=["all", *CARDS])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--write", action="store_true", help="write the blocks from what is kept; run nothing"
     )
     parser.add_argument("--run", action="store_true", help="run what is missing; write nothing")
     options = parser.parse_args()
-    for name in options.names:
+    for name in CARDS if "all" in options.names else options.names:
         if not options.write:
             run_missing(name, options.seeds)
         if not options.run:
-            write(name)
+            write_card(name)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,13 @@ must not be used.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import signal
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,55 +29,50 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.folder import identity_of as identity
+from retrieval.serving.store.folder import create_local, identity_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
-from kills import forked
-from living_model import WIDTH, State, differences, item_of, make_bundles, small
+import living_model as living
+from bench import page
 
-RESULTS = Path(__file__).parent / "results"
 TOGETHER = 40  # cases in one process
 KINDS = ("bit", "byte", "bytes", "zeros", "cut", "emptied")
 
 
-def make(folder: Path) -> tuple[State, list[Bundle]]:
+def make(folder: Path) -> tuple[living.State, list[Bundle]]:
     """Write an index whose writer is killed; return what it holds."""
-    bundles = make_bundles(folder)
-    state = State()
-    first = {"call": "large", "items": [[f"id{n}", n * 31] for n in range(150)]}
-    rest: list[dict[str, Any]] = [
-        {"call": "large", "items": [[f"id{n}", n * 17] for n in range(120, 200)]},
-        {"call": "delete", "ids": ["id3", "id130"]},
-        *(
-            {"call": "upsert", "items": [[f"id{n}", n * 7 + 1] for n in range(at, at + 6)]}
-            for at in range(0, 300, 60)
-        ),
-    ]
+    bundles = living.make_bundles(folder)
+    state = living.State()
+
+    def added(numbers: range, factor: int, more: int = 0) -> dict[str, Any]:
+        return {"call": "upsert", "items": [[f"id{n}", n * factor + more] for n in numbers]}
+
+    first = added(range(150), 31)
+    rest = [added(range(120, 200), 17), {"call": "delete", "ids": ["id3", "id130"]}]
+    rest += [added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)]
     for call in (first, *rest):
         state = state.after(call)
 
     def work(pipe: int) -> None:
-        small()
+        living.small()
         record._CHECKPOINT_PAGES = 4000  # so that the log is in use
-        create_local(
-            folder / "index",
-            bundles[0],
-            widths_of(bundles[0], features=WIDTH),
-            structure=StructureChoice("ivf", {"lists": 4, "probes": 4}),
-        )
+        structure = StructureChoice("ivf", {"lists": 4, "probes": 4})
+        widths = widths_of(bundles[0], features=living.WIDTH)
+        create_local(folder / "index", bundles[0], widths, structure=structure)
         store = LocalStore(folder / "index", upkeep=False)
 
         def add(call: dict[str, Any]) -> None:
-            store.upsert([item_of(id, one, 0) for id, one in call["items"]], bundles[0].sha256)
+            store.upsert(
+                [living.item_of(id, one, 0) for id, one in call["items"]], bundles[0].sha256
+            )
 
         add(first)
         store.compact()
-        generation = store.begin(bundles[1], widths_of(bundles[1], features=WIDTH))
+        generation = store.begin(bundles[1], widths_of(bundles[1], features=living.WIDTH))
+        pending = store.pending(generation, 70)
         store.embed(
-            generation,
-            [item_of(one.id, int(one.id[2:]) * 31, 1) for one in store.pending(generation, 70)],
+            generation, [living.item_of(one.id, int(one.id[2:]) * 31, 1) for one in pending]
         )
         for call in rest:
             if "ids" in call:
@@ -91,13 +81,9 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
                 add(call)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    process, pipe = forked(work)
-    with os.fdopen(pipe) as file:
-        fault = file.read()
-    os.waitpid(process, 0)
-    if fault:
-        raise RuntimeError(fault)
-    return State(state.items, {1: (0, {}, "served"), 2: (1, {}, "building")}), bundles
+    if faults := living.output_of(work)[0]:
+        raise RuntimeError(faults[0]["fault"])
+    return living.State(state.items, {1: (0, {}, "served"), 2: (1, {}, "building")}), bundles
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
@@ -116,26 +102,17 @@ def damage(path: Path, kind: str, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[str, str]:
+def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) -> tuple[str, str]:
     """Return what an index does after damage, and what it says."""
     try:
         with open_index(folder, threads=1) as index:
             if not isinstance(index, Index):
                 return "silent", "not a living index"
-            wrong = differences(index.store, state, bundles, 0)
+            wrong = living.differences(index.store, state, bundles, 0)
             if index.identity != name:
                 wrong.append("its own id")
-            if (
-                not wrong
-                and len(
-                    index.search(
-                        bundles[0].encode(item_of("id5", 1, 0).arrays["features"][None]).query[0],
-                        5,
-                        where=as_filter("price < 5"),
-                    )
-                )
-                != 5
-            ):
+            query = bundles[0].encode(living.item_of("id5", 1, 0).arrays["features"][None]).query[0]
+            if not wrong and len(index.search(query, 5, where=as_filter("price < 5"))) != 5:
                 wrong = ["search"]
             return ("silent", "; ".join(wrong)[:300]) if wrong else ("right", "")
     except RetrievalError as fault:
@@ -144,18 +121,13 @@ def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[
         return "crash", f"{type(fault).__name__}: {fault}"[:300]
 
 
-def cases(
-    count: int, seed: int, folder: Path, shown: Callable[[int], object]
-) -> list[dict[str, Any]]:
+def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
     """Damage an index so many times; return what each time came of it."""
     state, bundles = make(folder)
-    names = [
-        path.relative_to(folder / "index").as_posix()
-        for path in sorted((folder / "index").rglob("*"))
-        if path.is_file()
-    ]
-    files = [name for name in names if (folder / "index" / name).stat().st_size]
-    rows: list[dict[str, Any]] = []
+    index, copy = folder / "index", folder / "copy"
+    paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
+    files = [path.relative_to(index).as_posix() for path in paths]
+    rows: list[living.Row] = []
     while len(rows) < count:
         batch = [
             (files[at % len(files)], KINDS[at // len(files) % len(KINDS)], at)
@@ -164,33 +136,20 @@ def cases(
 
         def work(pipe: int, batch: list[tuple[str, str, int]] = batch) -> None:
             for name, kind, at in batch:
-                copy = folder / "copy"
                 shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(folder / "index", copy)
+                shutil.copytree(index, copy)
                 damage(copy / name, kind, random.Random(seed * 1_000_003 + at))
-                how, said = look(copy, identity(folder / "index"), state, bundles)
-                os.write(
-                    pipe,
-                    json.dumps({"file": name, "kind": kind, "how": how, "said": said}).encode()
-                    + b"\n",
-                )
+                how, said = look(copy, identity_of(index), state, bundles)
+                row = {"file": name, "kind": kind, "how": how, "said": said}
+                os.write(pipe, json.dumps(row).encode() + b"\n")
 
-        process, pipe = forked(work)
-        with os.fdopen(pipe) as file:
-            done = [json.loads(line) for line in file]
-        _, status = os.waitpid(process, 0)
-        rows += done
+        done, status = living.output_of(work)
+        rows += [row for row in done if "file" in row]
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
-            rows.append(
-                {
-                    "file": name,
-                    "kind": kind,
-                    "how": "crash",
-                    "said": f"the process ended with {status}",
-                }
-            )
-        shown(len(rows))
+            said = f"the process ended with {status}"
+            rows.append({"file": name, "kind": kind, "how": "crash", "said": said})
+        print(len(rows), flush=True)
     return rows
 
 
@@ -203,75 +162,38 @@ def group(name: str) -> str:
     return "array" if name.endswith((".vector", ".features", ".code")) else "structure"
 
 
-def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Return what is kept of a run."""
-    cells = Counter((group(row["file"]), row["kind"], row["how"]) for row in rows)
-    return {
-        "seed": seed,
-        "cases": len(rows),
-        "wrong": [row for row in rows if row["how"] in ("silent", "crash")],
-        "cells": [[*key, count] for key, count in sorted(cells.items())],
-        "machine": (
-            f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}"
-        ),
-    }
+def render(raw: living.Row) -> str:
+    hows = ("refused", "right", "silent", "crash")
+    totals = Counter({how: sum(c for *_, h, c in raw["cells"] if h == how) for how in hows})
+    wrong = [f"- {row['file']}, {row['kind']}: {row['said']}" for row in raw["wrong"][:50]]
+    newline = "\n"
+    return page(f"""
+        # Damaged files
 
+        `python benchmarks/damage.py --count {raw["cases"]} --seed {raw["seed"]}`; {raw["machine"]}.
 
-def render(raw: dict[str, Any]) -> str:
-    """Return the page of a run that was kept."""
-    cells = {(file, kind, how): count for file, kind, how, count in raw["cells"]}
-    totals = Counter(
-        {
-            how: sum(count for *_, one, count in raw["cells"] if one == how)
-            for how in ("right", "refused", "silent", "crash")
-        }
-    )
-    lines = [
-        "# Damaged files\n",
-        (
-            f"`python benchmarks/damage.py --count {raw['cases']} --seed {raw['seed']}`;"
-            f" {raw['machine']}.\n"
-        ),
-        (
-            f"{raw['cases']:,} times one file of a living index, whose writer had been killed, was"
-            " altered or cut off. Then an opened index was compared with a model in memory: ids,"
-            " labels, metadata, arrays, originals, counts, generations, filters and neighbours.\n"
-        ),
-        (
-            f"**Wrong answers without a word: {totals['silent']}. Crashes: {totals['crash']}.**"
-            f" Refused with a sentence: {totals['refused']:,}. All answers right, since what was"
-            f" altered is not used, or is made again: {totals['right']:,}.\n"
-        ),
-        "| file | damage | refused | right | silent | crash |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
-    for file, kind in sorted({key[:2] for key in cells}):
-        counts = " | ".join(
-            str(cells.get((file, kind, how), 0)) for how in ("refused", "right", "silent", "crash")
-        )
-        lines.append(f"| {file} | {kind} | {counts} |")
-    lines += ["", *(f"- {row['file']}, {row['kind']}: {row['said']}" for row in raw["wrong"][:50])]
-    return "\n".join(lines).rstrip() + "\n"
+        {raw["cases"]:,} times one file of a living index, whose writer had been killed, was altered
+        or cut off. Then an opened index was compared with a model in memory: ids, labels, metadata,
+        arrays, originals, counts, generations, filters and neighbours.
+
+        **Wrong answers without a word: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused
+        with a sentence: {totals["refused"]:,}. All answers right, since what was altered is not
+        used, or is made again: {totals["right"]:,}.
+
+        {living.counts_table(["file", "damage"], hows, raw["cells"])}
+
+        {newline.join(wrong)}
+    """)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    chosen = parser.parse_args()
+    options = living.count_arguments(__doc__, 2000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        raw = summary(
-            cases(chosen.count, chosen.seed, Path(folder), lambda done: print(done, flush=True)),
-            chosen.seed,
-        )
-    (chosen.output / "raw").mkdir(exist_ok=True)
-    (chosen.output / "raw" / "damage.json").write_text(
-        json.dumps(raw, indent=1) + "\n", encoding="utf-8"
-    )
-    (chosen.output / "damage.md").write_text(render(raw), encoding="utf-8")
-    print(render(raw))
-    sys.exit(1 if raw["wrong"] else 0)
+        rows = cases(options.count, options.seed, Path(folder))
+    wrong = [row for row in rows if row["how"] in ("silent", "crash")]
+    rows = [row | {"group": group(row["file"]), "wrong": []} for row in rows]
+    raw = living.summary("cases", rows, options.seed, "group", "kind", "how") | {"wrong": wrong}
+    living.conclude("damage", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

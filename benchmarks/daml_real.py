@@ -34,10 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import append, arguments, half_width, markdown, read_lines, train_and_judge
+from bench import Kept, half_width, markdown, page, resume_arguments, train_and_judge
 
-RESULT = Path(__file__).parent / "results" / "daml_real.md"
-KEPT = RESULT.parent / "raw" / "daml_real.jsonl"
 SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
 IMAGES = ("digits",)
 MOST = {"letter": 5200}
@@ -152,22 +150,14 @@ def run(
     rows = np.concatenate([fit, searched])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "set.npz"
-        np.savez(
-            file,
-            features=prepared(x, fit)[rows].astype(np.float32),
-            labels=y[rows],
-            splits=np.array(["train"] * len(fit) + ["test"] * len(searched)),
-        )
+        splits = np.repeat(["train", "test"], [len(fit), len(searched)])
+        features = prepared(x, fit)[rows].astype(np.float32)
+        np.savez(file, features=features, labels=y[rows], splits=splits)
         table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
         found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
-    row = {
-        "set": name,
-        "method": method,
-        "choice": choice,
-        "seed": seed,
-        "items": [len(fit), len(searched)],
-    }
+    row = {"set": name, "method": method, "choice": choice, "seed": seed}
+    row["items"] = [len(fit), len(searched)]
     row |= {figure: found["trained"][figure] for figure in FIGURES}
     if own:
         (raw,) = (figures for title, figures in found.items() if title != "trained")
@@ -175,7 +165,7 @@ def run(
     return row | {"seconds": round(seconds, 1)}
 
 
-class Kept:
+class Runs:
     """What is kept, by set, method, margin and rate, and seed; choices are among `candidates`."""
 
     def __init__(
@@ -185,9 +175,7 @@ class Kept:
         self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
     def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the highest mean Recall@1 on the items for choices; None while
-        one is missing.
-        """
+        """Return the candidate with the best mean Recall@1 of both seeds; None if one lacks."""
         keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
         if any(key not in self.found for key in itertools.chain(*keys)):
             return None
@@ -217,7 +205,7 @@ class Kept:
         ]
 
 
-def measure(sets: list[str]) -> None:
+def measure(kept: Kept, sets: list[str]) -> None:
     """Run what is missing, all choices of a set first; keep each run at once."""
     import torch
 
@@ -229,111 +217,84 @@ def measure(sets: list[str]) -> None:
         ]
         jobs += [(m, None, s) for s in SEEDS for m in methods(name)]
         for method, choice, seed in jobs:
-            kept = Kept(read_lines(KEPT))
-            taken = choice or kept.chosen(name, method)
-            assert taken is not None
-            if (name, method, taken, seed) in kept.found:
-                continue
-            row = run(name, method, taken, seed, x, y)
-            append(KEPT, row)
+            runs = Runs(kept.rows)
+            choice = choice or runs.chosen(name, method)
+            assert choice is not None
+            if (name, method, choice, seed) not in runs.found:
+                kept.add(run(name, method, choice, seed, x, y))
 
 
-def said(values: list[float]) -> str:
+def gain(values: list[float]) -> str:
     """Return differences as mean ± half of Student's 95 % interval."""
     return f"{np.mean(values):+.2f} ± {half_width(values):.2f}"
 
 
-def changed(now: Kept, first: Kept) -> list[list[str]]:
-    """Return the rows whose choice was another one, or was compared with another one, among the
-    first candidates: gains then and now.
-    """
-    lines = []
-    for name in now.complete():
-        for method in methods(name)[1:]:
-            if any(first.chosen(name, m) != now.chosen(name, m) for m in (ONE, method)):
-                cells = [
-                    said(kept.gains(name, method, f)) for f in FIGURES for kept in (first, now)
-                ]
-                lines.append([SETS[name], method, *cells])
-    return lines
+def changed(now: Runs, first: Runs) -> list[list[str]]:
+    """Return then's and now's gains of rows whose choice, or whose reference's, has changed."""
+    return [
+        [
+            SETS[name],
+            method,
+            *(gain(r.gains(name, method, f)) for f in FIGURES for r in (first, now)),
+        ]
+        for name in now.complete()
+        for method in methods(name)[1:]
+        if any(first.chosen(name, m) != now.chosen(name, m) for m in (ONE, method))
+    ]
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """Return the page."""
-    kept, lines = Kept(rows), []
-    for name in kept.complete():
+    runs, lines, ends, weighed = Runs(rows), [], [], []
+    rates = [rate for _, rate in CANDIDATES]
+    for name in runs.complete():
         for method in (RAW, *methods(name)):
-            choice = kept.chosen(name, method) if method != RAW else None
+            choice = runs.chosen(name, method) if method != RAW else None
             cells = [SETS[name], method, "" if choice is None else f"{choice[0]:g}, {choice[1]:g}"]
             for figure in FIGURES:
-                values = kept.tested(name, method, figure)
+                values = runs.tested(name, method, figure)
                 cells.append(f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}")
-                own = kept.gains(name, method, figure)
-                cells.append("" if method == ONE else said(own))
+                cells.append("" if method == ONE else gain(runs.gains(name, method, figure)))
             lines.append(cells)
-    weighed = []
-    for name in kept.complete():
-        apart = [kept.gains(name, "four, learned", figure, "four, even") for figure in FIGURES]
-        weighed.append([SETS[name], *map(said, apart)])
-    rates = [rate for _, rate in CANDIDATES]
-    ends = [
-        f"{SETS[name]}: {method}"
-        for name in kept.complete()
-        for method in methods(name)
-        for choice in [kept.chosen(name, method)]
-        if choice is not None and choice[1] in (min(rates), max(rates))
-    ]
+            if choice is not None and choice[1] in (min(rates), max(rates)):
+                ends.append(f"{SETS[name]}: {method}")
+        apart = [runs.gains(name, "four, learned", figure, "four, even") for figure in FIGURES]
+        weighed.append([SETS[name], *map(gain, apart)])
     sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
-    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in kept.complete())
-    return "\n".join(
-        [
-            "# Several metrics against one on real data (DAMML)",
-            "",
-            (
-                "`python benchmarks/daml_real.py` says what is trained, and how margin and learning"
-                " rate were chosen, on items that are not searched here. Figures in %, mean ±"
-                " standard deviation of"
-            ),
-            (
-                f"{len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95"
-                " % interval of the mean. The splits share items, so that the intervals are"
-                " somewhat too narrow, and there"
-            ),
-            "are several of them: read one that just leaves out 0 as none.",
-            "",
-            markdown(
-                ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"], lines
-            ),
-            "",
-            "Gains where the choice among the first six candidates was another:",
-            "",
-            markdown(
-                ["set", "row", "Recall@1, first", "Recall@1, now", "MAP@R, first", "MAP@R, now"],
-                changed(kept, Kept(rows, FIRST)),
-            ),
-            "",
-            "Learned weights less even ones:",
-            "",
-            markdown(["set", "Recall@1", "MAP@R"], weighed),
-            "",
-            (
-                f"Items searched in the first split: {searched}. The rate that was chosen lies at"
-                f" an end of those tried in {'; '.join(ends) or 'no row'}."
-            ),
-            "",
-        ]
-    )
+    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in runs.complete())
+    head = ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
+    first = ["set", "row", "Recall@1, first", "Recall@1, now", "MAP@R, first", "MAP@R, now"]
+    return page(f"""
+        # Several metrics against one on real data (DAMML)
+
+        `python benchmarks/daml_real.py` says what is trained, and how margin and learning rate were
+        chosen, on items that are not searched here. Figures in %, mean ± standard deviation of
+        {len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95 % interval
+        of the mean. The splits share items, so that the intervals are somewhat too narrow, and
+        there are several of them: read one that just leaves out 0 as none.
+
+        {markdown(head, lines)}
+
+        Gains where the choice among the first six candidates was another:
+
+        {markdown(first, changed(runs, Runs(rows, FIRST)))}
+
+        Learned weights less even ones:
+
+        {markdown(["set", "Recall@1", "MAP@R"], weighed)}
+
+        Items searched in the first split: {searched}. The rate that was chosen lies at an end of
+        those tried in {"; ".join(ends) or "no row"}.
+    """)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = resume_arguments(__doc__)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
-    parser.add_argument("--write", action="store_true", help="run nothing")
     options = parser.parse_args()
+    kept = Kept("daml_real", options, ())
     if not options.write:
-        measure(options.sets)
-    RESULT.write_text(render(read_lines(KEPT)), encoding="utf-8")
-    print(render(read_lines(KEPT)))
+        measure(kept, options.sets)
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":

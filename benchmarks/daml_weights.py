@@ -15,18 +15,16 @@ chooses nothing. An earlier page had more values, most of them of one seed.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import append, arguments, markdown, read_lines, save_figure, train_and_judge
+from bench import DOCS, Kept, markdown, page, resume_arguments, save_figure, train_and_judge
 from published import published
 
-RESULT = Path(__file__).parent / "results" / "daml_weights.md"
-KEPT = RESULT.parent / "raw" / "daml_weights.jsonl"
-PICTURE = Path(__file__).parents[1] / "docs" / "daml_weights.png"
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
 """Items of each searched class for μ, whose distance is weighed for every pair."""
@@ -38,14 +36,12 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
-    """Return the recipe of one run."""
+def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, Any]:
+    """Return the recipe of one run; without a value, of the loss alone."""
     weights = {"lambda_reg": 1.0, "lambda_adv": 50.0}
     if sweep in ("lambda1", "lambda2"):
         weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
-    metric = (
-        ["backbone", "head", "combiner", "loss"] if sweep == "mu" else ["backbone", "head", "loss"]
-    )
+    metric = ["backbone", "head", *(["combiner"] if sweep == "mu" else []), "loss"]
     made: dict[str, Any] = {
         "name": "weights",
         "seed": seed,
@@ -69,126 +65,111 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
     }
     if sweep == "mu":
         made["head"] = {"embedding_size": 32}
-        made["combiner"] = {
-            "name": "daml.discriminator",
-            "metrics": 4,
-            "hidden": 32,
-            "mu": value,
-            "rho": 5.0,
-        }
+        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
+        made["combiner"] |= {"mu": value, "rho": 5.0}
     if sweep == "lambda":
         made["train"] |= {"coupling": "joint", "loss_weight": value}
-    if np.isnan(value):  # the loss alone, for as many batches
+    if value is None:  # for as many batches
         for part in ("generator", "generator_optimizer", "phase"):
             del made[part]
         made["train"]["epochs"] = 4
     return made
 
 
-def measure() -> None:
+def letters(folder: Path) -> dict[bool, Path]:
+    """Write letter; return its file, and by True that with few items of each searched class."""
+    from uci import load
+
+    x, y = load("letter")
+    x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    names, place = np.array([chr(ord("A") + c) for c in y]), np.zeros(len(y), dtype=int)
+    for c in range(26):
+        place[y == c] = np.arange((y == c).sum())
+    files = {}
+    for few, rows in ((False, place >= 0), (True, (y < 13) | (place < FEW))):
+        files[few] = folder / f"letter-{few}.npz"
+        np.savez(files[few], features=x[rows].astype(np.float32), labels=names[rows])
+    return files
+
+
+def measure(kept: Kept) -> None:
     """Run what is missing; keep each run at once."""
     import torch
 
-    from uci import load
-
     torch.set_num_threads(1)
-    done = {(row["sweep"], row["value"], row["seed"]) for row in read_lines(KEPT)}
-    jobs = [("alone", float("nan"), seed) for seed in SEEDS]
-    jobs += [
-        (sweep, value, seed)
-        for seed in SEEDS
-        for sweep, (_, grid) in SWEEPS.items()
-        for value in grid
-    ]
+    sweeps = [(sweep, value) for sweep, (_, grid) in SWEEPS.items() for value in grid]
+    jobs: list[tuple[str, float | None, int]] = [("alone", None, seed) for seed in SEEDS]
+    jobs += [(*sweep, seed) for seed, sweep in itertools.product(SEEDS, sweeps)]
     with tempfile.TemporaryDirectory() as folder:
-        x, y = load("letter")
-        x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
-        x /= np.linalg.norm(x, axis=1, keepdims=True)
-        file = Path(folder) / "letter.npz"
-        small = Path(folder) / "small.npz"
-        letters, number_of = np.array([chr(ord("A") + c) for c in y]), np.zeros(len(y), dtype=int)
-        for c in range(26):
-            number_of[y == c] = np.arange((y == c).sum())
-        for path, kept in ((file, number_of >= 0), (small, (y < 13) | (number_of < FEW))):
-            np.savez(path, features=x[kept].astype(np.float32), labels=letters[kept])
-        for number, (sweep, value, seed) in enumerate(jobs):
-            kept = None if sweep == "alone" else value
-            if (sweep, kept, seed) in done:
-                continue
-            data = small if sweep == "mu" else file
-            table = recipe(data, sweep, value, seed)
-            figures, seconds = train_and_judge(table, Path(folder) / str(number))
-            row = {"sweep": sweep, "value": kept, "seed": seed}
-            row |= {"recall_at_1": figures["trained"]["recall_at_1"], "seconds": round(seconds, 1)}
-            append(KEPT, row)
+        files = letters(Path(folder))
+        for sweep, value, seed in kept.missing(jobs):
+            table = recipe(files[sweep == "mu"], sweep, value, seed)
+            figures, seconds = train_and_judge(table, Path(folder) / "run")
+            row = {"sweep": sweep, "value": value, "seed": seed, "seconds": round(seconds, 1)}
+            kept.add(row | {"recall_at_1": figures["trained"]["recall_at_1"]})
 
 
-def collected() -> dict[str, dict[Any, list[float]]]:
+def collected(rows: list[dict[str, Any]]) -> dict[str, dict[Any, list[float]]]:
     """Return Recall@1 in % by sweep and value."""
     found: dict[str, dict[Any, list[float]]] = {}
-    for row in read_lines(KEPT):
-        found.setdefault(row["sweep"], {}).setdefault(row["value"], []).append(
-            100 * row["recall_at_1"]
-        )
+    for row in rows:
+        values = found.setdefault(row["sweep"], {}).setdefault(row["value"], [])
+        values.append(100 * row["recall_at_1"])
     return found
 
 
-def paper(sweep: str, value: float) -> float | None:
+PRINTED = ("lambda1", "lambda2")
+"""Sweeps of which the paper has figures."""
+
+
+def paper(sweep: str, value: float) -> float:
     """Return what the paper has, in %."""
-    return (
-        published("daml_table_12", sweep, f"{value:g}") if sweep in ("lambda1", "lambda2") else None
-    )
+    return published("daml_table_12", sweep, f"{value:g}")
 
 
-def said(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     """Return the mean and the standard deviation over seeds."""
     return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}"
 
 
-def render() -> str:
-    """Return the page."""
-    found = collected()
-    lines = [
-        "# Weights of DAML: λ₁, λ₂, λ and μ",
-        "",
-        (
-            "`python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's"
-            " classes N–Z, mean ± standard deviation over seeds;"
-        ),
-        (
-            f"the loss alone, without generator and combiner: {said(found['alone'][None])}. The"
-            " paper's figures are of Cars196."
-        ),
-        "",
-    ]
-    for sweep, (title, grid) in SWEEPS.items():
-        values = found.get(sweep, {})
-        if not values:
+def render(kept: list[dict[str, Any]]) -> str:
+    found, parts = collected(kept), ""
+    for sweep, values in found.items():
+        if sweep == "alone":
             continue
-        rows = []
-        for value in grid:
-            if value in values:
-                theirs = paper(sweep, value)
-                rows.append(
-                    [
-                        f"{value:g}",
-                        said(values[value]),
-                        str(len(values[value])),
-                        "–" if theirs is None else f"{theirs:.1f}",
-                    ]
-                )
-        means = [np.mean(values[value]) for value in grid if value in values]
-        lines += [f"## {title}", "", markdown(["", "here", "seeds", "paper"], rows), ""]
-        lines += [f"From {min(means):.1f} to {max(means):.1f} over the whole range.", ""]
-    return "\n".join(lines)
+        title, grid = SWEEPS[sweep]
+        rows = [
+            [f"{value:g}", spread(values[value]), str(len(values[value])), theirs]
+            for value in grid
+            if value in values
+            for theirs in [f"{paper(sweep, value):.1f}" if sweep in PRINTED else "–"]
+        ]
+        means = [np.mean(column) for column in values.values()]
+        parts += f"""
+            ## {title}
+
+            {markdown(["", "here", "seeds", "paper"], rows)}
+
+            From {min(means):.1f} to {max(means):.1f} over the whole range.
+        """
+    return page(f"""
+        # Weights of DAML: λ₁, λ₂, λ and μ
+
+        `python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes
+        N–Z, mean ± standard deviation over seeds; the loss alone, without generator and combiner:
+        {spread(found["alone"][None])}. The paper's figures are of Cars196.
+
+        {parts}
+    """)
 
 
-def draw() -> None:
+def draw(rows: list[dict[str, Any]]) -> None:
     """Draw the four sweeps."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
-    found = collected()
+    found = collected(rows)
     measured = [sweep for sweep in SWEEPS if sweep in found]
     figure, axes = plt.subplots(
         1, len(measured), figsize=(2.8 * len(measured), 2.9), layout="constrained", squeeze=False
@@ -204,26 +185,26 @@ def draw() -> None:
         if sweep != "mu":  # measured on fewer items
             alone = np.mean(found["alone"][None]) - means.mean()
             axis.axhline(alone, ls=":", c="grey", label="the loss alone, here")
-        if sweep in ("lambda1", "lambda2"):
-            theirs = np.array([published("daml_table_12", sweep, f"{value:g}") for value in grid])
-            axis.plot(
-                grid, theirs - theirs.mean(), "x--", c="#d6604d", ms=4, label="paper, Cars196"
-            )
+        if sweep in PRINTED:
+            theirs = np.array([paper(sweep, value) for value in grid])
+            line = {"c": "#d6604d", "ms": 4, "label": "paper, Cars196"}
+            axis.plot(grid, theirs - theirs.mean(), "x--", **line)
         axis.set_xscale("log")
         axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)
     axes[0, 0].set_ylabel("Recall@1 less the curve's mean, points", fontsize=7)
     axes[0, 0].legend(fontsize=6)
-    save_figure(figure, PICTURE)
+    save_figure(figure, DOCS / "daml_weights.png")
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--write", action="store_true", help="run nothing")
-    if not parser.parse_args().write:
-        measure()
-    RESULT.write_text(render(), encoding="utf-8")
-    draw()
+    options = resume_arguments(__doc__).parse_args()
+    kept = Kept("daml_weights", options, ("sweep", "value", "seed"))
+    if not options.write:
+        measure(kept)
+    kept.finish(render(kept.rows))
+    if not options.fresh:
+        draw(kept.rows)
 
 
 if __name__ == "__main__":

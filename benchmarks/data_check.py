@@ -26,10 +26,9 @@ from retrieval.serving.images import from_array
 from retrieval.serving.store.search import nearest
 from sklearn.datasets import load_sample_images
 
-from bench import finish, markdown
+from bench import finish, markdown, page
 
-COPIES = 300
-HAMMING = 10
+COPIES, HAMMING = 300, 10
 Mark = Callable[[Image.Image], NDArray[np.float32]]
 
 
@@ -85,9 +84,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def measured(every: list[Image.Image], mark: Mark, limit: float) -> tuple[int, list[float]]:
-    """Return how many images have another one within the limit, and of each change the share of
-    copies that are within it.
-    """
+    """Return how many images have another within the limit, and each change's share of copies."""
     own = np.stack([mark(image) for image in every])
     squared, rows = nearest(own, own, 2)
     place = np.arange(len(own))
@@ -101,7 +98,6 @@ def measured(every: list[Image.Image], mark: Mark, limit: float) -> tuple[int, l
 
 
 def main() -> None:
-    """Measure and write the page."""
     rows: list[list[Any]] = []
     for name, every in images().items():
         for how, mark, limit in (
@@ -109,26 +105,22 @@ def main() -> None:
             (f"difference hash, {HAMMING} of 64 bits", hashed, HAMMING**0.5),
         ):
             alarms, shares = measured(every, mark, limit)
-            rows.append(
-                [
-                    name,
-                    how,
-                    f"{alarms:,} of {len(every):,}",
-                    *(f"{100 * share:.0f} %" for share in shares),
-                ]
-            )
+            found = [f"{100 * share:.0f} %" for share in shares]
+            rows.append([name, how, f"{alarms:,} of {len(every):,}", *found])
     raw = {"date": time.strftime("%Y-%m-%d"), "rows": rows}
     finish("data_check", raw, render(raw))
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     head = ["images", "the same by", "have another", *(f"found: {name}" for name in CHANGES)]
-    said = (__doc__ or "").partition("Run by hand")[0].strip()
-    return (
-        f"# Copies by picture\n\n`python benchmarks/data_check.py`, {raw['date']}."
-        f" {said}\n\n{markdown(head, raw['rows'])}\n"
-    )
+    return page(f"""
+        # Copies by picture
+
+        `python benchmarks/data_check.py`, {raw["date"]}.
+        {(__doc__ or "").partition("Run by hand")[0]}
+
+        {markdown(head, raw["rows"])}
+    """)
 
 
 if __name__ == "__main__":

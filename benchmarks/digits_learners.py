@@ -12,6 +12,7 @@ ended at its choice, .3, so it was widened (.003 out, 1 and 3 in), and the choic
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -23,35 +24,31 @@ from retrieval.recipe.read import read_recipe
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
-from bench import WORK, arguments
+from bench import MODELS, WORK, arguments, markdown
 
-RECIPE = Path(__file__).parents[1] / "models" / "digits-lanml" / "recipe.toml"
+RECIPE = MODELS / "digits-lanml" / "recipe.toml"
 SEEDS = (0, 1, 2)
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
+
+
+def grid(**values: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Return every combination of parameters."""
+    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+
+
+WIDTHS = (9, 16, 32)
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
-    "core.pca": [{"n_components": width} for width in (9, 16, 32)],
+    "core.pca": grid(n_components=WIDTHS),
     "core.lda": [{}],
-    "core.nca": [{"n_components": width} for width in (9, 16, 32)],
-    "anml.lanml": [
-        {"gamma1": gamma1, "regularization": weight, "n_components": width}
-        for gamma1 in (-1.0, 1.0)
-        for weight in (0.03, 0.3, 1.0, 3.0)
-        for width in (9, 16, 32)
-    ],
-    "anml.pnca": [
-        {"alpha": alpha, "n_components": width}
-        for alpha in (0.1, 0.3, 1.0)
-        for width in (9, 16, 32)
-    ],
-    "aml.gmml": [
-        {"t": t, "regularization": weight}
-        for t in (0.0, 0.2, 0.4, 0.6, 0.8)
-        for weight in (0.0, 0.03)
-    ],
+    "core.nca": grid(n_components=WIDTHS),
+    "anml.lanml": grid(
+        gamma1=(-1.0, 1.0), regularization=(0.03, 0.3, 1.0, 3.0), n_components=WIDTHS
+    ),
+    "anml.pnca": grid(alpha=(0.1, 0.3, 1.0), n_components=WIDTHS),
+    "aml.gmml": grid(t=(0.0, 0.2, 0.4, 0.6, 0.8), regularization=(0.0, 0.03)),
     "aml.aml": [
-        {"t": t, "alpha": alpha, "regularization": 0.03}
-        for t in (0.2, 0.4, 0.6, 0.8)
-        for alpha in (1.0, 10.0)
+        values | {"regularization": 0.03}
+        for values in grid(t=(0.2, 0.4, 0.6, 0.8), alpha=(1.0, 10.0))
     ],
 }
 
@@ -59,14 +56,9 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
 def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
     """Fit one learner, unless it is done already."""
     if not (folder / "summary.json").is_file():
-        table = (
-            "{"
-            + ", ".join(
-                f"{key} = {json.dumps(value)}" for key, value in {"name": name, **given}.items()
-            )
-            + "}"
-        )
-        made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
+        values = {"name": name, **given}
+        table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        made = read_recipe(RECIPE, [f"learner={{{table}}}", f"split.seed={seed}"])
         train(folder, made, report=print, resume=folder.is_dir())
     return folder
 
@@ -81,14 +73,12 @@ def main() -> None:
     for name in options.learners:
         candidates, means = CANDIDATES[name], []
         for i, given in enumerate(candidates):
-            runs = [
-                fitted(options.output / f"{name}-{i}-{seed}", name, given, seed) for seed in SEEDS
-            ]
-            found = [
-                json.loads((run / "summary.json").read_text())["validation"]["map_at_r"]
-                for run in runs
-            ]
-            means.append(statistics.mean(found))
+            scores = []
+            for seed in SEEDS:
+                run = fitted(options.output / f"{name}-{i}-{seed}", name, given, seed)
+                summary = json.loads((run / "summary.json").read_text())
+                scores.append(summary["validation"]["map_at_r"])
+            means.append(statistics.mean(scores))
             print(f"{name} {given}: validation MAP@R {means[-1]:.4f}", flush=True)
         best = means.index(max(means))
         title = f"{name} {', '.join(f'{k} = {v}' for k, v in candidates[best].items())}".strip()
@@ -97,17 +87,15 @@ def main() -> None:
             folder = options.output / f"{name}-{best}-{seed}"
             if not (folder / "evaluation-test.json").is_file():
                 evaluate(Run.open(folder), metrics=METRICS, baseline=name == options.learners[0])
-            figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
+            figures = json.loads((folder / "evaluation-test.json").read_text())["metrics"]
             rows[title].append(figures["trained"])
             rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []
-    print("\n| | " + " | ".join(METRICS) + " |\n| --- |" + " --- |" * len(METRICS))
-    for title, runs in rows.items():
-        cells = [
-            f"{statistics.mean(r[m] for r in runs):.3f} ±"
-            f" {statistics.stdev(r[m] for r in runs):.3f}"
-            for m in METRICS
-        ]
-        print(f"| {title} | {' | '.join(cells)} |")
+    lines = [
+        [title, *(f"{statistics.mean(v):.3f} ± {statistics.stdev(v):.3f}" for v in columns)]
+        for title, runs in rows.items()
+        for columns in [[[run[metric] for run in runs] for metric in METRICS]]
+    ]
+    print("\n" + markdown(["", *METRICS], lines))
 
 
 if __name__ == "__main__":

@@ -11,29 +11,19 @@ in a process of its own on one thread, after a call on a small set.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from typing import Any
 
-# These count only before NumPy and torch are imported.
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
 import numpy as np
 
-from bench import FASHION, arguments, child, finish, load, machine, markdown, status, versions
+import bench
 
 ITEMS = (6_000, 20_000)
-OURS, BINS, DEFAULT = (
-    "`retrieval.evaluate`",
-    '`AccuracyCalculator(k="max_bin_count")`',
-    "`AccuracyCalculator()`",
-)
-SETS = ("images", "small classes")
-CALLS = 3
+OURS, DEFAULT = "`retrieval.evaluate`", "`AccuracyCalculator()`"
+BINS = '`AccuracyCalculator(k="max_bin_count")`'
+SETS, CALLS = ("images", "small classes"), 3
 
 
 def items_of(name: str, count: int) -> tuple[Any, Any]:
@@ -43,15 +33,14 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
         from retrieval.data.idx import read_idx
         from sklearn.decomposition import PCA
 
-        images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
+        images = read_idx(bench.FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
         rows = random.permutation(len(images))[:count]
-        labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
+        labels = read_idx(bench.FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
         made = PCA(128, random_state=0).fit_transform(images[rows] / 255)
     else:
         labels = np.arange(count, dtype=np.int64) // 15
-        made = random.normal(size=(labels[-1] + 1, 128))[labels] + 2.2 * random.normal(
-            size=(count, 128)
-        )
+        centres = random.normal(size=(labels[-1] + 1, 128))
+        made = centres[labels] + 2.2 * random.normal(size=(count, 128))
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     return made.astype(np.float32), labels
 
@@ -75,16 +64,17 @@ def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
 
 def contestant(name: str, data: str, count: int) -> dict[str, Any]:
     """Return a contestant's figures, its CPU seconds, and the memory that it added, in MB."""
+    bench.one_thread()
     embeddings, labels = items_of(data, count)
     figures_of(name, embeddings[:300], labels[:300])
-    before, taken = status("VmRSS"), []
+    before, taken = bench.status("VmRSS"), []
     for _ in range(CALLS):
         began = time.process_time()
         values = figures_of(name, embeddings, labels)
         taken.append(time.process_time() - began)
         if taken[0] > 30:
             break
-    added = (status("VmHWM") - before) / 2**20
+    added = (bench.status("VmHWM") - before) / 2**20
     return {"cpu": statistics.median(taken), "added": added, "values": values}
 
 
@@ -96,8 +86,8 @@ def measure(counts: list[int]) -> list[dict[str, Any]]:
             for name in (OURS, BINS, *([DEFAULT] if count <= ITEMS[0] else [])):
                 row = {"set": data, "items": count, "contestant": name}
                 try:
-                    row |= child("evaluation.py", "--contestant", name, data, count)
-                except RuntimeError as error:
+                    row |= bench.alone(contestant, name, data, count)
+                except (RuntimeError, TimeoutError) as error:
                     row["failed"] = str(error)
                 rows.append(row)
                 print(row, file=sys.stderr, flush=True)
@@ -108,8 +98,7 @@ def render(raw: dict[str, Any]) -> str:
     """Return the page."""
     lines, sentences, apart = [], [], 0.0
     for row in raw["rows"]:
-        same = [r for r in raw["rows"] if (r["set"], r["items"]) == (row["set"], row["items"])]
-        ours = same[0]
+        ours = bench.chosen(raw["rows"], set=row["set"], items=row["items"])[0]
         cells = [row["set"], f"{row['items']:,}", row["contestant"]]
         if "failed" in row:
             lines.append([*cells, row["failed"], "", "", "", ""])
@@ -120,9 +109,7 @@ def render(raw: dict[str, Any]) -> str:
             [*cells, f"{row['cpu']:.2f}", f"{ratio:.1f} ×", f"{row['added']:,.0f}"]
             + [f"{value:.4f}" for value in values]
         )
-        apart = max(
-            apart, *(abs(row["values"][key] - ours["values"][key]) for key in row["values"])
-        )
+        apart = max(apart, *(abs(value - ours["values"][k]) for k, value in row["values"].items()))
         if row is not ours:
             memory = row["added"] / ours["added"]
             sentences.append(
@@ -130,53 +117,34 @@ def render(raw: dict[str, Any]) -> str:
                 f" seconds, {memory:.1f} × the memory that we add."
             )
     head = ["set", "items", "contestant", "CPU s", "÷ ours", "added MB", "Recall@1", "MAP@R"]
-    said = [
-        "# Evaluation: Recall@1 and MAP@R",
-        "",
-        (
-            "`python benchmarks/evaluation.py`. Each item is searched for among all others."
-            " *Images* are Fashion-MNIST's as 128 principal components of unit length, 10 classes;"
-            " *small classes* have 15 items each. `retrieval` measures in double precision and"
-            " orders ties by row."
-        ),
-        "",
-        (
-            f"{raw['machine']}, one thread, each contestant in a process of its own;"
-            f" {raw['versions']}; load average {raw['load']} at the start. CPU seconds are the"
-            f" median of up to {CALLS} calls; memory is how far the process's peak rose."
-        ),
-        "",
-        markdown(head, lines),
-        "",
-        *sentences,
-        "",
-        f"Figures of contestants on the same items differ by {apart:.0e} at most.",
-        "",
-    ]
-    return "\n".join(said)
+    newline = "\n"
+    return bench.page(f"""
+        # Evaluation: Recall@1 and MAP@R
+
+        `python benchmarks/evaluation.py`. Each item is searched for among all others. *Images* are
+        Fashion-MNIST's as 128 principal components of unit length, 10 classes; *small classes* have
+        15 items each. `retrieval` measures in double precision and orders ties by row.
+
+        {raw["machine"]}, one thread, each contestant in a process of its own; {raw["versions"]};
+        load average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
+        memory is how far the process's peak rose.
+
+        {bench.markdown(head, lines)}
+
+        {newline.join(sentences)}
+
+        Figures of contestants on the same items differ by {apart:.0e} at most.
+    """)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument(
-        "--items", type=int, nargs="+", help="how many; what is measured is not kept"
-    )
-    parser.add_argument("--contestant", nargs=3, help=argparse.SUPPRESS)
+    parser = bench.arguments(__doc__)
+    parser.add_argument("--items", type=int, nargs="+", help="how many; nothing is kept")
     options = parser.parse_args()
-    if options.contestant:
-        name, data, count = options.contestant
-        print(json.dumps(contestant(name, data, int(count))))
-        return
-    raw = {
-        "machine": machine(),
-        "versions": versions("torch", "numpy", "faiss-cpu", "pytorch-metric-learning"),
-        "load": load(),
-        "rows": measure(options.items or list(ITEMS)),
-    }
-    if options.items:
-        print(render(raw))
-    else:
-        finish("evaluation", raw, render(raw))
+    bench.one_thread()
+    raw = bench.machine_of("torch", "numpy", "faiss-cpu", "pytorch-metric-learning")
+    raw["rows"] = measure(options.items or list(ITEMS))
+    bench.finish("evaluation", raw, render(raw), keep=not options.items)
 
 
 if __name__ == "__main__":

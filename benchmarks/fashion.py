@@ -18,20 +18,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench import WORK, arguments, markdown, read_lines
+from bench import MODELS, RAW, RESULTS, WORK, arguments, chosen, markdown, page, read_lines, write
 
-MODELS = Path(__file__).parents[1] / "models"
-RESULT = Path(__file__).parent / "results" / "fashion.md"
-KEPT = RESULT.parent / "raw" / "fashion.jsonl"
+KEPT = RAW / "fashion.jsonl"
 RECIPES = ("fashion-mnist", "fashion-danml")
-SEEDS = (0, 1, 2)
-EPOCHS = 6
-CHOOSE = [
-    "split.validation=0.4",
-    "split.validation_by=class",
-    "sampler.classes=3",
-    "sampler.items=40",
-]
+SEEDS, EPOCHS = (0, 1, 2), 6
+CHOOSE = ["split.validation=0.4", "split.validation_by=class"]
+CHOOSE += ["sampler.classes=3", "sampler.items=40", f"train.epochs={EPOCHS}"]
 
 
 def curve(recipe: str, folder: Path, seed: int) -> list[float]:
@@ -40,15 +33,9 @@ def curve(recipe: str, folder: Path, seed: int) -> list[float]:
     from retrieval.training.trainer import train
 
     if not (folder / "summary.json").is_file():
-        made = read_recipe(
-            MODELS / recipe / "recipe.toml", [*CHOOSE, f"train.epochs={EPOCHS}", f"seed={seed}"]
-        )
-        train(
-            folder,
-            made,
-            resume=(folder / "checkpoints" / "last.safetensors").is_file(),
-            report=print,
-        )
+        made = read_recipe(MODELS / recipe / "recipe.toml", [*CHOOSE, f"seed={seed}"])
+        begun = (folder / "checkpoints" / "last.safetensors").is_file()
+        train(folder, made, resume=begun, report=print)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["validation_map_at_r"] for line in lines]
 
@@ -58,15 +45,9 @@ def measure(recipe: str, output: Path, threads: int) -> list[dict[str, Any]]:
     import torch
 
     torch.set_num_threads(threads)
-    return [
-        {
-            "recipe": recipe,
-            "seed": seed,
-            "torch": torch.__version__,
-            "map_at_r": curve(recipe, output / f"{recipe}-{seed}", seed),
-        }
-        for seed in SEEDS
-    ]
+    about = {"recipe": recipe, "torch": torch.__version__}
+    curves = {seed: curve(recipe, output / f"{recipe}-{seed}", seed) for seed in SEEDS}
+    return [about | {"seed": seed, "map_at_r": points} for seed, points in curves.items()]
 
 
 def means(rows: list[dict[str, Any]]) -> list[float]:
@@ -80,47 +61,25 @@ def means(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    """Return the page."""
     lines = []
     for recipe in RECIPES:
-        rows = [row for row in kept if row["recipe"] == recipe]
-        if rows:
+        if rows := chosen(kept, recipe=recipe):
             values = means(rows)
             best = values.index(max(values))
             cells = [f"**{v:.3f}**" if i == best else f"{v:.3f}" for i, v in enumerate(values)]
             lines.append([recipe, str(rows[0].get("seeds", len(rows))), *cells, str(best + 1)])
-    old = [row["recipe"] for row in kept if "printed" in row]
-    printed = (
-        [
-            "Of the rows of "
-            + " and ".join(old)
-            + " only the means that the run printed were kept.",
-            "",
-        ]
-        if old
-        else []
-    )
-    return "\n".join(
-        [
-            "# Fashion-MNIST, disjoint classes: how many epochs",
-            "",
-            (
-                "`python benchmarks/fashion.py` says what is trained. MAP@R on two of the five"
-                " training classes, kept for validation, after each epoch; means over seeds. The"
-                " cards in"
-            ),
-            "`models/` say what the recipes reach on the classes to search.",
-            "",
-            *printed,
-            markdown(["", "seeds", *(str(n + 1) for n in range(EPOCHS)), "epochs chosen"], lines),
-            "",
-        ]
-    )
+    old = " and ".join(row["recipe"] for row in kept if "printed" in row)
+    return page(f"""
+        # Fashion-MNIST, disjoint classes: how many epochs
 
+        `python benchmarks/fashion.py` says what is trained. MAP@R on two of the five training
+        classes, kept for validation, after each epoch; means over seeds. The cards in `models/` say
+        what the recipes reach on the classes to search.
 
-def read() -> list[dict[str, Any]]:
-    """Return what is kept."""
-    return read_lines(KEPT)
+        {old and f"Of the rows of {old} only the means that the run printed were kept."}
+
+        {markdown(["", "seeds", *(str(n + 1) for n in range(EPOCHS)), "epochs chosen"], lines)}
+    """)
 
 
 def main() -> None:
@@ -130,14 +89,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="run nothing")
     options = parser.parse_args()
-    rows = read()
+    rows = read_lines(KEPT)
     if not options.write:
-        others = [row for row in rows if row["recipe"] != options.recipe]
-        rows = others + measure(options.recipe, options.output, options.threads)
-        temporary = KEPT.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(KEPT)
-    RESULT.write_text(render(rows), encoding="utf-8")
+        rows = [row for row in rows if row["recipe"] != options.recipe]
+        rows += measure(options.recipe, options.output, options.threads)
+        write(KEPT, "".join(json.dumps(row) + "\n" for row in rows))
+    write(RESULTS / "fashion.md", render(rows))
     print(render(rows))
 
 

@@ -16,16 +16,13 @@ rounding of its own.
 
 from __future__ import annotations
 
-import argparse
 import json
-import pickle
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +36,9 @@ from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.testing import make_bundle
 
-RESULTS = Path(__file__).parent / "results"
+from bench import RESULTS, arguments, finish, markdown, page
+from living_model import board_of
+
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
 QUERIES = np.random.default_rng(77).integers(-9, 10, (12, NUMBERS)).astype(np.float32)
@@ -66,15 +65,8 @@ class Answer:
     answer: Any
 
 
-class Counts:
-    """Two numbers in a file that all processes map: operations begun, operations acknowledged; and
-    whether to stop.
-    """
-
-    def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(24))
-        self.numbers = np.memmap(path, np.int64, "r+", shape=(3,))
+BEGUN, ACKNOWLEDGED, STOP, READY = range(4)
+"""Places on the board: operations, whether to stop, and from there on which processes read."""
 
 
 @dataclass
@@ -116,16 +108,15 @@ class State:
         return [(ids[at], float(distances[at]), chosen[ids[at]][1]) for at in order]
 
 
-def read(index: Index, counts: Counts, seed: int) -> list[Answer]:
+def read(index: Index, board: Any, seed: int) -> list[Answer]:
     """Ask until told to stop; return what was answered."""
     random = np.random.default_rng(seed)
     kinds = ["search", "search", "search cheap", "count", "count cheap", "get"]
-    started, acknowledged, stop = range(3)
     answers = []
-    while not counts.numbers[stop]:
+    while not board[STOP]:
         kind = kinds[random.integers(len(kinds))]
         about: Any = None
-        after = int(counts.numbers[acknowledged])
+        after = int(board[ACKNOWLEDGED])
         if kind == "get":
             about = [f"id {number}" for number in random.integers(0, IDS, 5)]
             found: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
@@ -135,60 +126,51 @@ def read(index: Index, counts: Counts, seed: int) -> list[Answer]:
             about = int(random.integers(len(QUERIES)))
             hits = index.search(QUERIES[about], K, where=CHEAP if "cheap" in kind else None)
             found = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
-        answers.append(Answer(after, int(counts.numbers[started]), kind, about, found))
+        answers.append(Answer(after, int(board[BEGUN]), kind, about, found))
     return answers
 
 
-def write(
-    index: Index,
-    counts: Counts,
-    bundles: list[Path],
-    seconds: float,
-    seed: int,
-    history: list[Change],
-) -> None:
-    """Write until the time is over; operations go into the history, number 1 first."""
+def read_apart(folder: Path, number: int, processes: int, seed: int) -> list[Answer]:
+    """Do the same in a process of its own."""
+    board = board_of(folder / "board", READY + processes)
+    with small_segments(), open_index(folder / "index", threads=1) as index:
+        board[READY + number] = 1
+        return read(index, board, seed)
+
+
+def changes(seconds: float, seed: int) -> Iterator[Change]:
+    """Yield operations until the time is over."""
     random = np.random.default_rng(seed)
     end, served = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         draw = random.random()
         numbers = random.integers(0, IDS, int(random.integers(1, 60)) if draw < 0.9 else 1)
         ids = sorted({f"id {number}" for number in numbers})
-        change: Change
         if draw < 0.6:
-            items = {
-                id: (tuple(random.integers(-9, 10, NUMBERS).tolist()), int(random.integers(20)))
-                for id in ids
-            }
-            change = ("upsert", items)
+            features = random.integers(-9, 10, (len(ids), NUMBERS)).tolist()
+            prices = random.integers(20, size=len(ids)).tolist()
+            rows = zip(ids, map(tuple, features), prices, strict=True)
+            yield "upsert", {id: (numbers, price) for id, numbers, price in rows}
         elif draw < 0.85:
-            change = ("delete", ids[:10])
+            yield "delete", ids[:10]
         elif draw < 0.93:
-            change = ("cheap", 1)
+            yield "cheap", 1
         elif draw < 0.97:
-            change = ("compact", None)
+            yield "compact", None
         else:
-            change = ("migrate", 1 - served)
-        counts.numbers[0] = len(history) + 1
-        _do(index, change, bundles)
-        served = change[1] if change[0] == "migrate" else served
-        history.append(change)
-        counts.numbers[1] = len(history)
+            served = 1 - served
+            yield "migrate", served
 
 
 def _do(index: Index, change: Change, bundles: list[Path]) -> None:
     kind, what = change
     if kind == "upsert":
         features = np.array([one for one, _ in what.values()], np.float32)
-        vectors = index.bundle.encode(features).vector
+        arrays = zip(index.bundle.encode(features).vector, features, strict=True)
         index.upsert(
             [
-                Item(
-                    id,
-                    metadata={"price": price},
-                    arrays={VECTOR: vectors[at], FEATURES: features[at]},
-                )
-                for at, (id, (_, price)) in enumerate(what.items())
+                Item(id, metadata={"price": price}, arrays={VECTOR: vector, FEATURES: row})
+                for (id, (_, price)), (vector, row) in zip(what.items(), arrays, strict=True)
             ]
         )
     elif kind == "delete":
@@ -203,21 +185,15 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 
 def _serve(index: Index, bundle: Bundle) -> None:
-    """Embed all items with another bundle, keep their features for the next one, serve that, and
-    drop the one before.
-    """
+    """Embed all items with another bundle, serve it, and drop the one before."""
     store = index.store
     generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
     while not store.switch(generation):
         if items := store.pending(generation, 100):
             vectors = bundle.encode(np.stack([item.arrays[FEATURES] for item in items])).vector
-            store.embed(
-                generation,
-                [
-                    replace(item, arrays={VECTOR: vectors[at], FEATURES: item.arrays[FEATURES]})
-                    for at, item in enumerate(items)
-                ],
-            )
+            pairs = zip(items, vectors, strict=True)
+            done = [replace(item, arrays={**item.arrays, VECTOR: row}) for item, row in pairs]
+            store.embed(generation, done)
     index.follow()
     index.drop_old()
 
@@ -242,9 +218,7 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def small_segments() -> Iterator[None]:
-    """Have segments made of so few items that merges go on all the while, and filters looked up as
-    those of a large index.
-    """
+    """Have segments of so few items that merges go on all the while, and filters be looked up."""
     before = upkeep._MIN_DEAD_ROWS, masks._SMALL
     upkeep._MIN_DEAD_ROWS = SMALL
     masks._SMALL = 0
@@ -263,115 +237,96 @@ def run(
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
     maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
     create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
-    counts = Counts(folder / "counts")
-    with small_segments(), open_index(folder / "index", threads=1) as index:
-        history: list[Change] = [
-            ("upsert", {"id 0": ((0,) * NUMBERS, 19)})
-        ]  # so that the field price is known
-        _do(index, history[0], bundles)
-        counts.numbers[:2] = 1
-        others = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--reader", str(folder), str(seed * 1000 + 500 + number)]
-            )
-            for number in range(processes)
-        ]
-        with ThreadPoolExecutor(threads + 1) as pool:
-            for number in range(processes):  # they begin when all can
-                while not (folder / f"ready {seed * 1000 + 500 + number}").exists():
-                    time.sleep(0.05)
-            reading = [
-                pool.submit(read, index, counts, seed * 1000 + number) for number in range(threads)
+    board, history = board_of(folder / "board", READY + processes), list[Change]()
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        small_segments(),
+        open_index(folder / "index", threads=1) as index,
+        ThreadPoolExecutor(threads) as own,
+        ProcessPoolExecutor(max(processes, 1), spawn) as others,
+    ):
+
+        def write(change: Change) -> None:
+            board[BEGUN] = len(history) + 1
+            _do(index, change, bundles)
+            history.append(change)
+            board[ACKNOWLEDGED] = len(history)
+
+        try:
+            write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # so that the field price is known
+            apart = [
+                others.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
+                for number in range(processes)
             ]
-            try:
-                write(index, counts, bundles, seconds, seed, history)
-            finally:
-                counts.numbers[2] = 1
-            answers = [answer for one in reading for answer in one.result()]
-        own = len(answers)
-        for number, other in enumerate(others):
-            assert other.wait(120) == 0, "a process that read has failed"
-            told = pickle.loads((folder / f"answers {seed * 1000 + 500 + number}").read_bytes())
-            answers += [Answer(**one) for one in told]
-        merges = index.stats().details["transactions"] - len(history)
-    bad = wrong(history, answers, maps)
+            while not board[READY:].all() and not any(reader.done() for reader in apart):
+                time.sleep(0.05)
+            seeds = range(seed * 1000, seed * 1000 + threads)
+            reading = [own.submit(read, index, board, number) for number in seeds]
+            for change in changes(seconds, seed):
+                write(change)
+        finally:
+            board[STOP] = 1
+        answers, foreign = (
+            [answer for reader in readers for answer in reader.result()]
+            for readers in (reading, apart)
+        )
+        upkeep_ = index.stats().details["transactions"] - len(history)
+    every = answers + foreign
     return {
         "seed": seed,
         "seconds": seconds,
         "operations": dict(Counter(kind for kind, _ in history)),
-        "upkeep": merges,
+        "upkeep": upkeep_,
         "threads": threads,
         "processes": processes,
-        "from threads": own,
-        "from processes": len(answers) - own,
-        "kinds": dict(Counter(one.kind for one in answers)),
-        "several": sum(one.until > one.after for one in answers),
-        "wrong": [repr(one) for one in bad],
+        "from threads": len(answers),
+        "from processes": len(foreign),
+        "kinds": dict(Counter(one.kind for one in every)),
+        "several": sum(one.until > one.after for one in every),
+        "wrong": [repr(one) for one in wrong(history, every, maps)],
     }
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    """Return the page."""
     total = sum(one["from threads"] + one["from processes"] for one in kept)
-    wrong_ones = sum(len(one["wrong"]) for one in kept)
-    lines = [
-        "# Answers while an index changes",
-        "",
-        (
-            f"`python benchmarks/histories.py`. One thread writes, {kept[0]['threads']} threads and"
-            f" {kept[0]['processes']} processes read. Each answer (the ids, distances and metadata"
-            " of the ten nearest, with a filter or without; counts; items by id) is compared with"
-            " the exact one of every state that the index had between question and answer."
-            f" Segments are made of {SMALL} items, so that merges go on all the while."
-        ),
-        "",
-        f"**{total:,} answers, {wrong_ones} of them wrong.**",
-        "",
-        (
-            "| seed | seconds | operations | transactions of upkeep and of generations | answers to"
-            " threads | to processes | with an operation under way | wrong |"
-        ),
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["seed", "seconds", "operations", "transactions of upkeep and of generations"]
+    head += ["answers to threads", "to processes", "with an operation under way", "wrong"]
+    lines = []
     for one in kept:
-        said = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
-        lines.append(
-            f"| {one['seed']} | {one['seconds']:g} | {said} | {one['upkeep']:,} |"
-            f" {one['from threads']:,} | {one['from processes']:,} | {one['several']:,} |"
-            f" {len(one['wrong'])} |"
-        )
-    return "\n".join(lines) + "\n"
+        counts = [one["upkeep"], one["from threads"], one["from processes"], one["several"]]
+        cells = [f"{count:,}" for count in [*counts, len(one["wrong"])]]
+        done = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
+        lines.append([str(one["seed"]), f"{one['seconds']:g}", done, *cells])
+    return page(f"""
+        # Answers while an index changes
 
+        `python benchmarks/histories.py`. One thread writes, {kept[0]["threads"]} threads and
+        {kept[0]["processes"]} processes read. Each answer (the ids, distances and metadata of the
+        ten nearest, with a filter or without; counts; items by id) is compared with the exact one
+        of every state that the index had between question and answer. Segments are made of {SMALL}
+        items, so that merges go on all the while.
 
-def _reader(folder: Path, seed: int) -> None:
-    with small_segments(), open_index(folder / "index", threads=1) as index:
-        (folder / f"ready {seed}").touch()
-        answers = read(index, Counts(folder / "counts"), seed)
-    (folder / f"answers {seed}").write_bytes(pickle.dumps([vars(one) for one in answers]))
+        **{total:,} answers, {sum(len(one["wrong"]) for one in kept)} of them wrong.**
+
+        {markdown(head, lines)}
+    """)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--reader", nargs=2, metavar=("FOLDER", "SEED"), help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    if said.reader:
-        _reader(Path(said.reader[0]), int(said.reader[1]))
-        return
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
     kept = []
-    for seed in range(said.seeds):
+    for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            kept.append(run(Path(folder), said.seconds, seed, said.threads, said.processes))
+            many = (options.threads, options.processes)
+            kept.append(run(Path(folder), options.seconds, seed, *many))
         print(json.dumps(kept[-1])[:2000], flush=True)
-    (RESULTS / "raw" / "histories.json").write_text(
-        json.dumps(kept, indent=1) + "\n", encoding="utf-8"
-    )
-    (RESULTS / "histories.md").write_text(render(kept), encoding="utf-8")
+    finish("histories", kept, render(kept), folder=options.output)
     if any(one["wrong"] for one in kept):
         raise SystemExit(1)
 

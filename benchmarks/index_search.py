@@ -11,16 +11,11 @@ that are not installed are left out.
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# These count only before NumPy and FAISS are imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import faiss
 import numpy as np
@@ -31,7 +26,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
-from bench import finish, markdown
+from bench import finish, markdown, one_thread, page
 from scaled_bundle import make_bundle
 from search import vectors_of
 
@@ -47,20 +42,13 @@ def build(folder: Path, vectors: Any, structure: str) -> Index:
     """Return an opened index of vectors with ids and labels."""
     make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
     bundle = Bundle.open(folder / f"bundle-{structure}", threads=1)
-    create_local(
-        folder / structure,
-        bundle,
-        {"vector": vectors.shape[1]},
-        structure=StructureChoice(structure),
-    )
+    widths = {"vector": vectors.shape[1]}
+    create_local(folder / structure, bundle, widths, structure=StructureChoice(structure))
     with LocalStore(folder / structure, upkeep=False) as store:
         for start in range(0, len(vectors), 5000):
-            part = vectors[start : start + 5000]
-            rows = enumerate(part, start)
-            store.upsert(
-                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows],
-                bundle.sha256,
-            )
+            rows = enumerate(vectors[start : start + 5000], start)
+            items = [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows]
+            store.upsert(items, bundle.sha256)
         store.compact()
     return Index.open(folder / structure, threads=1)
 
@@ -98,15 +86,10 @@ def peers(vectors: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dict[str, Any]]:
-    """Return the CPU milliseconds of a call, for each batch and search: the best of rounds taken in
-    turns.
-    """
+    """Return the CPU milliseconds of a call by batch and search, the best of rounds in turns."""
     rows = []
     for batch, calls in BATCHES.items():
-        parts = [
-            np.ascontiguousarray(queries[call * batch : (call + 1) * batch])
-            for call in range(calls)
-        ]
+        parts = [np.ascontiguousarray(queries[n * batch :][:batch]) for n in range(calls)]
         best = dict.fromkeys(searches, float("inf"))
         for _ in range(ROUNDS):
             for name, search in searches.items():
@@ -120,14 +103,12 @@ def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dic
 
 def recall(search: Callable[[Any], Any], flat: Callable[[Any], Any], queries: Any) -> float:
     """Return the share of the ten nearest that a search finds."""
-    pairs = zip(search(queries), flat(queries), strict=True)
-    return float(
-        np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / K for a, b in pairs])
-    )
+    ids = [[{hit.id for hit in hits} for hits in way(queries)] for way in (search, flat)]
+    return float(np.mean([len(a & b) / K for a, b in zip(*ids, strict=True)]))
 
 
 def main() -> None:
-    faiss.omp_set_num_threads(1)
+    one_thread()
     vectors, queries = vectors_of(ROWS, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries, np.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -146,16 +127,18 @@ def main() -> None:
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     names = [name for name in raw["rows"][0] if name != "queries"]
     lines = [[str(row["queries"]), *(f"{row[name]:.2f}" for name in names)] for row in raw["rows"]]
-    return (
-        "# The whole path of a search\n\n`python benchmarks/index_search.py`: CPU milliseconds of"
-        f" a call on one thread, ten nearest of Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search`"
-        " gives ids, labels and exact distances, the libraries row numbers. FAISS's flat index is"
-        " measured as it comes, and with the setting that our `hnsw` makes. The recall of our"
-        f" `hnsw` is {raw['recall of hnsw']:.4f}.\n\n{markdown(['queries', *names], lines)}\n"
-    )
+    return page(f"""
+        # The whole path of a search
+
+        `python benchmarks/index_search.py`: CPU milliseconds of a call on one thread, ten nearest
+        of Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` gives ids, labels and exact distances,
+        the libraries row numbers. FAISS's flat index is measured as it comes, and with the setting
+        that our `hnsw` makes. The recall of our `hnsw` is {raw["recall of hnsw"]:.4f}.
+
+        {markdown(["queries", *names], lines)}
+    """)
 
 
 if __name__ == "__main__":

@@ -16,81 +16,29 @@ Modelled: a process that dies. The system lives, and loses nothing of what it wa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import random
 import select
 import signal
-import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 
-from living_model import WIDTH, Call, State, Writing, check, make_bundles, small
+import living_model as living
+from bench import page
 
-RESULTS = Path(__file__).parent / "results"
 LIVES, SLOWEST = 8, 3.0
-
-
-def forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Do work in a child; return its process and the end of a pipe that it writes to."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process:
-        os.close(writing)
-        return process, reading
-    try:
-        os.close(reading)
-        work(writing)
-        os._exit(0)
-    except BaseException:
-        with suppress(OSError):  # nobody listens any more
-            os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
-        os._exit(1)
-
-
-def kill_at_line(count: int) -> None:
-    """Have this process kill itself when it has executed so many lines of the store."""
-    left = [count]
-    here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
-
-    def line(frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            left[0] -= 1
-            if left[0] <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return line
-
-    def called(frame: FrameType, event: str, _: object) -> Any:
-        return line if any(part in frame.f_code.co_filename for part in here) else None
-
-    threading.settrace(called)
-    sys.settrace(called)
+OUTCOMES = ("there", "not there", "same either way")
 
 
 class Life:
-    """An index that is written to, killed and looked at, several times.
-
-    Args:
-        folder: for it.
-        bundles: opened.
-        seed: of everything.
-        took: seconds of each call so far, by name; is added to.
-    """
+    """An index that is written to, killed and looked at; `took` has seconds of each call so far."""
 
     def __init__(
         self, folder: Path, bundles: list[Bundle], seed: int, took: dict[str, float]
@@ -98,40 +46,38 @@ class Life:
         self.folder = folder / "index"
         self.bundles, self.took = bundles, took
         self.random = random.Random(seed)
-        self.state = State()
-        self.again: Call | None = None
-        create_local(self.folder, bundles[0], widths_of(bundles[0], features=WIDTH))
+        self.state = living.State()
+        self.again: living.Call | None = None
+        create_local(self.folder, bundles[0], widths_of(bundles[0], features=living.WIDTH))
 
-    def kill(self) -> dict[str, Any]:
+    def kill(self) -> living.Row:
         """Kill one writer, and return what is left of its work."""
         seed, lines = self.random.randrange(1 << 40), self.random.random() < 0.5
         after = self.random.randint(1, 12)
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
         def work(pipe: int) -> None:
-            small()
+            living.small()
+            begun = [0]
 
-            def tell(what: str, call: Call | None) -> None:
-                if what == "begin" and lines and not counter[0]:
-                    kill_at_line(at_line)
-                counter[0] += what == "begin"
+            def tell(what: str, call: living.Call | None) -> None:
+                if what == "begin" and lines and not begun[0]:
+                    living.kill_at_line(at_line)
+                begun[0] += what == "begin"
                 os.write(pipe, json.dumps([what, call]).encode() + b"\n")
 
-            counter = [0]
-            Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
+            living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
-        process, pipe = forked(work)
+        process, pipe = living.forked(work)
         told = self._listen(process, pipe, None if lines else after)
         _, status = os.waitpid(process, 0)
+        how = "line" if lines else "time"
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            return {
-                "how": "line" if lines else "time",
-                "call": "",
-                "outcome": "crash",
-                "wrong": [f"the writer ended by itself: {told}"],
-                "acknowledged": 0,
-            }
-        return self._look(told, "line" if lines else "time")
+            wrong = [f"the writer ended by itself: {told}"]
+            row: living.Row = {"call": "", "outcome": "crash", "wrong": wrong, "acknowledged": 0}
+        else:
+            row = self._look(told)
+        return row | {"how": how}
 
     def _listen(self, process: int, pipe: int, after: int | None) -> list[Any]:
         """Read what a child tells until it is dead; kill it within the call number `after`."""
@@ -149,7 +95,7 @@ class Life:
             *whole, rest = (rest + data).split(b"\n")
             for text in whole:
                 told.append(json.loads(text))
-                if isinstance(told[-1], dict):
+                if isinstance(told[-1], dict):  # a fault
                     continue
                 what, call = told[-1]
                 if what == "begin":
@@ -157,142 +103,86 @@ class Life:
                     if after is not None and sum(one[0] == "begin" for one in told) == after:
                         deadline = began + self.random.uniform(0, 1.3) * self.took.get(name, 0.02)
                 elif deadline is None:
-                    self.took[name] = 0.7 * self.took.get(name, 0.02) + 0.3 * min(
-                        SLOWEST, time.monotonic() - began
-                    )
+                    seconds = min(SLOWEST, time.monotonic() - began)
+                    self.took[name] = 0.7 * self.took.get(name, 0.02) + 0.3 * seconds
 
-    def _look(self, told: list[Any], how: str) -> dict[str, Any]:
-        state, running, acknowledged = self.state, None, 0
-        copies = {}
+    def _look(self, told: list[Any]) -> living.Row:
+        """Compare the index with what its writer told before it was killed."""
+        model = living.Told(self.state)
         for what, call in told:
-            if what == "begin":
-                running = call
-                if call["call"] == "snapshot":
-                    copies[call["name"]] = (state, told[-1][1] is not call)
-            else:
-                state, running, acknowledged = state.after(running), None, acknowledged + 1
-        states = [state] if running is None else [state, state.after(running)]
+            model.take(what, call)
+        states, running, copies = model.states, model.running, model.copies
         seed = self.random.randrange(1 << 40)
-        process, pipe = forked(
-            lambda out: print(
-                json.dumps(check(self.folder, states, copies, self.bundles, seed)),
-                file=os.fdopen(out, "w"),
-                flush=True,
-            )
-        )
-        with os.fdopen(pipe) as file:
-            text = file.read()
-        _, status = os.waitpid(process, 0)
-        said = (
-            json.loads(text or "{}")
-            if status == 0
-            else {"which": None, "wrong": [f"looking failed: {status} {text}"]}
-        )
+
+        def work(pipe: int) -> None:
+            found = living.check(self.folder, states, copies, self.bundles, seed)
+            os.write(pipe, json.dumps(found).encode())
+
+        lines, status = living.output_of(work)
+        found = lines[0] if lines and not status else {}
+        which = found.get("which")
         row = {
-            "how": how,
             "call": running["call"] if running else "between calls",
-            "acknowledged": acknowledged,
-            "wrong": said["wrong"],
+            "acknowledged": sum(what == "end" for what, _ in told),
+            "wrong": found.get("wrong", [f"looking failed: {status} {lines}"]),
         }
-        if said["which"] is None:
+        if which is None:
             return row | {"outcome": "wrong"}
-        self.state = states[said["which"]]
+        self.state = states[which]
         changed = len(states) == 2 and states[0] != states[1]
-        self.again = (
-            running if running and said["which"] == 0 and running["call"] != "begin" else None
-        )
-        return row | {
-            "outcome": ("there" if said["which"] else "not there") if changed else "same either way"
-        }
+        self.again = None if which else model.again
+        outcome = ("there" if which else "not there") if changed else "same either way"
+        return row | {"outcome": outcome}
 
 
-def kills(
-    count: int, seed: int, folder: Path, shown: Callable[[int, dict[str, Any]], object]
-) -> list[dict[str, Any]]:
+def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
     """Kill so many writers, on as many indexes as it takes; return what each left."""
-    bundles = make_bundles(folder)
-    rows: list[dict[str, Any]] = []
+    bundles = living.make_bundles(folder)
+    rows: list[living.Row] = []
     took: dict[str, float] = {}
     while len(rows) < count:
         with tempfile.TemporaryDirectory(dir=folder) as here:
             life = Life(Path(here), bundles, seed * 1_000_003 + len(rows), took)
             for _ in range(min(LIVES, count - len(rows))):
                 rows.append(life.kill())
-                shown(len(rows), rows[-1])
+                living.show(len(rows), rows[-1])
                 if rows[-1]["wrong"]:
                     break
     return rows
 
 
-def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Return what is kept of a run."""
-    cells = Counter((row["call"], row["how"], row["outcome"]) for row in rows)
-    return {
-        "seed": seed,
-        "kills": len(rows),
-        "acknowledged": sum(row["acknowledged"] for row in rows),
-        "wrong": [one for row in rows for one in row["wrong"]],
-        "cells": [[*key, count] for key, count in sorted(cells.items())],
-        "machine": (
-            f"{platform.system()}, Python {platform.python_version()}, apsw {version('apsw')}"
-        ),
-    }
+def render(raw: living.Row) -> str:
+    wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
+    return page(f"""
+        # Writers that are killed
 
+        `python benchmarks/kills.py --count {raw["kills"]} --seed {raw["seed"]}`; {raw["machine"]}.
 
-def render(raw: dict[str, Any]) -> str:
-    """Return the page of a run that was kept."""
-    lines = [
-        "# Writers that are killed\n",
-        (
-            f"`python benchmarks/kills.py --count {raw['kills']} --seed {raw['seed']}`;"
-            f" {raw['machine']}.\n"
-        ),
-        (
-            f"{raw['kills']:,} writers of a living index were killed by SIGKILL after"
-            f" {raw['acknowledged']:,} acknowledged calls. After each kill another process opened"
-            " the index and compared ids, labels, metadata, arrays, originals, counts,"
-            " generations, filters and neighbours with a model in memory, and the files with what"
-            " the record names; snapshots that were there were compared too.\n"
-        ),
-        f"**Differences: {len(raw['wrong'])}.**\n",
-        (
-            "How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of"
-            " Python of the store. The call that ran was wholly there afterwards, or not at all; or"
-            " it changes nothing that can be seen.\n"
-        ),
-        "| call that ran | how | there | not there | same either way |",
-        "|---|---|--:|--:|--:|",
-    ]
-    cells = {(call, how, outcome): count for call, how, outcome, count in raw["cells"]}
-    for call, how in sorted({key[:2] for key in cells}):
-        counts = " | ".join(
-            str(cells.get((call, how, one), 0)) for one in ("there", "not there", "same either way")
-        )
-        lines.append(f"| {call} | {how} | {counts} |")
-    lines += ["", *(f"- {one}" for one in raw["wrong"][:50])]
-    return "\n".join(lines).rstrip() + "\n"
+        {raw["kills"]:,} writers of a living index were killed by SIGKILL after
+        {raw["acknowledged"]:,} acknowledged calls. After each kill another process opened the index
+        and compared ids, labels, metadata, arrays, originals, counts, generations, filters and
+        neighbours with a model in memory, and the files with what the record names; snapshots that
+        were there were compared too.
+
+        **Differences: {len(raw["wrong"])}.**
+
+        How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of Python of
+        the store. The call that ran was wholly there afterwards, or not at all; or it changes
+        nothing that can be seen.
+
+        {living.counts_table(["call that ran", "how"], OUTCOMES, raw["cells"])}
+
+        {wrong}
+    """)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    chosen = parser.parse_args()
-
-    def shown(number: int, row: dict[str, Any]) -> None:
-        if row["wrong"] or number % 50 == 0:
-            print(number, row, flush=True)
-
+    options = living.count_arguments(__doc__, 1000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        raw = summary(kills(chosen.count, chosen.seed, Path(folder), shown), chosen.seed)
-    (chosen.output / "raw").mkdir(exist_ok=True)
-    (chosen.output / "raw" / "kills.json").write_text(
-        json.dumps(raw, indent=1) + "\n", encoding="utf-8"
-    )
-    (chosen.output / "kills.md").write_text(render(raw), encoding="utf-8")
-    print(render(raw))
-    sys.exit(1 if raw["wrong"] else 0)
+        rows = kills(options.count, options.seed, Path(folder))
+    raw = living.summary("kills", rows, options.seed, "call", "how", "outcome")
+    raw["acknowledged"] = sum(row["acknowledged"] for row in rows)
+    living.conclude("kills", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

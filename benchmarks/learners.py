@@ -16,23 +16,14 @@ they compute.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import resource
-import signal
-import subprocess
-import sys
 import time
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # counts only before NumPy is imported
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import Kept, load, machine, markdown, resume_arguments, versions
+import bench
 
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
@@ -41,16 +32,13 @@ LONGER = {"LANML": 900}
 SIZES = (6_250, 12_500, 25_000, 50_000)
 WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000
 OURS = {"GMML": "GMML()", "AML": "AML()", "Warm": "Warm()", "OAHU": "OAHU()", "LANML": "LANML()"}
+FEWER = "n_constraints=10_000, random_state=0"
 PEERS = {
     "metric-learn RCA": "adapted('RCA_Supervised')(random_state=0)",
     "scikit-learn LDA": "LinearDiscriminantAnalysis()",
-    "metric-learn ITML, 10,000 pairs": (
-        "adapted('ITML_Supervised')(n_constraints=10_000, random_state=0)"
-    ),
+    "metric-learn ITML, 10,000 pairs": f"adapted('ITML_Supervised')({FEWER})",
     "metric-learn ITML": "adapted('ITML_Supervised')(random_state=0)",
-    "metric-learn MMC, 10,000 pairs": (
-        "adapted('MMC_Supervised')(n_constraints=10_000, random_state=0)"
-    ),
+    "metric-learn MMC, 10,000 pairs": f"adapted('MMC_Supervised')({FEWER})",
     "metric-learn LFDA": "adapted('LFDA')()",
     "metric-learn LMNN": "adapted('LMNN')(random_state=0)",
     "scikit-learn NCA": "NeighborhoodComponentsAnalysis(random_state=0)",
@@ -60,9 +48,7 @@ Floats = NDArray[np.float64]
 
 
 def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Return features (items, 100) and labels of what is fitted, and of `CHECKED` items of other
-    classes.
-    """
+    """Return features (items, 100) and labels to fit, and `CHECKED` items of other classes."""
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
     between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))
@@ -91,16 +77,9 @@ def one(title: str, items: int) -> dict[str, Any]:
     from retrieval_metric_learn.learners import adapted
     from retrieval_oahu import OAHU, Warm
 
-    known = (
-        AML,
-        GMML,
-        LANML,
-        OAHU,
-        Warm,
-        LinearDiscriminantAnalysis,
-        NeighborhoodComponentsAnalysis,
-    )
-    names = {each.__name__: each for each in known} | {"adapted": adapted}
+    peers = (LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis, adapted)
+    names = {kind.__name__: kind for kind in (AML, GMML, LANML, OAHU, Warm, *peers)}
+    bench.one_thread()
     x, y, others, truth = made(items)
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
@@ -130,20 +109,14 @@ def one(title: str, items: int) -> dict[str, Any]:
 
 def measure(title: str, items: int) -> dict[str, Any]:
     """Return a row of one fit in a process of its own."""
-    before = load()
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", title, str(items)], capture_output=True, text=True
-    )
-    row: dict[str, Any] = {"learner": title, "items": items}
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        row |= {"stopped": "time"}
-    elif done.returncode:
-        sys.exit(done.stderr)
-    else:
-        row = json.loads(done.stdout.splitlines()[-1])
+    before = bench.load()
+    try:
+        row = bench.alone(one, title, items)
+    except TimeoutError:
+        row = {"learner": title, "items": items, "stopped": "time"}
     return row | {
         "load": before,
-        "machine": f"{machine()}; {versions('metric-learn', 'scikit-learn', 'numpy')}",
+        "machine": f"{bench.machine()}; {bench.versions('metric-learn', 'scikit-learn', 'numpy')}",
         "limits": [LONGER.get(title, LIMIT), MEMORY],
     }
 
@@ -163,67 +136,49 @@ def cell(row: dict[str, Any] | None) -> str:
     if "stopped" not in row:
         return f"{row['cpu']:.2f} s, {row['megabytes']:,.0f} MB"
     seconds, memory = row["limits"]
-    said = {
-        "time": f"stopped after {seconds} s",
-        "memory": f"stopped at {memory} GB",
-        "failed": "failed",
-    }
-    return said[row["stopped"]]
+    stops = {"time": f"stopped after {seconds} s", "memory": f"stopped at {memory} GB"}
+    return stops.get(row["stopped"], "failed")
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    """Return the page."""
-    rows: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in kept:
-        rows.setdefault(row["learner"], {})[row["items"]] = row
     sizes = sorted({row["items"] for row in kept})
     loads = [row["load"] for row in kept]
-    lines = [
-        "# Learners at many classes: time, memory, growth",
-        "",
-        (
-            "`python benchmarks/learners.py`. One fit, as the learner comes unless the row says"
-            " otherwise: CPU seconds on one thread, and what the fit added to its process's peak"
-            f" resident size. {WIDTH} features, Gaussian classes of {OF_A_CLASS} items each, so"
-            f" {sizes[-1]:,} items are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a"
-            f" process of its own, stopped after {LIMIT} CPU seconds"
-            f" ({', '.join(f'{title} {most}' for title, most in LONGER.items())}, to see its"
-            f" growth) or at {MEMORY} GB of addresses, and then not tried at larger sizes. Growth"
-            " is p of time ∝ itemsᵖ, fitted where three sizes or more were done. The last column,"
-            " Recall@1 of 2,000 items of other classes at the largest size done, says that the fit"
-            f" did something: without any learner it is {kept_recall(kept)}."
-        ),
-        "",
-        (
-            f"Machine: {kept[0]['machine']}. Load {min(loads):.0f} to {max(loads):.0f}: other work"
-            " shared the cores."
-        ),
-        "",
-    ]
-    table = []
+    table, missing = [], []
     for title in [*OURS, *PEERS]:
-        if title not in rows:
-            continue
-        own = rows[title]
-        done = [row for row in own.values() if "recall" in row]
-        recall = f"{done[-1]['recall']:.3f}" if done else "–"
-        table.append([title, *(cell(own.get(size)) for size in sizes), growth(own), recall])
-    lines += [
-        markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table),
-        "",
-    ]
+        own = {row["items"]: row for row in bench.chosen(kept, learner=title)}
+        done = [f"{row['recall']:.3f}" for row in own.values() if "recall" in row]
+        cells = [*(cell(own.get(size)) for size in sizes), growth(own), (done or ["–"])[-1]]
+        table += [[title, *cells]] if own else []
+        missing += [] if own else [title]
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
-    lines += [f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed]
-    lines += [""] if failed else []
-    lines += [
-        "*Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and"
-        " Warm learn from triplets, 10,000 at most whatever the number of items, so their time"
-        " hardly grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at"
-        " its best here: the classes are Gaussian, as it takes them to be."
-    ]
-    if missing := [title for title in [*OURS, *PEERS] if title not in rows]:
-        lines += ["", f"Not measured yet: {', '.join(missing)}."]
-    return "\n".join(lines) + "\n"
+    reasons = "\n".join(f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed)
+    longer = ", ".join(f"{title} {most}" for title, most in LONGER.items())
+    return bench.page(f"""
+        # Learners at many classes: time, memory, growth
+
+        `python benchmarks/learners.py`. One fit, as the learner comes unless the row says
+        otherwise: CPU seconds on one thread, and what the fit added to its process's peak resident
+        size. {WIDTH} features, Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items
+        are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a process of its own, stopped after
+        {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses, and then
+        not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more
+        were done. The last column, Recall@1 of 2,000 items of other classes at the largest size
+        done, says that the fit did something: without any learner it is {kept_recall(kept)}.
+
+        Machine: {kept[0]["machine"]}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared
+        the cores.
+
+        {bench.markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table)}
+
+        {reasons}
+
+        *Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and Warm
+        learn from triplets, 10,000 at most whatever the number of items, so their time hardly
+        grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at its best
+        here: the classes are Gaussian, as it takes them to be.
+
+        {f"Not measured yet: {', '.join(missing)}." if missing else ""}
+    """)
 
 
 def kept_recall(kept: list[dict[str, Any]]) -> str:
@@ -234,21 +189,19 @@ def kept_recall(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only learners with these words")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one(options.one[0], int(options.one[1]))))
-        return
-    kept = Kept("learners", options.fresh)
-    for items in options.sizes:
-        for title in [*OURS, *PEERS]:
-            own = [row for row in kept.rows if row["learner"] == title]
-            done = any(row["items"] == items or "stopped" in row for row in own)
-            if not done and (not options.only or any(word in title for word in options.only)):
-                kept.add(measure(title, items))
+    kept = bench.Kept("learners", options, ("learner", "items"))
+    titles = [
+        title
+        for title in [*OURS, *PEERS]
+        if not options.only or any(word in title for word in options.only)
+    ]
+    for title, items in kept.missing((title, size) for size in options.sizes for title in titles):
+        if not any("stopped" in row for row in bench.chosen(kept.rows, learner=title)):
+            kept.add(measure(title, items))
     kept.finish(render(kept.rows))
 
 

@@ -2,7 +2,7 @@
 nothing was fitted to.
 
     python benchmarks/levels.py            # chooses, then measures
-    python benchmarks/levels.py --page     # the page alone, from what is kept
+    python benchmarks/levels.py --write     # the page alone, from what is kept
 
 Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of
 Fashion-MNIST's classes. Each candidate is fitted to three of the training classes and judged by
@@ -14,27 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = (
-    "1"  # counts before NumPy is imported
-)
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import arguments, machine, markdown
+from bench import RAW as KEPT
+from bench import arguments, finish, machine, markdown, one_thread, page
+from pictures import digits, fashion
 
-HERE = Path(__file__).parent
-KEPT = HERE / "results" / "raw" / "levels.json"
-PAGE = HERE / "results" / "levels.md"
 METRICS = ["map_at_r", "recall_at_1", "r_precision"]
 HELD_OUT = ["5", "6", "7", "8", "9"]
-PER_CLASS = 200
-"""Fashion-MNIST's images of each class, drawn once with seed 0."""
 TITLES = {"digits": "scikit-learn's digits", "fashion": "Fashion-MNIST"}
 OWN, RAW, FROZEN = "this recipe", "raw pixels", "ImageNet net, frozen, its last layer at 224 pixels"
 NET = {"name": "core.efficientnet_lite0"}
@@ -58,22 +49,8 @@ Figures = dict[str, float]
 
 
 def items(name: str, searched: bool) -> Items:
-    """Return a set's images (N, H, W) and labels (N,), either of the classes to search or of all
-    the others.
-    """
-    from retrieval.host.plugins import create
-
-    if name == "digits":
-        whole = create("dataset", "core.digits")
-        images, labels = np.asarray(whole.arrays), np.array(whole.labels)
-    else:
-        whole = create("dataset", "core.fashion_mnist")
-        labels, rng = np.array(whole.labels), np.random.default_rng(0)
-        drawn = [
-            rng.permutation(np.flatnonzero(labels == c))[:PER_CLASS] for c in np.unique(labels)
-        ]
-        rows = np.sort(np.concatenate(drawn))
-        images, labels = np.asarray(whole.arrays[rows]), labels[rows]
+    """Return images (N, H, W) and labels (N,) of the classes to search, or of all the others."""
+    images, labels = digits() if name == "digits" else fashion()
     held = np.isin(labels, HELD_OUT)
     return images[held == searched], labels[held == searched]
 
@@ -88,18 +65,14 @@ def features(
     from retrieval.host.plugins import create
     from retrieval.model.model import Model
 
-    made = create(
-        "backbone", backbone["name"], **{k: v for k, v in backbone.items() if k != "name"}
-    )
+    settings = {key: value for key, value in backbone.items() if key != "name"}
+    model = Model(create("backbone", backbone["name"], **settings), torch.nn.Identity())
     dataset = ArrayDataset(images, labels.tolist())
-    found = backbone_features(Model(made, torch.nn.Identity()), dataset, torch.device("cpu"), 64)
-    return np.asarray(found.arrays)
+    return np.asarray(backbone_features(model, dataset, torch.device("cpu"), 64).arrays)
 
 
 def figures(codes: NDArray[Any], labels: NDArray[np.str_]) -> Figures:
-    """Return the figures of codes (N, C) by Euclidean distance, as a learner's recipe has them,
-    every item searched for among the others.
-    """
+    """Return the metrics of codes (N, C) by distance, each item searched for among all."""
     from retrieval.evaluation.evaluation import evaluate
 
     return dict(evaluate(codes, labels, metrics=METRICS).values)
@@ -126,9 +99,7 @@ def candidates() -> Iterator[dict[str, Any]]:
 
 
 def choose(name: str) -> list[dict[str, Any]]:
-    """Return every candidate with its mean MAP@R on pairs of training classes that it was not
-    fitted to, the best first.
-    """
+    """Return the candidates with their mean MAP@R on pairs of classes left out, the best first."""
     images, labels = items(name, searched=False)
     pairs = list(itertools.combinations(np.unique(labels).tolist(), 2))
     known: dict[str, NDArray[np.float32]] = {}
@@ -169,125 +140,96 @@ def shown(levels: dict[str, int]) -> str:
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
-        "# Several levels of a frozen net",
-        "",
-        (
-            f"`python benchmarks/levels.py`. {raw['machine']}, torch {raw['torch']}, one thread. A"
-            " recipe without training: `core.efficientnet_lite0` with `levels`, its ImageNet"
-            " weights frozen, and a"
-        ),
-        (
-            "learner in closed form. Nothing in it is random, so there are no seeds and no"
-            " intervals; queries of five classes are all that stands behind a figure."
-        ),
-        "",
-        (
-            f"Chosen among {len(next(iter(raw['sets'].values()))['tried'])} candidates"
-            f" ({' or '.join(map(str, SIZES))} pixels; {len(LEVELS)} sets of levels;"
-            f" {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes"
-            " that a candidate"
-        ),
-        "was not fitted to. Candidates were thought of while looking at training classes only.",
-        "",
-        (
-            "**The classes to search were seen once before.** A first run measured by angle, while"
-            " a learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451"
-            " on Fashion-MNIST) was read before"
-        ),
-        (
-            "that was mended. The choice was then made anew by the same rule, from training classes"
-            " alone."
-        ),
-        "",
+    count = len(next(iter(raw["sets"].values()))["tried"])
+    return page(f"""
+        # Several levels of a frozen net
+
+        `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. A recipe
+        without training: `core.efficientnet_lite0` with `levels`, its ImageNet weights frozen, and
+        a learner in closed form. Nothing in it is random, so there are no seeds and no intervals;
+        queries of five classes are all that stands behind a figure.
+
+        Chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels; {len(LEVELS)} sets
+        of levels; {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes
+        that a candidate was not fitted to. Candidates were thought of while looking at training
+        classes only.
+
+        **The classes to search were seen once before.** A first run measured by angle, while a
+        learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451 on
+        Fashion-MNIST) was read before that was mended. The choice was then made anew by the same
+        rule, from training classes alone.
+
+        {"".join(section(name, **kept) for name, kept in raw["sets"].items())}
+    """)
+
+
+def section(name: str, tried: list[dict[str, Any]], figures: dict[str, Any]) -> str:
+    """Return a set's part of the page."""
+    levels, size, learner, _ = described(tried[0])
+    rows = [
+        [f"**{OWN}**" if title == OWN else f"*{title}*", *(f"{row[m]:.3f}" for m in METRICS)]
+        for title, row in figures.items()
+        if title not in ("fitted", "queries")
     ]
-    for name, kept in raw["sets"].items():
-        best, found = kept["tried"][0], kept["figures"]
-        rows = [
-            [f"**{OWN}**" if title == OWN else f"*{title}*"]
-            + [f"{found[title][metric]:.3f}" for metric in METRICS]
-            for title in found
-            if title not in ("fitted", "queries")
-        ]
-        lines += [
-            f"## {TITLES[name][0].upper()}{TITLES[name][1:]}",
-            "",
-            (
-                f"{found['fitted']:,} images of classes 0–4 fit the learner, {found['queries']:,}"
-                f" of classes 5–9 are searched. Chosen (`models/{name}-levels`):"
-                f" {best['backbone']['size']} pixels, {shown(best['backbone']['levels'])},"
-                f" {learner(best['learner'])}."
-            ),
-            "",
-            markdown(["", "MAP@R", "Recall@1", "R-precision"], rows),
-            "",
-            (
-                f"In MAP@R this recipe {beaten(found, 'map_at_r')}. In Recall@1 it"
-                f" {beaten(found, 'recall_at_1')}."
-            ),
-            "",
-            "What the choice went by, the best with each set of levels:",
-            "",
-            markdown(
-                ["levels", "pixels", "learner", "MAP@R of training classes left out"],
-                [
-                    [
-                        shown(one["backbone"]["levels"]),
-                        str(one["backbone"]["size"]),
-                        learner(one["learner"]),
-                        f"{one['score']:.3f}",
-                    ]
-                    for levels in LEVELS
-                    for one in [
-                        next(each for each in kept["tried"] if each["backbone"]["levels"] == levels)
-                    ]
-                ],
-            ),
-            "",
-        ]
-    return "\n".join(lines)
+    firsts = [next(t for t in tried if t["backbone"]["levels"] == levels) for levels in LEVELS]
+    head = ["levels", "pixels", "learner", "MAP@R of training classes left out"]
+    return f"""
+        ## {TITLES[name][0].upper()}{TITLES[name][1:]}
+
+        {figures["fitted"]:,} images of classes 0–4 fit the learner, {figures["queries"]:,} of
+        classes 5–9 are searched. Chosen (`models/{name}-levels`): {size} pixels, {levels},
+        {learner}.
+
+        {markdown(["", "MAP@R", "Recall@1", "R-precision"], rows)}
+
+        In MAP@R this recipe {beaten(figures, "map_at_r")}. In Recall@1 it
+        {beaten(figures, "recall_at_1")}.
+
+        What the choice went by, the best with each set of levels:
+
+        {markdown(head, [described(first) for first in firsts])}
+
+    """
+
+
+def described(candidate: dict[str, Any]) -> list[str]:
+    """Return a candidate's levels, pixels, learner and score."""
+    table = candidate["learner"]
+    rest = ", ".join(f"{key} = {value}" for key, value in table.items() if key != "name")
+    learner, backbone = f"`{table['name']}` ({rest})", candidate["backbone"]
+    return [shown(backbone["levels"]), str(backbone["size"]), learner, f"{candidate['score']:.3f}"]
 
 
 def beaten(found: dict[str, Any], metric: str) -> str:
     """Return which baselines a recipe beats, and by which distance."""
-    said = []
+    texts = []
     for baseline, short in ((FROZEN, "the frozen net"), (RAW, "raw pixels")):
-        by = [
-            way
+        ways = [
+            f"by {way}"
             for way in ("distance", "angle")
             if found[OWN][metric] > found[f"{baseline}, by {way}"][metric]
         ]
-        said.append(
-            f"beats {short} by {' and by '.join(by)}{'' if len(by) == 2 else ' only'}"
-            if by
-            else f"does not beat {short}"
-        )
-    return ", and it ".join(said)
-
-
-def learner(table: dict[str, Any]) -> str:
-    rest = ", ".join(f"{key} = {value}" for key, value in table.items() if key != "name")
-    return f"`{table['name']}` ({rest})"
+        only = " only" if len(ways) == 1 else ""
+        beats = f"beats {short} {' and '.join(ways)}{only}"
+        texts.append(beats if ways else f"does not beat {short}")
+    return ", and it ".join(texts)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    if not parser.parse_args().page:
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    if parser.parse_args().write:
+        kept: dict[str, Any] = json.loads((KEPT / "levels.json").read_text(encoding="utf-8"))
+    else:
         import torch
 
+        one_thread()
         torch.set_num_threads(1)
-        kept: dict[str, Any] = {
-            "machine": f"{machine()}, no GPU",
-            "torch": torch.__version__,
-            "sets": {},
-        }
+        kept = {"machine": f"{machine()}, no GPU", "torch": torch.__version__, "sets": {}}
         for name in TITLES:
             tried = choose(name)
             kept["sets"][name] = {"tried": tried, "figures": measure(name, tried[0])}
-        KEPT.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(render(json.loads(KEPT.read_text(encoding="utf-8"))), encoding="utf-8")
+    finish("levels", kept, render(kept))
 
 
 if __name__ == "__main__":

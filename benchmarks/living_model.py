@@ -1,16 +1,27 @@
-"""What a living index should hold after calls, the calls, and how the two are compared: for the
-scripts that stop its writer.
+"""What the scripts that stop a writer of a living index share: random calls, a model of what the
+index should hold after them, the comparison of the two, processes that are killed, and the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import platform
 import random
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,27 +34,16 @@ from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
+from bench import RESULTS, arguments, finish
 from scaled_bundle import make_bundle
 
-WIDTH, BUNDLES, FLUSH, LEAST = 8, 3, 32, 48
-IDS = 400
-CALLS = (
-    "upsert",
-    "large",
-    "delete",
-    "where",
-    "tend",
-    "compact",
-    "snapshot",
-    "begin",
-    "embed",
-    "switch",
-    "drop",
-    "restructure",
-    "reopen",
-)
-WEIGHTS = (8, 3, 3, 1, 3, 1.5, 1.5, 2, 5, 3, 1, 1, 1)
+WIDTH, BUNDLES, FLUSH, LEAST, IDS = 8, 3, 32, 48, 400
+WEIGHTS = {"upsert": 8, "large": 3, "delete": 3, "where": 1, "tend": 3, "compact": 1.5}
+WEIGHTS |= {"snapshot": 1.5, "begin": 2, "embed": 5, "switch": 3, "drop": 1, "restructure": 1}
+WEIGHTS |= {"reopen": 1}
+"""How often each call is drawn."""
 Call = dict[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass
@@ -63,11 +63,8 @@ class State:
 
     def after(self, call: Call) -> State:
         """Return what it should hold after a call."""
-        items, all_ = (
-            dict(self.items),
-            {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()},
-        )
-        name = call["call"]
+        items, name = dict(self.items), call["call"]
+        all_ = {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()}
         if name in ("upsert", "large"):
             items |= dict(call["items"])
         elif name == "delete":
@@ -108,14 +105,10 @@ def item_of(id: str, version: int, bundle: int) -> Item:
         id,
         str(version % 5),
         {"price": _price(id, version), "version": version},
-        None,
-        None,
-        "copy",
-        original or None,
-        len(original),
-        None,
-        None,
-        {"vector": features * np.float32(bundle + 1), "features": features},
+        keep="copy",
+        original=original or None,
+        bytes=len(original),
+        arrays={"vector": features * np.float32(bundle + 1), "features": features},
     )
 
 
@@ -147,13 +140,8 @@ class Writing:
         tell: Callable[[str, Any], None],
         first: Call | None,
     ) -> None:
-        self.folder, self.bundles, self.state, self.tell, self.first = (
-            folder,
-            bundles,
-            state,
-            tell,
-            first,
-        )
+        self.folder, self.bundles, self.state = folder, bundles, state
+        self.tell, self.first = tell, first
         self.random = random.Random(seed)
         self.background = self.random.random() < 0.5
         self.store = LocalStore(folder, upkeep=self.background)
@@ -171,30 +159,25 @@ class Writing:
 
     def draw(self) -> Call | None:
         """Return a call that can be made now; None where the drawn one cannot."""
-        (name,) = self.random.choices(CALLS, WEIGHTS)
+        (name,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         call: Call = {"call": name}
         others = [number for number in self.state.generations if number != self.state.served]
         if name in ("upsert", "large"):
-            count = (
-                self.random.randint(1, 12)
-                if name == "upsert"
-                else self.random.randint(FLUSH, 3 * FLUSH)
-            )
-            ids = self.random.sample(range(IDS), count)
+            span = (1, 12) if name == "upsert" else (FLUSH, 3 * FLUSH)
+            ids = self.random.sample(range(IDS), self.random.randint(*span))
             return call | {"items": [[f"id{n}", self.random.randrange(1 << 30)] for n in ids]}
         if name == "delete":
             ids = sorted(self.state.items)
-            return call | {
-                "ids": self.random.sample(ids, min(len(ids), self.random.randint(1, 30)))
-            }
+            count = min(len(ids), self.random.randint(1, 30))
+            return call | {"ids": self.random.sample(ids, count)}
         if name == "where":
             return call | {"price": self.random.randrange(11)} if self.state.items else None
         if name == "snapshot":
             return call | {"name": f"copy{self.random.randrange(1 << 40)}"}
         if name == "begin":
-            known = value_of(
-                self.store, "select seq from sqlite_sequence where name = 'generations'"
-            )
+            sql = "select seq from sqlite_sequence where name = 'generations'"
+            with self.store.record.reading() as connection:
+                known = int(record.value(connection, sql) or 0)
             return call | {"bundle": self.random.randrange(BUNDLES), "number": known + 1}
         if name == "restructure":
             return call | {"backend": self.random.choice(["auto", "ivf"])}
@@ -239,41 +222,64 @@ class Writing:
         elif name == "snapshot":
             store.snapshot(self.folder.parent / call["name"])
         elif name == "begin":
-            store.begin(
-                self.bundles[call["bundle"]],
-                widths_of(self.bundles[call["bundle"]], features=WIDTH),
-            )
+            opened = self.bundles[call["bundle"]]
+            store.begin(opened, widths_of(opened, features=WIDTH))
         elif name == "embed":
             generation = self.generation(call["number"])
             bundle = self.state.generations[call["number"]][0]
             pending = store.pending(generation, max(1, len(call["pending"])))
-            done = [
-                item_of(one.id, self.state.items[one.id], bundle)
-                for one in pending
-                if one.id not in call["left_out"]
-            ]
+            ids = [one.id for one in pending if one.id not in call["left_out"]]
+            done = [item_of(id, self.state.items[id], bundle) for id in ids]
             store.embed(generation, done, call["left_out"])
         elif name == "switch":
             assert store.switch(self.generation(call["number"])) == call["ready"]
         elif name == "drop":
             store.drop(self.generation(call["number"]))
         elif name == "restructure":
-            store.restructure(
-                StructureChoice(
-                    call["backend"], {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {}
-                )
-            )
+            settings = {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {}
+            store.restructure(StructureChoice(call["backend"], settings))
         elif name == "reopen":
             store.close()
             self.store = LocalStore(self.folder, upkeep=self.background)
 
 
-def value_of(store: LocalStore, sql: str) -> int:
-    with store.record.reading() as connection:
-        return int(record.value(connection, sql) or 0)
-
-
 # Checking
+
+
+Copies = dict[str, tuple[State, bool]]
+"""What each snapshot holds, and whether it must be there."""
+
+
+class Told:
+    """What an index should hold after what its writer told: states that are right, and snapshots.
+
+    Attributes:
+        moments: of each thing that was told: when, the states that are right from then on, what
+            each snapshot holds and whether it must be there, and the call that runs.
+    """
+
+    def __init__(self, state: State, running: Call | None = None) -> None:
+        self.states, self.running, self.copies = [state], running, Copies()
+        self.moments = [(0, self.states, self.copies, running)]
+
+    @property
+    def again(self) -> Call | None:
+        """The call that ran, if it may be done again where it did not come about."""
+        return self.running if self.running and self.running["call"] != "begin" else None
+
+    def take(self, what: str, call: Any, when: int = 0) -> None:
+        """Take in what a process told."""
+        state = self.states[0]
+        if what == "begin":
+            self.states, self.running = [state, state.after(call)], call
+            if call["call"] == "snapshot":
+                self.copies = self.copies | {call["name"]: (state, False)}
+        else:
+            if self.running is not None and self.running["call"] == "snapshot" and what == "end":
+                self.copies = self.copies | {self.running["name"]: (state, True)}
+            self.states = [self.states[-1] if what == "end" else self.states[call]]
+            self.running = None
+        self.moments.append((when, self.states, self.copies, self.running))
 
 
 def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: int) -> list[str]:
@@ -289,12 +295,10 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
     while page := store.scan(after=after, limit=100):
         scanned += page
         after = page[-1].id
-    if [one.id for one in scanned] != sorted(expected):
-        wrong.append(
-            f"scan: {len(set(expected) - {one.id for one in scanned})} lost,"
-            f" {len({one.id for one in scanned} - set(expected))} too many"
-        )
-        return wrong
+    ids = [one.id for one in scanned]
+    if ids != sorted(expected):
+        lost, extra = len(set(expected) - set(ids)), len(set(ids) - set(expected))
+        return [f"scan: {lost} lost, {extra} too many"]
     got = store.get(expected, arrays=True)
     for id, want in expected.items():
         one = got[id]
@@ -303,18 +307,14 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
         missing = left_out.get(id) == state.items[id]
         if set(one.arrays) != (set() if missing else {"vector", "features"}):
             wrong.append(f"{id}: has arrays {sorted(one.arrays)}, left out: {missing}")
-        elif any(
-            not np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()
-        ):
+        elif any((array != want.arrays[name]).any() for name, array in one.arrays.items()):
             wrong.append(f"{id}: its arrays")
         if store.original(id) != want.original:
             wrong.append(f"{id}: its original")
     if store.count() != len(expected):
         wrong.append("count")
-    ids = sorted(id for id in expected if left_out.get(id) != state.items[id])
-    return wrong + _searches(
-        store, [expected[id] for id in ids], expected, bundles[bundle].sha256, seed
-    )
+    embedded = [one for id, one in sorted(expected.items()) if left_out.get(id) != state.items[id]]
+    return wrong + _searches(store, embedded, expected, bundles[bundle].sha256, seed)
 
 
 def _searches(
@@ -327,22 +327,18 @@ def _searches(
         where = None if price is None else as_filter(f"price = {price}")
         if price is not None and not all_:
             continue
-        if store.count(where) != sum(
-            price is None or one.metadata["price"] == price for one in all_.values()
-        ):
+        matching, chosen = (
+            [one for one in some if price in (None, one.metadata["price"])]
+            for some in (all_.values(), items)
+        )
+        if store.count(where) != len(matching):
             wrong.append(f"count of price {price}")
-        chosen = [one for one in items if price is None or one.metadata["price"] == price]
+        vectors = np.array([one.vector for one in chosen], float).reshape(-1, WIDTH)
         answers = store.search(queries, 10, sha256, where=where)
         for query, answer in zip(queries, answers, strict=True):
-            distances = [
-                float(((one.vector.astype(np.float64) - query) ** 2).sum()) for one in chosen
-            ]
-            nearest = {chosen[at].id for at in np.argsort(distances)[:10]}
-            if {one.id for one in answer} != nearest:
-                wrong.append(
-                    f"neighbours with price {price}: {len({one.id for one in answer} ^ nearest)}"
-                    " differ"
-                )
+            order = np.argsort(((vectors - query) ** 2).sum(1))[:10]
+            if differ := {one.id for one in answer} ^ {chosen[at].id for at in order}:
+                wrong.append(f"neighbours with price {price}: {len(differ)} differ")
     return wrong
 
 
@@ -355,25 +351,15 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
         named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return [
-        one
-        for one in found
-        if one not in named
-        and not any(one.startswith(name) for name in named if name.endswith("/"))
-    ]
+    folders = tuple(name for name in named if name.endswith("/"))
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [file for file in files if file not in named and not file.startswith(folders)]
 
 
 def check(
-    folder: Path,
-    states: list[State],
-    copies: dict[str, tuple[State, bool]],
-    bundles: list[Bundle],
-    seed: int,
+    folder: Path, states: list[State], copies: Copies, bundles: list[Bundle], seed: int
 ) -> dict[str, Any]:
-    """Return which of some states an index is in, and all that is wrong; `copies`: what each
-    snapshot holds, and whether it must be there.
-    """
+    """Return which of some states an index is in, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
         which = next((at for at, fault in enumerate(faults) if not fault), None)
@@ -398,3 +384,126 @@ def make_bundles(folder: Path) -> list[Bundle]:
     for number in range(BUNDLES):
         make_bundle(folder / f"bundle{number}", WIDTH, number + 1.0)
     return [Bundle.open(folder / f"bundle{number}", threads=1) for number in range(BUNDLES)]
+
+
+# Processes
+
+
+def forked(work: Callable[[int], None]) -> tuple[int, int]:
+    """Do work in a child; return its process and the end of a pipe that it writes to."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writing)
+        return process, reading
+    try:
+        os.close(reading)
+        work(writing)
+        os._exit(0)
+    except BaseException:
+        with suppress(OSError):  # nobody listens any more
+            os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
+        os._exit(1)
+
+
+def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
+    """Return the JSON objects that work writes in a child, and the child's wait status."""
+    process, pipe = forked(work)
+    with os.fdopen(pipe) as file:
+        lines = [json.loads(line) for line in file]
+    return lines, os.waitpid(process, 0)[1]
+
+
+def kill_at_line(count: int) -> None:
+    """Have this process kill itself when it has executed so many lines of the store."""
+    left = [count]
+    here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
+
+    def line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            left[0] -= 1
+            if left[0] <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return line
+
+    def called(frame: FrameType, event: str, _: object) -> Any:
+        return line if any(part in frame.f_code.co_filename for part in here) else None
+
+    threading.settrace(called)
+    sys.settrace(called)
+
+
+def board_of(path: Path, size: int) -> Any:
+    """Return whole numbers that all processes see, in a file that they map."""
+    if not path.exists():
+        path.write_bytes(bytes(8 * size))
+    return np.memmap(path, np.int64, "r+", shape=(size,))
+
+
+def unsound(index: Path) -> list[str]:
+    """Return what `retrieval index check` says of an index, unless it is whole."""
+    line = [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    whole = not done.returncode and "is whole" in done.stdout
+    return [] if whole else [f"check: {done.stdout}{done.stderr}"]
+
+
+# Results
+
+
+def system() -> str:
+    """Return the system's name, Python's version and the number of cores."""
+    return f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
+
+
+def count_arguments(doc: str | None, count: int) -> argparse.ArgumentParser:
+    """Return a parser of how many, of which seed, and of the folder of results."""
+    parser = arguments(doc)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser
+
+
+def summary(what: str, rows: Sequence[Row], seed: int, *keys: str) -> Row:
+    """Return what is kept of a run: how many rows have the same values of some keys."""
+    python = f"Python {platform.python_version()}, apsw {version('apsw')}"
+    return {
+        "seed": seed,
+        what: len(rows),
+        "wrong": [text for row in rows for text in row["wrong"]],
+        "cells": cells_of(rows, *keys),
+        "machine": f"{platform.system()}, {python}",
+    }
+
+
+def cells_of(rows: Sequence[Row], *keys: str) -> list[list[Any]]:
+    """Return the values of some keys, and how many rows have them."""
+    counts = Counter(tuple(row[key] for key in keys) for row in rows)
+    return [[*values, count] for values, count in sorted(counts.items())]
+
+
+def counts_table(
+    head: Sequence[str], outcomes: Sequence[str], cells: Sequence[Sequence[Any]], prefix: str = ""
+) -> str:
+    """Return a table of the last key of cells against the keys before it."""
+    counts = {tuple(values): count for *values, count in cells}
+    names = [f"{prefix}{outcome}" for outcome in outcomes]
+    lines = ["| " + " | ".join([*head, *names]) + " |"]
+    lines.append("|---" * len(head) + "|--:" * len(outcomes) + "|")
+    for row in dict.fromkeys(values[:-1] for values in counts):
+        numbers = [str(counts.get((*row, outcome), 0)) for outcome in outcomes]
+        lines.append("| " + " | ".join([*row, *numbers]) + " |")
+    return "\n".join(lines)
+
+
+def show(number: int, row: Row) -> None:
+    """Print a row that is wrong, and each fiftieth."""
+    if row["wrong"] or number % 50 == 0:
+        print(number, row, flush=True)
+
+
+def conclude(name: str, raw: Row, text: str, folder: Path = RESULTS) -> None:
+    """Keep a run and its page, and end with status 1 if anything was wrong."""
+    finish(name, raw, text, folder=folder)
+    sys.exit(bool(raw["wrong"]))

@@ -5,7 +5,7 @@
     pip install resvg-py==0.5.0 'embedding-retrieval[compare,efficientnet]' matplotlib
     OMP_NUM_THREADS=1 python benchmarks/methods.py --icons package
     OMP_NUM_THREADS=1 python benchmarks/methods.py --sets digits --methods triplet contrastive
-    python benchmarks/methods.py --page
+    python benchmarks/methods.py --write
 
 The second run is a subset of five minutes, and the last command writes the page from what is kept.
 All continue where they stopped; `--methods` may add methods later. Everything takes about two
@@ -25,7 +25,6 @@ and lifted have the rate alone).
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections import Counter
@@ -35,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.result import Comparison, Contestant, Search
@@ -43,48 +41,28 @@ from retrieval.training.comparison.search import Trial, agreement
 from retrieval.training.comparison.statistics import Difference, number
 from retrieval.training.comparison.written import interval
 
-from bench import RAW, RESULTS, WORK, arguments, decimals, machine, markdown, versions, write
+import bench
+import pictures
 
-KEPT, PAGE = RAW / "methods.json", RESULTS / "methods.md"
-PICTURE = RESULTS / "methods_search.png"
+KEPT, PICTURE = bench.RAW / "methods.json", bench.RESULTS / "methods_search.png"
 PLUGIN = Path(__file__).with_name("saved_images.py")
 SEEDS, SPLITS, TRIALS, FOLDS = 3, 3, 16, 2
 EPOCHS, BATCHES, WIDTH = 4, 12, 12
+NET = {"name": "core.convnet", "width": WIDTH, "layers": 1}
 RATES, OWN_RATE = (3e-5, 3e-2), 3e-3
 METRICS = ("map_at_r", "recall_at_1", "r_precision")
 PACKAGES = ("torch", "pytorch-metric-learning", "optuna", "resvg_py")
+FRAMES = ("title", "pixels", "stem", "batch", "held", "background")
 SETS: dict[str, dict[str, Any]] = {
-    "digits": {
-        "title": "Digits",
-        "pixels": 8,
-        "stem": 1,
-        "batch": (5, 6),
-        "held": 4,
-        "background": 0,
-    },
-    "fashion": {
-        "title": "Fashion-MNIST",
-        "pixels": 14,
-        "stem": 1,
-        "batch": (5, 6),
-        "held": 4,
-        "background": 0,
-    },
-    "icons": {
-        "title": "Icons",
-        "pixels": 16,
-        "stem": 2,
-        "batch": (16, 4),
-        "held": 200,
-        "background": 255,
-    },
+    "digits": dict(zip(FRAMES, ("Digits", 8, 1, (5, 6), 4, 0), strict=True)),
+    "fashion": dict(zip(FRAMES, ("Fashion-MNIST", 14, 1, (5, 6), 4, 0), strict=True)),
+    "icons": dict(zip(FRAMES, ("Icons", 16, 2, (16, 4), 200, 255), strict=True)),
 }
-"""Pixels on a side for nets and learners, the net's stem, a batch (classes × items), and how many
-classes are searched."""
+"""Pixels on a side for nets and learners, the net's stem, a batch (classes × items), how many
+classes are searched, and the grey of what lies beside a picture."""
 SIZES = {"digits": (1797, 10), "fashion": (2000, 10), "icons": (3600, 600)}
 """Items and classes of each set."""
-WEIGHTS = ("thin", "light", "regular", "bold", "fill", "duotone")
-ICONS, DRAWN, PER_CLASS = 1512, 600, 200
+DRAWN = 600
 
 CLAIMS = (
     ("Multi-Similarity", "lifted", "Wang et al., CVPR 2019"),
@@ -114,135 +92,86 @@ def _range(low: float, high: float, log: bool = True) -> Tables:
     return {"low": low, "high": high, "log": log}
 
 
-def _net(loss: Tables, tried: Tables, **further: Any) -> tuple[Tables, Tables]:
-    rate = {"optimizer.lr": _range(*RATES)}
-    return {"loss": loss, "optimizer": {"lr": OWN_RATE}} | further, {**rate, **tried}
+def _net(
+    loss: str,
+    key: str = "",
+    own: float = 0.0,
+    span: tuple[float, float] = (0, 0),
+    log: bool = True,
+    more: Tables | None = None,
+    **further: Any,
+) -> tuple[Tables, Tables]:
+    """Return a net's tables and what is tried: the rate, and one parameter of the loss."""
+    values = {key: own} if key else {}
+    tables = {"loss": {"name": loss, **values, **(more or {})}, "optimizer": {"lr": OWN_RATE}}
+    spans = {f"loss.{key}": _range(*span, log=log)} if key else {}
+    return tables | further, {"optimizer.lr": _range(*RATES), **spans}
 
 
-SEMI_HARD = {"name": "daml.triplet", "margin": 0.5}
-MARGIN = {"loss.margin": _range(0.03, 1.5)}
+TRIPLET: tuple[Any, ...] = ("daml.triplet", "margin", 0.5, (0.03, 1.5))
 MINED = {"miner": {"name": "daml.semi_hard"}}
-METRIC = ("backbone", "head", "loss")
+SIMILAR = {"miner": {"name": "pml.multi_similarity"}}
+REAL = {"train": {"real_weight": 1.0}}
+LANML = {"name": "anml.lanml", "gamma1": 1.0, "regularization": 0.3, "n_components": 32}
+LANML |= {"max_queries": 500, "max_iter": 20}
+RECALL: tuple[Any, ...] = ("rank_temperature", 0.01, (0.003, 0.3))
+METRIX: tuple[Any, ...] = ("weight", 0.4, (0.1, 0.9), False)
+TWO_VIEWS = {"views": 2, "positives": "item"}
 PROXIES = {"lr": OWN_RATE, "lr_factor": {"loss": 100.0}}
 """Proxies and class weights learn 100 times faster than the net, as Proxy-Anchor's authors do."""
-MOVED = {
-    "name": "RandomAffine",
-    "degrees": 10,
-    "translate": [0.06, 0.06],
-    "scale": [0.85, 1.15],
-    "shear": [-8, 8, -8, 8],
-}
+FIRST = {"name": "metric", "epochs": 1, "train": ["backbone", "head", "loss"]}
+"""DAML's and DAMML's first phase."""
 METHODS: dict[str, tuple[Tables, Tables]] = {
-    "triplet": _net(SEMI_HARD, MARGIN, **MINED),
-    "contrastive": _net(
-        {"name": "pml.contrastive", "neg_margin": 0.8}, {"loss.neg_margin": _range(0.1, 1.5)}
-    ),
-    "Multi-Similarity": _net(
-        {"name": "pml.multi_similarity", "base": 0.5},
-        {"loss.base": _range(0.0, 0.9, log=False)},
-        miner={"name": "pml.multi_similarity"},
-    ),
+    "triplet": _net(*TRIPLET, **MINED),
+    "contrastive": _net("pml.contrastive", "neg_margin", 0.8, (0.1, 1.5)),
+    "Multi-Similarity": _net("pml.multi_similarity", "base", 0.5, (0.0, 0.9), False, **SIMILAR),
     "GMML": (
         {"learner": {"name": "aml.gmml", "t": 0.4, "regularization": 0.1}},
         {"learner.t": _range(0.01, 0.99, log=False), "learner.regularization": _range(1e-4, 10.0)},
     ),
     "LANML": (
-        {
-            "learner": {
-                "name": "anml.lanml",
-                "gamma1": 1.0,
-                "regularization": 0.3,
-                "n_components": 32,
-                "max_queries": 500,
-                "max_iter": 20,
-            }
-        },
-        {
-            "learner.regularization": _range(0.003, 30.0),
-            "learner.gamma1": {"choices": [-1.0, 1.0]},
-        },
+        {"learner": LANML},
+        {"learner.regularization": _range(0.003, 30.0), "learner.gamma1": {"choices": [-1.0, 1.0]}},
     ),
-    "DANML": _net(
-        {"name": "anml.danml_mined", "gamma1": 2.0, "gamma2": 30.0},
-        {"loss.gamma2": _range(1.0, 100.0)},
-    ),
+    "DANML": _net("anml.danml_mined", "gamma2", 30.0, (1.0, 100.0), more={"gamma1": 2.0}),
     "AML confusion": _net(
-        SEMI_HARD,
-        MARGIN,
-        **MINED,
-        generator={"name": "aml.confusion", "beta": 2.0},
-        train={"real_weight": 1.0},
+        *TRIPLET, **MINED, **REAL, generator={"name": "aml.confusion", "beta": 2.0}
     ),
-    "Recall@k": _net(
-        {"name": "core.recall_at_k", "rank_temperature": 0.01},
-        {"loss.rank_temperature": _range(0.003, 0.3)},
-    ),
-    "Recall@k, SiMix": _net(
-        {"name": "core.recall_at_k", "rank_temperature": 0.01, "mix": True},
-        {"loss.rank_temperature": _range(0.003, 0.3)},
-    ),
-    "contextual": _net(
-        {"name": "core.contextual", "weight": 0.4},
-        {"loss.weight": _range(0.05, 0.9, log=False)},
-    ),
-    "Metrix contrastive": _net(
-        {"name": "core.metrix", "negative_margin": 0.5}, {"loss.negative_margin": _range(0.1, 1.5)}
-    ),
-    "Metrix Multi-Similarity": _net(
-        {"name": "core.metrix_multi_similarity", "weight": 0.4},
-        {"loss.weight": _range(0.1, 0.9, log=False)},
-        miner={"name": "pml.multi_similarity"},
-    ),
-    "Metrix Proxy-Anchor": _net(
-        {"name": "core.metrix_proxy_anchor", "weight": 0.4},
-        {"loss.weight": _range(0.1, 0.9, log=False)},
-        optimizer=PROXIES,
-    ),
+    "Recall@k": _net("core.recall_at_k", *RECALL),
+    "Recall@k, SiMix": _net("core.recall_at_k", *RECALL, more={"mix": True}),
+    "contextual": _net("core.contextual", "weight", 0.4, (0.05, 0.9), False),
+    "Metrix contrastive": _net("core.metrix", "negative_margin", 0.5, (0.1, 1.5)),
+    "Metrix Multi-Similarity": _net("core.metrix_multi_similarity", *METRIX, **SIMILAR),
+    "Metrix Proxy-Anchor": _net("core.metrix_proxy_anchor", *METRIX, optimizer=PROXIES),
     "Barlow Twins": _net(
-        {"name": "core.barlow_twins", "weight": 0.005},
-        {"loss.weight": _range(0.0005, 0.05)},
-        augmentation={"views": 2, "positives": "item"},
+        "core.barlow_twins", "weight", 0.005, (0.0005, 0.05), augmentation=TWO_VIEWS
     ),
-    "Proxy-Anchor": _net(
-        {"name": "pml.proxy_anchor", "margin": 0.1},
-        {"loss.margin": _range(0.0, 0.4, log=False)},
-        optimizer=PROXIES,
-    ),
-    "ArcFace": _net(
-        {"name": "pml.arc_face", "scale": 30.0},
-        {"loss.scale": _range(4.0, 64.0)},
-        optimizer=PROXIES,
-    ),
-    "Circle": _net({"name": "pml.circle", "gamma": 80.0}, {"loss.gamma": _range(16.0, 256.0)}),
+    "Proxy-Anchor": _net("pml.proxy_anchor", "margin", 0.1, (0.0, 0.4), False, optimizer=PROXIES),
+    "ArcFace": _net("pml.arc_face", "scale", 30.0, (4.0, 64.0), optimizer=PROXIES),
+    "Circle": _net("pml.circle", "gamma", 80.0, (16.0, 256.0)),
     "margin": _net(
-        {"name": "pml.margin", "beta": 1.2, "learn_beta": True},
-        {"loss.beta": _range(0.4, 1.4, log=False)},
+        *("pml.margin", "beta", 1.2, (0.4, 1.4), False, {"learn_beta": True}),
         miner={"name": "pml.distance_weighted"},
     ),
-    "N-pair": _net({"name": "anml.npair"}, {}),
-    "lifted": _net({"name": "anml.lifted"}, {}),
+    "N-pair": _net("anml.npair"),
+    "lifted": _net("anml.lifted"),
     "DAML": _net(
-        SEMI_HARD,
-        MARGIN,
+        *TRIPLET,
         **MINED,
+        **REAL,
         generator={"name": "daml.hard_negative", "margin": 0.5},
         generator_optimizer={"lr": 1e-3},
-        train={"real_weight": 1.0},
         phase=[
-            {"name": "metric", "epochs": 1, "train": [*METRIC], "synthetic": False},
+            {**FIRST, "synthetic": False},
             {"name": "generator", "epochs": 1, "train": ["generator"]},
             {"name": "both", "epochs": EPOCHS - 2},
         ],
     ),
     "DAMML": _net(
-        SEMI_HARD,
-        MARGIN,
+        *TRIPLET,
         **MINED,
         combiner={"name": "daml.discriminator", "metrics": 4, "hidden": 64},
-        phase=[
-            {"name": "metric", "epochs": 1, "train": [*METRIC]},
-            {"name": "all", "epochs": EPOCHS - 1},
-        ],
+        phase=[FIRST, {"name": "all", "epochs": EPOCHS - 1}],
     ),
     "OAHU": (
         {"learner": {"name": "oahu.oahu", "learning_rate": 0.01, "tau": 1.9, "embedding": 32}},
@@ -273,65 +202,26 @@ def recipe(name: str, method: str, work: Path) -> Tables:
         table["train"]["epochs"] = EPOCHS
     classes_per_batch, items = about["batch"]
     if "augmentation" in own:  # pairs of views, without labels
-        transforms = [{**MOVED, "fill": about["background"]}]
+        transforms = [pictures.MOVED | {"fill": about["background"]}]
         table["augmentation"] = {**own["augmentation"], "transforms": transforms}
         classes_per_batch, items = classes_per_batch * items // 2, 1
     return {
         **table,
         "sampler": {"classes": classes_per_batch, "items": items, "batches": BATCHES},
-        "backbone": {
-            "name": "core.convnet",
-            "width": WIDTH,
-            "layers": 1,
-            "size": about["pixels"],
-            "stem": about["stem"],
-        },
+        "backbone": NET | {"size": about["pixels"], "stem": about["stem"]},
         "head": {"embedding_size": 32},
     }
 
 
-def images(name: str, icons: Path | None) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+def images(name: str, icons: Path | None) -> pictures.Pictures:
     """Return a set's images (N, side, side) and labels (N,)."""
-    if name == "icons":
-        return drawn_icons(icons)
-    from retrieval.host.plugins import create
-
-    data: Any = create("dataset", "core.digits" if name == "digits" else "core.fashion_mnist")
-    labels = np.array(data.labels)
     if name == "digits":
-        return data.arrays, labels
-    rng = np.random.default_rng(0)
-    rows = [
-        rng.permutation(np.flatnonzero(labels == label))[:PER_CLASS] for label in np.unique(labels)
-    ]
-    chosen = np.sort(np.concatenate(rows))
-    return data.arrays[chosen], labels[chosen]
-
-
-def drawn_icons(package: Path | None) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Render 600 of Phosphor's icons in six weights, black on white."""
-    import resvg_py
-    from PIL import Image
-
-    if package is None:
+        return pictures.digits()
+    if name == "fashion":
+        return pictures.fashion()
+    if icons is None:
         raise SystemExit("--icons names the folder of npm's package; --help has the commands.")
-    assets = package / "assets"
-    names = sorted(file.stem for file in (assets / "regular").glob("*.svg"))
-    assert len(names) == ICONS, f"{len(names)} icons in {assets}, not {ICONS}"
-    labels = sorted(np.random.default_rng(0).permutation(names)[:DRAWN].tolist())
-    files = [
-        assets / weight / (name + ("" if weight == "regular" else f"-{weight}") + ".svg")
-        for name in labels
-        for weight in WEIGHTS
-    ]
-    pictures = [
-        resvg_py.svg_to_bytes(svg_path=str(file), width=32, height=32, background="white")
-        for file in files
-    ]
-    arrays = [
-        np.asarray(Image.open(io.BytesIO(bytes(picture))).convert("L")) for picture in pictures
-    ]
-    return np.stack(arrays), np.repeat(labels, len(WEIGHTS))
+    return pictures.icons(icons, DRAWN)
 
 
 def measure(name: str, work: Path, methods: Sequence[str], icons: Path | None) -> Kept:
@@ -348,9 +238,7 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path | None) -
     for method in methods:
         files.append(work / name / "recipes" / f"{method}.toml")
         files[-1].write_text(tomli_w.dumps(recipe(name, method, work)), encoding="utf-8")
-    os.environ["RETRIEVAL_ALLOW_PLUGINS"] = (
-        "1"  # a run that continues has its own copy of the plugin
-    )
+    os.environ["RETRIEVAL_ALLOW_PLUGINS"] = "1"  # of a run that continues: its own copy
     result = retrieval.compare(
         files,
         work / name / "comparison",
@@ -366,18 +254,13 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path | None) -
 
 def comparison(kept: Kept) -> Comparison:
     """Return the comparison, from what is kept of it."""
-    rows = [
-        Contestant(
-            row["name"],
-            row["kind"],
-            row["metrics"],
-            [
-                Search(found["values"], [Trial(**trial) for trial in found["trials"]])
-                for found in row["searches"]
-            ],
-        )
-        for row in kept["contestants"]
-    ]
+    rows = []
+    for row in kept["contestants"]:
+        searches = [
+            Search(found["values"], [Trial(**trial) for trial in found["trials"]])
+            for found in row["searches"]
+        ]
+        rows.append(Contestant(row["name"], row["kind"], row["metrics"], searches))
     plan = Plan({}, TRIALS, FOLDS, None, SEEDS, SPLITS)
     return Comparison(rows, plan, [], None, "triplet", test_baselines=True)
 
@@ -420,66 +303,62 @@ def metrics_table(result: Comparison) -> str:
     """Return each contestant's metrics, the agreement of its folds and its best rates."""
     rows = []
     for row in sorted(result.contestants, key=lambda row: -result.mean(row, METRICS[0]).value):
-        rates = sorted(
-            search.values["optimizer.lr"]
-            for search in row.searches
-            if "optimizer.lr" in search.values
-        )
+        tuned = [search for search in row.searches if "optimizer.lr" in search.values]
+        rates = sorted(search.values["optimizer.lr"] for search in tuned)
         rows.append(
             [
                 row.name if row.recipe else f"*{row.name}*",
                 *(interval(result.mean(row, metric)) for metric in METRICS),
-                decimals(agreed(row), 2) if row.recipe else "",
+                bench.decimals(agreed(row), 2) if row.recipe else "",
                 ", ".join(f"{rate:.2g}" for rate in rates),
                 edges(row.searches),
             ]
         )
     head = ["", "MAP@R", "Recall@1", "R-precision", "folds' ρ", "rates chosen", "best at the edge"]
-    return markdown(head, rows)
+    return bench.markdown(head, rows)
 
 
-def section(name: str, kept: Kept) -> list[str]:
+def section(name: str, kept: Kept) -> str:
     """Return a set's part of the page."""
     result, about, (items, classes) = comparison(kept), SETS[name], SIZES[name]
-    lines = []
+    lines = ""
     for base in (row.name for row in result.contestants if row.kind in ("raw", "frozen")):
         above, below = beside(result, base)
-        lines.append(
+        lines += (
             f"- Against {base}: better {', '.join(above) or 'none'}; worse"
             f" {', '.join(below) or 'none'}; the others are not decided"
-            f" ({len(result.recipes)} tests)."
+            f" ({len(result.recipes)} tests).\n"
         )
     batch, per_class = about["batch"]
-    return [
-        f"## {about['title']}",
-        "",
-        f"{items:,} images, {classes - about['held']} classes to train, {about['held']} to search."
-        f" Nets and learners see {about['pixels']} × {about['pixels']} pixels; a batch is {batch} ×"
-        f" {per_class} images.",
-        "",
-        metrics_table(result),
-        "",
-        f"**{result.conclusion}** (all pairs of methods)",
-        "",
-        *lines,
-        "",
-    ]
+    return f"""
+        ## {about["title"]}
+
+        {items:,} images, {classes - about["held"]} classes to train, {about["held"]} to search.
+        Nets and learners see {about["pixels"]} × {about["pixels"]} pixels; a batch is {batch} ×
+        {per_class} images.
+
+        {metrics_table(result)}
+
+        **{result.conclusion}** (all pairs of methods)
+
+        {lines}
+    """
 
 
-def summary(sets: Kept) -> list[str]:
+def summary(sets: Kept) -> str:
     """Return one sentence for each set."""
-    lines = []
+    lines = ""
     for name, kept in sets.items():
         result = comparison(kept)
         above, below = beside(result, "raw pixels")
         count = len(result.recipes)
-        rhos = [rho for row in result.contestants if row.recipe for rho in [agreed(row)]]
-        lines.append(
+        rhos = [agreed(row) for row in result.contestants if row.recipe]
+        lines += (
             f"- {SETS[name]['title']}: of {count} methods, {len(above)} are better than raw pixels,"
             f" {len(below)} worse, {count - len(above + below)} not decided; the folds' ρ is"
-            f" {decimals(min(rhos), 2)} to {decimals(max(rhos), 2)}."
+            f" {bench.decimals(min(rhos), 2)} to {bench.decimals(max(rhos), 2)}.\n"
         )
-    return [*lines, ""]
+    return lines
 
 
 def agreed(row: Contestant) -> float:
@@ -488,44 +367,37 @@ def agreed(row: Contestant) -> float:
     return float(np.mean([found[0] for found in folds if found]))
 
 
-def rankings(raw: Kept) -> list[str]:
+def rankings(raw: Kept) -> str:
     """Return what papers claim beside what was measured, and the sentences that follow."""
     results = {name: comparison(kept) for name, kept in raw.items()}
     measured = set.intersection(*(set(result.primary) for result in results.values()))
     claims = [claim for claim in CLAIMS if {claim[0], claim[1]} <= measured]
     cells: list[list[str]] = [list(claim) for claim in claims]
-    lines = []
+    lines = ""
     for name, result in results.items():
         tests = tested(result, [(better, worse) for better, worse, _ in claims])
         for row, test in zip(cells, tests, strict=True):
             row.append(f"**{signed(test)}**" if test.decided else signed(test))
-        decided = [test for test in tests if test.decided]
-        claimed, reverse = (
-            ", ".join(
-                f"{test.contestant} and {test.reference}"
-                for test in decided
-                if (test.mean.value > 0) == ahead
-            )
-            or "none"
-            for ahead in (True, False)
-        )
-        lines.append(
+        pairs: dict[bool, list[str]] = {True: [], False: []}
+        for test in tests:
+            if test.decided:
+                pairs[test.mean.value > 0].append(f"{test.contestant} and {test.reference}")
+        claimed, reverse = (", ".join(pairs[ahead]) or "none" for ahead in (True, False))
+        lines += (
             f"- {SETS[name]['title']}: {claimed} as claimed; {reverse} the other way round at this"
-            f" budget; {len(tests) - len(decided)} of {len(tests)} not decided."
+            f" budget; {sum(not test.decided for test in tests)} of {len(tests)} not decided.\n"
         )
     head = ["", "claimed above", "by", *(SETS[name]["title"] for name in results)]
-    return [
-        "## Claimed rankings",
-        "",
-        "Differences of MAP@R, with intervals at the level of Holm's correction within a column;"
-        " bold ones are decided at 5 %. A difference that is not decided says nothing against its"
-        " claim.",
-        "",
-        markdown(head, cells),
-        "",
-        *lines,
-        "",
-    ]
+    return f"""
+        ## Claimed rankings
+
+        Differences of MAP@R, with intervals at the level of Holm's correction within a column; bold
+        ones are decided at 5 %. A difference that is not decided says nothing against its claim.
+
+        {bench.markdown(head, cells)}
+
+        {lines}
+    """
 
 
 def earlier_rates(best: float) -> list[float]:
@@ -581,102 +453,90 @@ def picture(points: dict[str, list[list[float]]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def drawn(points: dict[str, list[list[float]]]) -> list[str]:
+def drawn(points: dict[str, list[list[float]]]) -> str:
     """Return the part about the points of the search."""
     spans, shared = [], []
     for pairs in zip(*points.values(), strict=True):
         spans.append(f"{min(max(rates[:4]) / min(rates[:4]) for rates in pairs):,.0f}")
         early = Counter(tuple(rates[1:4]) for rates in pairs)
         shared.append(str(sum(count for count in early.values() if count > 1)))
-    return [
-        "## What the search draws",
-        "",
-        f"![Rates that a search of {TRIALS} trials draws for each net](methods_search.png)",
-        "",
-        f"The rates of {TRIALS} trials for each net on the first split of digits; bars mark the"
-        " first four. Left: as the search drew them when it made a new sampler for each trial"
-        " (drawn anew, with scores that fall with the distance from the rate chosen now). Right:"
-        " as it draws them now.",
-        "",
-        markdown(
-            ["", "a new sampler for each trial", "one sampler"],
-            [
-                ["nets that share their second to fourth rate with another", *shared],
-                ["smallest factor that a net's first four rates span", *spans],
-            ],
-        ),
-        "",
+    lines = [
+        ["nets that share their second to fourth rate with another", *shared],
+        ["smallest factor that a net's first four rates span", *spans],
     ]
+    return f"""
+        ## What the search draws
+
+        ![Rates that a search of {TRIALS} trials draws for each net](methods_search.png)
+
+        The rates of {TRIALS} trials for each net on the first split of digits; bars mark the first
+        four. Left: as the search drew them when it made a new sampler for each trial (drawn anew,
+        with scores that fall with the distance from the rate chosen now). Right: as it draws them
+        now.
+
+        {bench.markdown(["", "a new sampler for each trial", "one sampler"], lines)}
+    """
 
 
 def render(raw: Kept) -> str:
-    """Return the page."""
     sets = raw["sets"]
     methods = [row["name"] for row in sets["digits"]["contestants"] if row["name"] in METHODS]
-    return "\n".join(
-        [
-            "# Methods side by side, at a small budget",
-            "",
-            f"`python benchmarks/methods.py` compares {len(methods)} methods by `retrieval compare`"
-            f" with {TRIALS} trials, {FOLDS} folds, {SPLITS} class splits and {SEEDS} seeds.",
-            f"{raw['machine']}, one thread; {raw['versions']}.",
-            "",
-            f"**The budget is small**: `core.convnet` from scratch (three stages of a convolution,"
-            f" the first {WIDTH} channels wide; 32 numbers an item), {EPOCHS} epochs of {BATCHES}"
-            " batches, no augmentation, a constant rate. The page says what a method does with"
-            " little, not what papers measure with pretrained nets and long training. Where a claim"
-            " turns out the other way round, it does so at this budget.",
-            "",
-            "± is Student's 95 % interval over the splits, each the mean over its seeds; p values"
-            " are corrected by Holm's method within each table. Splits of ten classes overlap, so"
-            " the intervals of digits and Fashion-MNIST are too narrow. *Folds' ρ* is the mean rank"
-            " correlation of the trials' scores between the two folds: near 0, the search could not"
-            " tell settings apart. Rows in italics are baselines.",
-            "",
-            "**What differs**: learners (GMML, LANML, OAHU) are fitted to pixels and have no"
-            ' epochs. "Triplet" takes semi-hard negatives; AML confusion, DAML and DAMML add a'
-            " generator or a combiner to it. The first epoch of DAML and DAMML trains the metric"
-            " alone. Proxies and class weights learn 100 times faster than the net. "
-            "**Barlow Twins has no labels**: it sees two views of each image, turned, moved,"
-            " scaled and sheared a little.",
-            "",
-            *summary(sets),
-            *rankings(sets),
-            *drawn(raw["rates"]),
-            *(line for name in SETS for line in section(name, sets[name])),
-        ]
-    )
+    return bench.page(f"""
+        # Methods side by side, at a small budget
+
+        `python benchmarks/methods.py` compares {len(methods)} methods by `retrieval compare` with
+        {TRIALS} trials, {FOLDS} folds, {SPLITS} class splits and {SEEDS} seeds. {raw["machine"]},
+        one thread; {raw["versions"]}.
+
+        **The budget is small**: `core.convnet` from scratch (three stages of a convolution, the
+        first {WIDTH} channels wide; 32 numbers an item), {EPOCHS} epochs of {BATCHES} batches, no
+        augmentation, a constant rate. The page says what a method does with little, not what papers
+        measure with pretrained nets and long training. Where a claim turns out the other way round,
+        it does so at this budget.
+
+        ± is Student's 95 % interval over the splits, each the mean over its seeds; p values are
+        corrected by Holm's method within each table. Splits of ten classes overlap, so the
+        intervals of digits and Fashion-MNIST are too narrow. *Folds' ρ* is the mean rank
+        correlation of the trials' scores between the two folds: near 0, the search could not tell
+        settings apart. Rows in italics are baselines.
+
+        **What differs**: learners (GMML, LANML, OAHU) are fitted to pixels and have no epochs.
+        "Triplet" takes semi-hard negatives; AML confusion, DAML and DAMML add a generator or a
+        combiner to it. The first epoch of DAML and DAMML trains the metric alone. Proxies and class
+        weights learn 100 times faster than the net. **Barlow Twins has no labels**: it sees two
+        views of each image, turned, moved, scaled and sheared a little.
+
+        {summary(sets)}
+        {rankings(sets)}
+        {drawn(raw["rates"])}
+        {"".join(section(name, sets[name]) for name in SETS)}
+    """)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, default=WORK / "methods", help="finished runs")
+    parser = bench.arguments(__doc__)
+    parser.add_argument("--work", type=Path, default=bench.WORK / "methods", help="finished runs")
     parser.add_argument("--icons", type=Path, help="folder of the package @phosphor-icons/core")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--page", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    if not options.page:
-        sets = {
-            name: measure(name, options.work, options.methods, options.icons)
-            for name in options.sets
-        }
+    raw = json.loads(KEPT.read_text(encoding="utf-8"))
+    if not options.write:
+        given = (options.work, options.methods, options.icons)
+        sets = {name: measure(name, *given) for name in options.sets}
         if set(sets) != set(SETS):
-            for name, kept in sets.items():
-                print("\n".join(section(name, kept)))
+            print(bench.page("".join(section(name, kept) for name, kept in sets.items())))
             return
-        raw = json.loads(KEPT.read_text(encoding="utf-8"))
-        raw |= {"machine": machine(), "versions": versions(*PACKAGES)}
+        raw |= {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)}
         for name, kept in sets.items():
-            rows = {  # methods that were not measured now keep their rows
-                row["name"]: row
-                for row in [*raw["sets"][name]["contestants"], *kept["contestants"]]
-            }
+            # methods that were not measured now keep their rows
+            both = [*raw["sets"][name]["contestants"], *kept["contestants"]]
+            rows = {row["name"]: row for row in both}
             raw["sets"][name] = {"contestants": list(rows.values())}
         raw["rates"] = rates_drawn(raw["sets"]["digits"])
-        write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    raw = json.loads(KEPT.read_text(encoding="utf-8"))
-    write(PAGE, render(raw))
+        bench.write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+    bench.write(bench.RESULTS / "methods.md", render(raw))
     picture(raw["rates"], PICTURE)
 
 

@@ -28,6 +28,7 @@ run goes on from there. About an hour of one core.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from bench import Kept, markdown, resume_arguments
+from bench import Kept, markdown, one_thread, page, resume_arguments
 from retrieval_oahu import Warm, from_labels, with_closure
 
 Floats = NDArray[Any]
@@ -48,11 +49,8 @@ SHUFFLED_TRIPLETS = 1000
 SEEDS = 20
 FIRST_SEEDS = 6
 """Seeds of real labels that are measured before all others."""
-FASHION_REPEATS = 3
-KINDS = ("random", "closure")
-SLACK = 0.005
-K = 5
-MAP_QUERIES = 500
+KINDS, METRICS = ("random", "closure"), ("gain", "recall_at_1", "map_at_r")
+FASHION_REPEATS, SLACK, K, MAP_QUERIES = 3, 0.005, 5, 500
 
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
@@ -77,9 +75,7 @@ def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
 
 
 def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[str, Floats]:
-    """Return each query's correctness by 5 neighbours and by one, and average precision at R of the
-    first queries.
-    """
+    """Return who of the queries is right by five neighbours and by one, and some queries' MAP@R."""
     by_five, by_one, precision = [], [], []
     norms = (refs**2).sum(axis=1)
     for start in range(0, len(queries), 500):
@@ -93,11 +89,8 @@ def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[
         by_one.append(voters[:, 0] == query_labels)
         if start < MAP_QUERIES:
             precision.append(_average_precision(distances, labels, query_labels))
-    return {
-        "k": np.concatenate(by_five),
-        "one": np.concatenate(by_one),
-        "map": np.concatenate(precision),
-    }
+    columns = {"k": by_five, "one": by_one, "map": precision}
+    return {name: np.concatenate(parts) for name, parts in columns.items()}
 
 
 def _average_precision(distances: Floats, labels: Floats, query_labels: Floats) -> Floats:
@@ -110,16 +103,13 @@ def _average_precision(distances: Floats, labels: Floats, query_labels: Floats) 
     return sums / np.maximum(relevant, 1)
 
 
-def along(
-    learner: Any,
-    x: Floats,
-    y: Floats,
-    queries: Floats,
-    truth: Floats,
-    stream: Floats,
-    points: tuple[int, ...],
-) -> Iterator[Row]:
+Parts = tuple[Floats, Floats, Floats, Floats]
+"""Features and labels of the part that learns, and of the queries."""
+
+
+def along(learner: Any, parts: Parts, stream: Floats, points: tuple[int, ...]) -> Iterator[Row]:
     """Yield what a learner that sees the stream gains on Euclid at each point."""
+    x, y, queries, truth = parts
     learner.prepare(x)
     mean = x.mean(axis=0)
     euclid = score(x - mean, y, queries - mean, truth)
@@ -158,29 +148,31 @@ Job = tuple[str, str, int]
 """Set, kind of stream ("shuffled random" where its labels are), seed."""
 
 
-def jobs(development: bool) -> Iterator[tuple[Job, Callable[..., list[Row]]]]:
-    """Yield each stream's name and the function that measures it."""
+def measured(name: str, kind: str, seed: int) -> list[Row]:
+    """Return the rows of a stream."""
+    if name == "fashion":
+        return _fashion(seed)
+    return _shuffled(name, kind, seed) if kind.startswith("shuffled") else _real(name, kind, seed)
+
+
+def jobs(development: bool) -> Iterator[Job]:
+    """Yield the streams, the most important first."""
     import warm_sets
 
     names = warm_sets.DEVELOPMENT if development else warm_sets.EVALUATION
     seeds = range(2 if development else SEEDS)
     for repeat in range(0 if development else FASHION_REPEATS):
-        yield ("fashion", "random", repeat), _fashion
-    for some, measure, prefix in (
-        (seeds[:FIRST_SEEDS], _real, ""),
-        (seeds, _shuffled, "shuffled "),
-        (seeds[FIRST_SEEDS:], _real, ""),
-    ):
-        for seed in some:
-            for kind in KINDS:
-                for name in names:
-                    yield (name, prefix + kind, seed), measure
+        yield "fashion", "random", repeat
+    parts = ((seeds[:FIRST_SEEDS], ""), (seeds, "shuffled "), (seeds[FIRST_SEEDS:], ""))
+    for some, prefix in parts:
+        for seed, kind, name in itertools.product(some, KINDS, names):
+            yield name, prefix + kind, seed
 
 
 def _real(name: str, kind: str, seed: int) -> list[Row]:
-    x, y, queries, truth = split(name, seed, bool(seed % 2))
-    stream = triplets(kind, y, seed, POINTS[-1])
-    return list(along(Warm(seed=seed), x, y, queries, truth, stream, POINTS))
+    parts = split(name, seed, bool(seed % 2))
+    stream = triplets(kind, parts[1], seed, POINTS[-1])
+    return list(along(Warm(seed=seed), parts, stream, POINTS))
 
 
 def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
@@ -193,186 +185,135 @@ def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
     return [{"left_after": int(away[0]) if len(away) else None}]
 
 
-def _fashion(name: str, kind: str, seed: int) -> list[Row]:
+def _fashion(seed: int) -> list[Row]:
     import oahu_table3
 
     x, y = oahu_table3.fashion()
     dev, queries = oahu_table3.split(seed)
     stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
     parts = (x[dev], y[dev], x[queries], y[queries])
-    return list(along(Warm(seed=seed), *parts, stream, POINTS[-1:]))
+    return list(along(Warm(seed=seed), parts, stream, POINTS[-1:]))
 
 
 def main() -> None:
-    """Measure what is missing and write the page."""
     parser = resume_arguments(__doc__)
-    parser.add_argument(
-        "--development",
-        action="store_true",
-        help="the sets that choices were made on; keeps nothing",
-    )
+    help_ = "the sets that choices were made on; keeps nothing"
+    parser.add_argument("--development", action="store_true", help=help_)
     parser.add_argument("--sets", nargs="*", help="only these")
     options = parser.parse_args()
-    kept = Kept("oahu_warm", options.fresh or options.development)
-    done = {tuple(row["stream"]) for row in kept.rows}
+    one_thread()
+    options.fresh |= options.development
+    kept = Kept("oahu_warm", options, ("stream",))
     machine = f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."
-    for stream, measure in jobs(options.development):
-        if stream not in done and stream[0] in (options.sets or [stream[0]]):
-            for row in measure(*stream):
-                kept.add({"stream": stream, "machine": machine} | row)
+    streams = () if options.write else jobs(options.development)
+    for (stream,) in kept.missing((s,) for s in streams if s[0] in (options.sets or [s[0]])):
+        for row in measured(*stream):
+            kept.add({"stream": stream, "machine": machine} | row)
     kept.finish(render(kept.rows))
 
 
 def render(rows: list[Row]) -> str:
-    """Return the page."""
-    lines = [
-        "# `oahu.warm` along its stream",
-        "",
-        (
-            "Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that"
-            " gave no triplet. `python benchmarks/oahu_warm.py` says how, and what"
-        ),
-        (
-            "*below beyond noise* means; `benchmarks/warm_sets.py` names the sets, by a rule that"
-            " was fixed first."
-        ),
-        "",
-    ]
     real = [row for row in rows if row["stream"][0] != "fashion" and "left_after" not in row]
     shuffled = [row for row in rows if "left_after" in row]
     fashion = [row for row in rows if row["stream"][0] == "fashion"]
-    if real:
-        lines += _counts(real)
-    if shuffled:
-        lines += _alarms(shuffled)
-    if real:
-        lines += [*_means(real), *_sets(real)]
-    if fashion:
-        lines += _pixels(fashion)
-    lines += sorted({row["machine"] for row in rows})
-    return "\n".join(lines) + "\n"
+    parts = [_counts(real)] if real else []
+    parts += [_alarms(shuffled)] if shuffled else []
+    parts += [_means(real), _sets(real)] if real else []
+    parts += [_pixels(fashion)] if fashion else []
+    tables = "\n\n".join(parts)
+    return page(f"""
+        # `oahu.warm` along its stream
+
+        Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no
+        triplet. `python benchmarks/oahu_warm.py` says how, and what *below beyond noise* means;
+        `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.
+
+        {tables}
+
+        {" ".join(sorted({row["machine"] for row in rows}))}
+    """)
 
 
-def _counts(rows: list[Row]) -> list[str]:
-    head = [
-        "streams",
-        "number",
-        "anywhere below −.005",
-        "beyond noise",
-        "Recall@1 anywhere below −.005",
-        "MAP@R so",
-        "lowest gain",
-        "ever left Euclid",
-    ]
+def _counts(rows: list[Row]) -> str:
+    head = ["streams", "number", "anywhere below −.005", "beyond noise"]
+    head += ["Recall@1 anywhere below −.005", "MAP@R so", "lowest gain", "ever left Euclid"]
     lines = []
     for kind in KINDS:
         streams: dict[tuple[Any, ...], list[Row]] = {}
         for row in rows:
             if row["stream"][1] == kind:
                 streams.setdefault(tuple(row["stream"]), []).append(row)
-        below = [
-            str(sum(any(row[key] < -SLACK for row in stream) for stream in streams.values()))
-            for key in ("gain", "recall_at_1", "map_at_r")
-        ]
-        beyond = sum(any(upper(row) < -SLACK for row in stream) for stream in streams.values())
+
+        def count(condition: Callable[[Row], bool], streams: Any = streams) -> str:
+            return str(sum(any(map(condition, stream)) for stream in streams.values()))
+
+        gain, *below = (count(lambda row, key=key: row[key] < -SLACK) for key in METRICS)
+        beyond, left = count(lambda row: upper(row) < -SLACK), count(lambda row: row["left"])
         lowest = min((row["gain"] for stream in streams.values() for row in stream), default=0.0)
-        left = sum(any(row["left"] for row in stream) for stream in streams.values())
-        lines.append(
-            [
-                kind,
-                str(len(streams)),
-                below[0],
-                f"**{beyond}**",
-                *below[1:],
-                f"{lowest:+.4f}",
-                str(left),
-            ]
-        )
-    return [markdown(head, lines), ""]
+        cells = [str(len(streams)), gain, f"**{beyond}**", *below, f"{lowest:+.4f}", left]
+        lines.append([kind, *cells])
+    return markdown(head, lines)
 
 
-def _alarms(rows: list[Row]) -> list[str]:
+def _alarms(rows: list[Row]) -> str:
     lines = []
     for kind in KINDS:
         streams = [row for row in rows if row["stream"][1] == f"shuffled {kind}"]
         names = [row["stream"][0] for row in streams]
         away = [row["stream"][0] for row in streams if row["left_after"] is not None]
         worst = max(sorted(set(away)), key=away.count, default="")
-        lines.append(
-            [
-                kind,
-                str(len(streams)),
-                str(len(away)),
-                f"{100 * len(away) / max(len(streams), 1):.1f} %",
-                f"{worst}, {away.count(worst)} of {names.count(worst)}" if away else "none",
-            ]
-        )
+        most = f"{worst}, {away.count(worst)} of {names.count(worst)}" if away else "none"
+        share = f"{100 * len(away) / max(len(streams), 1):.1f} %"
+        lines.append([kind, str(len(streams)), str(len(away)), share, most])
     head = ["shuffled labels", "number", "ever left Euclid", "share", "most on one set"]
     title = f"Shuffled labels, {SHUFFLED_TRIPLETS:,} triplets; `doubt` is 5 %:"
-    return [title, "", markdown(head, lines), ""]
+    return f"{title}\n\n{markdown(head, lines)}"
 
 
-def _means(rows: list[Row]) -> list[str]:
+def _means(rows: list[Row]) -> str:
     lines = []
     for point in (*POINTS, None):
+        reached = [row for row in rows if point in (None, row["triplets"])]
         cells = [
-            np.mean(
-                [
-                    row[key]
-                    for row in rows
-                    if row["stream"][1] == kind and point in (None, row["triplets"])
-                ]
-            )
+            np.mean([row[key] for row in reached if row["stream"][1] == kind])
             for kind in KINDS
-            for key in ("gain", "recall_at_1", "map_at_r")
+            for key in METRICS
         ]
         lines.append([f"{point:,}" if point else "all five", *(f"{cell:+.4f}" for cell in cells)])
     head = ["triplets", *(f"{k}: {m}" for k in KINDS for m in ("accuracy", "Recall@1", "MAP@R"))]
-    return ["Mean gains over all streams:", "", markdown(head, lines), ""]
+    return f"Mean gains over all streams:\n\n{markdown(head, lines)}"
 
 
-def _sets(rows: list[Row]) -> list[str]:
+def _sets(rows: list[Row]) -> str:
+    parts: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        name, kind, seed = row["stream"]
+        parts.setdefault((name, kind, seed % 2), []).append(row)
     lines = []
-    for name, kind in sorted({(row["stream"][0], row["stream"][1]) for row in rows}):
-        for standardized in (0, 1):
-            streams = [
-                row
-                for row in rows
-                if row["stream"][:2] == [name, kind] and row["stream"][2] % 2 == standardized
-            ]
-            last = [row for row in streams if row["triplets"] == POINTS[-1]]
-            if not last:
-                continue
-            cells = [np.mean([row["gain"] for row in last]), min(row["gain"] for row in streams)]
-            cells += [np.mean([row[key] for row in last]) for key in ("recall_at_1", "map_at_r")]
-            lines.append(
-                [
-                    name,
-                    kind,
-                    "standardised" if standardized else "raw",
-                    f"{streams[0]['queries']:,}",
-                    f"{np.mean([row['euclid'] for row in streams]):.3f}",
-                    *(f"{cell:+.4f}" for cell in cells),
-                ]
-            )
+    for (name, kind, odd), part in sorted(parts.items()):
+        if last := [row for row in part if row["triplets"] == POINTS[-1]]:
+            cells = [np.mean([row[key] for row in last]) for key in METRICS]
+            cells.insert(1, min(row["gain"] for row in part))
+            about = [name, kind, "standardised" if odd else "raw", f"{part[0]['queries']:,}"]
+            about.append(f"{np.mean([row['euclid'] for row in part]):.3f}")
+            lines.append([*about, *(f"{cell:+.4f}" for cell in cells)])
     head = ["set", "stream", "features", "queries", "Euclid", "gain", "lowest", "Recall@1", "MAP@R"]
     title = (
         "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds."
     )
-    return [title, "", markdown(head, lines), ""]
+    return f"{title}\n\n{markdown(head, lines)}"
 
 
-def _pixels(rows: list[Row]) -> list[str]:
-    cells = [
-        ", ".join(f"{row[key]:+.4f}" for row in rows) for key in ("gain", "recall_at_1", "map_at_r")
-    ]
+def _pixels(rows: list[Row]) -> str:
+    cells = [", ".join(f"{row[key]:+.4f}" for row in rows) for key in METRICS]
     line = [f"{POINTS[-1]:,}", *cells, f"{np.mean([row['seconds'] for row in rows]):.1f}"]
     head = ["triplets", "gain of accuracy", "Recall@1", "MAP@R", "seconds"]
-    title = (
-        "Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to"
-        " learn the 10,000 triplets after `prepare`:"
-    )
-    return [title, "", markdown(head, [line]), ""]
+    return f"""
+        Fashion-MNIST's pixels, 35,000 references, 4,000 queries; each repeat, and CPU seconds to
+        learn the 10,000 triplets after `prepare`:
+
+        {markdown(head, [line])}
+    """
 
 
 if __name__ == "__main__":

@@ -25,24 +25,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data.idx import read_idx
 
-from bench import FASHION, finish
+from bench import DOCS, FASHION, finish, page
 
-ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "without_labels.png"
+PICTURE = DOCS / "without_labels.png"
 MODEL = "core.efficientnet_lite0"
 GALLERY, QUERIES, NEAREST = 500, 40, 6
-CLASSES = (
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "boot",
-)
 
 
 def read(name: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -68,17 +55,9 @@ def main() -> None:
                 [labels[int(Path(hit.id).stem)] == truth for hit in hits]
                 for hits, truth in zip(found, wanted, strict=True)
             ]
-            chosen = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
-            shown = [Image.fromarray(asked[number]) for number in chosen]
-            draw(
-                [
-                    [Image.fromarray(gallery[int(Path(hit.id).stem)]) for hit in found[number]]
-                    for number in chosen
-                ],
-                shown,
-                [right[number] for number in chosen],
-                PICTURE,
-            )
+            shown = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
+            answers = [[gallery[int(Path(hit.id).stem)] for hit in found[n]] for n in shown]
+            draw(answers, asked[shown], [right[number] for number in shown], PICTURE)
     raw = {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(command),
@@ -90,39 +69,35 @@ def main() -> None:
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
-    return (
-        f"# Photos without labels\n\n`python benchmarks/photos_without_labels.py`, {raw['date']}."
-        f" {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval"
-        f" {raw['command']}`, nothing trained. Of the first {QUERIES} test images the nearest is of"
-        f" the same class for {raw['nearest']}; of all {NEAREST * QUERIES} answers ({NEAREST}"
-        f" each), {raw['all']} are, and at random {raw['random']:.0f} would be. EfficientNet-Lite0"
-        " was trained on photographs, which small grey pictures of clothes are not.\n"
-    )
+    return page(f"""
+        # Photos without labels
+
+        `python benchmarks/photos_without_labels.py`, {raw["date"]}. {GALLERY:,} images of
+        Fashion-MNIST indexed without labels by `retrieval {raw["command"]}`, nothing trained. Of
+        the first {QUERIES} test images the nearest is of the same class for {raw["nearest"]}; of
+        all {NEAREST * QUERIES} answers ({NEAREST} each), {raw["all"]} are, and at random
+        {raw["random"]:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small
+        grey pictures of clothes are not.
+    """)
 
 
-def draw(
-    answers: list[list[Image.Image]],
-    queries: list[Image.Image],
-    right: list[list[bool]],
-    path: Path,
-) -> None:
-    """Draw two columns of queries, each with its answers: right ones framed in blue, wrong ones in
-    orange.
-    """
+def draw(answers: list[list[Any]], queries: Any, right: list[list[Any]], path: Path) -> None:
+    """Draw queries (28, 28) with their answers: right ones framed in blue, wrong ones in orange."""
     side, gap, rows = 56, 6, -(-len(queries) // 2)
     block = (side + gap) * (1 + NEAREST) + 5 * gap
     sheet = Image.new("RGB", (2 * block + 3 * gap, rows * (side + gap) + gap), "white")
+
+    def paste(pixels: Any, size: int, place: tuple[int, int]) -> None:
+        sheet.paste(Image.fromarray(pixels).resize((size, size)), place)
+
     for number, (query, found, good) in enumerate(zip(queries, answers, right, strict=True)):
         left, top = gap + (number // rows) * (block + gap), gap + (number % rows) * (side + gap)
-        sheet.paste(query.resize((side, side)), (left, top))
-        for place, (image, fine) in enumerate(zip(found, good, strict=True), 1):
+        paste(query, side, (left, top))
+        for place, (pixels, fine) in enumerate(zip(found, good, strict=True), 1):
             at = left + 2 * gap + place * (side + gap)
-            sheet.paste(
-                Image.new("RGB", (side, side), (31, 119, 180) if fine else (255, 127, 14)),
-                (at, top),
-            )
-            sheet.paste(image.resize((side - 6, side - 6)), (at + 3, top + 3))
+            colour = (31, 119, 180) if fine else (255, 127, 14)
+            sheet.paste(colour, (at, top, at + side, top + side))
+            paste(pixels, side - 6, (at + 3, top + 3))
     sheet.quantize(32).save(path, optimize=True)
 
 

@@ -17,46 +17,29 @@ raw/pml_losses.json.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import RAW, finish, load, machine, markdown, resume_arguments, status, versions
+import bench
 
 BYTES, SECONDS = 3 << 30, 60
 WIDTH, EACH, CLASSES = 128, 8, 1000
 SIZES = (256, 1024)
 KINDS = {"losses": "", "miners": " (miner)", "recipe": " (loss + miner)"}
+LOSSES = """
+triplet_margin margin threshold_consistent_margin multi_similarity circle sup_con nt_xent
+tuplet_margin lifted_structure generalized_lifted_structure nca instance histogram smooth_ap pnp
+manifold
+"""
 CASES = [
-    *(
-        ("losses", name)
-        for name in (
-            "triplet_margin",
-            "margin",
-            "threshold_consistent_margin",
-            "multi_similarity",
-            "circle",
-            "sup_con",
-            "nt_xent",
-            "tuplet_margin",
-            "lifted_structure",
-            "generalized_lifted_structure",
-            "nca",
-            "instance",
-            "histogram",
-            "smooth_ap",
-            "pnp",
-            "manifold",
-        )
-    ),
+    *(("losses", name) for name in LOSSES.split()),
     *(("miners", name) for name in ("multi_similarity", "triplet_margin", "angular")),
-    ("recipe", "multi_similarity"),
-    ("recipe", "triplet_margin"),
+    *(("recipe", name) for name in ("multi_similarity", "triplet_margin")),
 ]
 """Kind and name; a recipe is a loss with the miner of the same name."""
 
@@ -118,106 +101,79 @@ class Side:
 
 
 def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
-    """Return a first call's memory in MB and CPU seconds, and the loss."""
-    side = Side(kind, name, ours, items)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    seconds, value = side.once()
-    return {"megabytes": (status("VmHWM") - before) / 2**20, "seconds": seconds, "value": value}
-
-
-def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> dict[str, Any]:
-    """Return the median CPU seconds of each side, called in turn."""
-    made = [Side(kind, name, ours, items) for ours in sides]
-    taken = [[side.once()[0] for side in made] for _ in range(rounds)]
-    return {"seconds": [median(side) for side in zip(*taken, strict=True)]}
-
-
-def in_a_process(
-    work: Callable[..., dict[str, Any]], *arguments: Any, limited: bool
-) -> dict[str, Any]:
-    """Return what work gives in a process of its own, or why it gives nothing, by "failed".
-
-    The process is a copy of this one, which has imported everything and computed nothing.
-    """
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, work, arguments, limited))
-    process.start()
-    there.close()
+    """Return a first call's memory in MB and CPU seconds, and the loss; or why there are none."""
+    size = bench.status("VmSize") + BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
-        result: dict[str, Any] = here.recv()
-    except EOFError:
-        result = {"failed": "more than a minute" if limited else "it was killed"}
-    process.join()
-    return result
-
-
-def _child(pipe: Any, work: Callable[..., dict[str, Any]], arguments: Any, limited: bool) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    if limited:
-        size = status("VmSize") + BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        spent = int(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pipe.send(work(*arguments))
+        side = Side(kind, name, ours, items)
+        before = bench.status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        seconds, value = side.once()
     except Exception as error:
         first = (str(error).splitlines() or ["no message"])[0]
         short = "memory" in first or isinstance(error, MemoryError)
-        pipe.send({"failed": "more than 3 GB" if short else f"fails: {first}"})
+        return {"failed": "more than 3 GB" if short else f"fails: {first}"}
+    return {
+        "megabytes": (bench.status("VmHWM") - before) / 2**20,
+        "seconds": seconds,
+        "value": value,
+    }
+
+
+def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
+    """Return the median CPU seconds of each side, called in turn."""
+    made = [Side(kind, name, ours, items) for ours in sides]
+    taken = [[side.once()[0] for side in made] for _ in range(rounds)]
+    return [median(side) for side in zip(*taken, strict=True)]
 
 
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
     """Return a case's figures."""
-    kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": load()}
+    kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": bench.load()}
     for side in ("theirs", "ours"):
-        kept[side] = in_a_process(peak_of, kind, name, side == "ours", items, limited=True)
+        try:
+            values = (kind, name, side == "ours", items)
+            kept[side] = bench.alone(peak_of, *values, cpu=SECONDS, new=False)
+        except TimeoutError:
+            kept[side] = {"failed": "more than a minute"}
     run = [side for side in ("theirs", "ours") if "failed" not in kept[side]]
     if run:
         total = sum(kept[side]["seconds"] for side in run)
         rounds = max(1, min(15, int(2 / max(total, 1e-3))))
         sides = [side == "ours" for side in run]
-        timed = in_a_process(seconds_of, kind, name, sides, items, rounds, limited=False)
-        for side, seconds in zip(run, timed["seconds"], strict=True):
+        timed = bench.alone(seconds_of, kind, name, sides, items, rounds, new=False)
+        for side, seconds in zip(run, timed, strict=True):
             kept[side]["seconds"] = seconds
     return kept
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
-    return "\n".join(_page(raw["cases"], raw["machine"])) + "\n"
-
-
-def _page(kept: list[dict[str, Any]], machine: dict[str, str]) -> Iterator[str]:
-    yield "# Losses and miners of `pml` beside pytorch-metric-learning's own\n"
-    yield (
-        "`python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one"
-        f" thread; median CPU time, both sides in turn; peak memory of a call. {EACH} items a"
-        f" class, {WIDTH} dimensions. All other losses and miners of `pml` are"
-        " pytorch-metric-learning's classes, and as fast.\n"
-    )
+    kept, about = raw["cases"], raw["machine"]
     loads = sorted(row["load"] for row in kept)
-    yield f"{machine['cpu']}; {machine['versions']}. Load average {loads[0]} to {loads[-1]}.\n"
     gone = sum("failed" in row["theirs"] for row in kept)
-    apart = {row["name"]: None for row in kept if _apart(row)}
-    yield (
-        f"The peer gives nothing within 3 GB and a minute in {gone} of {len(kept)} cases. Values"
-        " differ where the factory's description says how:"
-        f" {', '.join(f'`{name}`' for name in apart) or 'none'}.\n"
-    )
-    lines = []
-    for kind, name in CASES:
-        mine = [row for row in kept if (row["kind"], row["name"]) == (kind, name)]
-        for row in sorted(mine, key=lambda row: row["items"]):
-            cells = [f"`{name}`{KINDS[kind]}", f"{row['items']:,}"]
-            lines.append([*cells, *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)])
+    apart = dict.fromkeys(f"`{row['name']}`" for row in kept if _apart(row))
+    lines = [
+        [title, f"{row['items']:,}", *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)]
+        for kind, name in CASES
+        for title in [f"`{name}`{KINDS[kind]}"]
+        for row in sorted(bench.chosen(kept, kind=kind, name=name), key=lambda row: row["items"])
+    ]
     head = ["loss or miner", "batch", "pytorch-metric-learning: ms", "MB", "ours: ms", "MB"]
-    yield markdown([*head, "times faster"], lines)
+    return bench.page(f"""
+        # Losses and miners of `pml` beside pytorch-metric-learning's own
+
+        `python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread;
+        median CPU time, both sides in turn; peak memory of a call. {EACH} items a class, {WIDTH}
+        dimensions. All other losses and miners of `pml` are pytorch-metric-learning's classes, and
+        as fast.
+
+        {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
+
+        The peer gives nothing within 3 GB and a minute in {gone} of {len(kept)} cases. Values
+        differ where the factory's description says how: {", ".join(apart) or "none"}.
+
+        {bench.markdown([*head, "times faster"], lines)}
+    """)
 
 
 def _apart(row: dict[str, Any]) -> bool:
@@ -239,34 +195,35 @@ def _shown(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name"
     )
     options = parser.parse_args()
+    bench.one_thread()
     # imported here, before the processes are copied
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners  # noqa: F401
+    import torch
 
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    file = bench.RAW / "pml_losses.json"
     raw: dict[str, Any] = {"cases": []}
-    file = RAW / "pml_losses.json"
     if not options.fresh and file.exists():
         raw = json.loads(file.read_text(encoding="utf-8"))
     done = {(row["kind"], row["name"], row["items"]) for row in raw["cases"]}
-    for kind, name in CASES:
-        for items in SIZES:
-            if (kind, name, items) in done or (options.only and name not in options.only):
-                continue
-            raw["cases"].append(measure(kind, name, items))
-            print(json.dumps(raw["cases"][-1]), flush=True)
-            raw["machine"] = {
-                "cpu": machine(),
-                "versions": versions("torch", "pytorch-metric-learning"),
-            }
-            if not options.fresh:
-                finish("pml_losses", raw, render(raw))
-    if options.fresh:
-        print(render(raw))
+    for kind, name, items in ((*case, items) for case in CASES for items in SIZES):
+        skipped = options.write or (options.only and name not in options.only)
+        if skipped or (kind, name, items) in done:
+            continue
+        raw["cases"].append(measure(kind, name, items))
+        print(json.dumps(raw["cases"][-1]), flush=True)
+        packages = bench.versions("torch", "pytorch-metric-learning")
+        raw["machine"] = {"cpu": bench.machine(), "versions": packages}
+        if not options.fresh:
+            bench.finish("pml_losses", raw, render(raw))
+    bench.finish("pml_losses", raw, render(raw), keep=not options.fresh)
 
 
 if __name__ == "__main__":

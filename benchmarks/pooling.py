@@ -14,7 +14,6 @@ results/raw/pooling.jsonl and not repeated.
 
 from __future__ import annotations
 
-import io
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,68 +23,23 @@ from typing import Any
 import numpy as np
 import retrieval
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.plugins import create
 from retrieval.plugin import ArrayDataset
 from retrieval.training.train import train
 
-from bench import (
-    RESULTS,
-    append,
-    arguments,
-    interval,
-    machine,
-    markdown,
-    read_lines,
-    versions,
-    write,
-)
+import pictures
+from bench import Kept, interval, machine_of, markdown, one_thread, page, resume_arguments
 from retrieval_core.pooling import Pool
 
 POOLS = ("mean", "max", "gem", "grid")
 SEEDS = 1
-RAW = RESULTS / "raw" / "pooling.jsonl"
-WEIGHTS = ("thin", "light", "regular", "bold", "fill", "duotone")
-Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
-
-
-def digits(package: Path) -> Pictures:
-    data: Any = create("dataset", "core.digits")
-    return data.arrays, np.array(data.labels)
-
-
-def fashion(package: Path) -> Pictures:
-    data: Any = create("dataset", "core.fashion_mnist")
-    labels = np.array(data.labels)
-    rng = np.random.default_rng(0)
-    chosen = [rng.permutation(np.flatnonzero(labels == x))[:200] for x in np.unique(labels)]
-    rows = np.sort(np.concatenate(chosen))
-    return data.arrays[rows], labels[rows]
-
-
-def icons(package: Path) -> Pictures:
-    import resvg_py
-
-    assets = package / "assets"
-    names = sorted(file.stem for file in (assets / "regular").glob("*.svg"))
-    names = sorted(np.random.default_rng(0).permutation(names)[:300].tolist())
-    pictures = []
-    for name in names:
-        for weight in WEIGHTS:
-            file = assets / weight / (name + ("" if weight == "regular" else f"-{weight}") + ".svg")
-            drawn = resvg_py.svg_to_bytes(
-                svg_path=str(file), width=32, height=32, background="white"
-            )
-            pictures.append(np.asarray(Image.open(io.BytesIO(bytes(drawn))).convert("L")))
-    return np.stack(pictures), np.repeat(names, len(WEIGHTS))
-
-
-SETS: dict[str, tuple[Callable[[Path], Pictures], dict[str, int]]] = {
-    "digits": (digits, {"classes": 5, "items": 12}),
-    "fashion": (fashion, {"classes": 5, "items": 12}),
-    "icons": (icons, {"classes": 16, "items": 4}),
+METRICS = ["recall_at_1", "map_at_r"]
+SETS: dict[str, tuple[Callable[[Path], pictures.Pictures], dict[str, int]]] = {
+    "digits": (lambda package: pictures.digits(), {"classes": 5, "items": 12}),
+    "fashion": (lambda package: pictures.fashion(), {"classes": 5, "items": 12}),
+    "icons": (lambda package: pictures.icons(package, 300), {"classes": 16, "items": 4}),
 }
 
 
@@ -105,96 +59,88 @@ def recipe(pool: str, seed: int, sampler: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def measure(name: str, package: Path) -> None:
-    done = {(row["set"], row["pool"], row.get("seed")) for row in read_lines(RAW)}
-    if all((name, pool, seed) in done for pool in POOLS for seed in range(SEEDS)):
-        return
-    load, sampler = SETS[name]
-    arrays, labels = load(package)
-    dataset = ArrayDataset(arrays, labels.tolist())
-    for seed in range(SEEDS):
-        for pool in POOLS:
-            if (name, pool, seed) in done:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                started = time.process_time()
-                run = train(
-                    recipe(pool, seed, sampler),
-                    Path(folder) / "run",
-                    dataset=dataset,
-                    progress=False,
-                )
-                seconds = time.process_time() - started
-                metrics = evaluate(run, progress=False).metrics["trained"]
-            row = {"set": name, "pool": pool, "seed": seed, "seconds": round(seconds, 1)}
-            append(RAW, {**row, "recall": metrics["recall_at_1"], "map": metrics["map_at_r"]})
+def measure(name: str, pool: str, seed: int, data: pictures.Pictures) -> dict[str, Any]:
+    """Train a net that ends in a pool; return its row."""
+    dataset = ArrayDataset(data[0], data[1].tolist())
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.process_time()
+        table = recipe(pool, seed, SETS[name][1])
+        run = train(table, Path(folder) / "run", dataset=dataset, progress=False)
+        seconds = round(time.process_time() - started, 1)
+        metrics = evaluate(run, progress=False).metrics["trained"]
+    row = {"set": name, "pool": pool, "seed": seed, "seconds": seconds}
+    return row | {"recall": metrics["recall_at_1"], "map": metrics["map_at_r"]}
 
 
-def measure_frozen(name: str, package: Path) -> None:
-    """Measure the pools of a frozen ImageNet net on a set."""
-    if any(row["set"] == name and row.get("frozen") for row in read_lines(RAW)):
-        return
-    arrays, labels = SETS[name][0](package)
+def measure_frozen(name: str, pool: str, data: pictures.Pictures) -> dict[str, Any]:
+    """Measure a pool of a frozen ImageNet net; return its row."""
+    arrays, labels = data
     backbone: Any = create("backbone", "core.efficientnet_lite0", size=96, crop=1.0).eval()
-    pools = {pool: Pool(pool, (3, 3), 3) for pool in POOLS}  # type: ignore[arg-type]
-    codes: dict[str, list[torch.Tensor]] = {pool: [] for pool in POOLS}
+    pooled, codes = Pool(pool, (3, 3), 3), []  # type: ignore[arg-type]
     with torch.no_grad():
         for start in range(0, len(arrays), 64):
-            images = [
-                backbone.preprocessing(Image.fromarray(x)) for x in arrays[start : start + 64]
-            ]
-            x = torch.from_numpy(np.stack(images)).float()
-            maps = backbone.network.forward_features((x - 127) / 128)
-            for pool in POOLS:
-                codes[pool].append(pools[pool](maps))
-    for pool in POOLS:
-        rows = torch.nn.functional.normalize(torch.cat(codes[pool])).numpy()
-        values = retrieval.evaluate(rows, labels, metrics=["recall_at_1", "map_at_r"]).values
-        row = {"set": name, "pool": pool, "frozen": True, "recall": values["recall_at_1"]}
-        append(RAW, {**row, "map": values["map_at_r"]})
+            some = map(Image.fromarray, arrays[start : start + 64])
+            x = torch.from_numpy(np.stack([backbone.preprocessing(image) for image in some]))
+            codes.append(pooled(backbone.network.forward_features((x.float() - 127) / 128)))
+    rows = torch.nn.functional.normalize(torch.cat(codes)).numpy()
+    values = retrieval.evaluate(rows, labels, metrics=METRICS).values
+    row = {"set": name, "pool": pool, "frozen": True}
+    return row | {"recall": values["recall_at_1"], "map": values["map_at_r"]}
 
 
 def table(rows: list[dict[str, Any]], last: dict[str, str] | None = None) -> str:
     """Return a table of pools and sets, and a last column."""
-    lines = [
-        [
-            pool,
-            *(
-                interval([row[key] for row in rows if (row["set"], row["pool"]) == (name, pool)])
-                for name in SETS
-                for key in ("recall", "map")
-            ),
-            *([last[pool]] if last else []),
+    lines = []
+    for pool in POOLS:
+        cells = [
+            interval([row[key] for row in rows if (row["set"], row["pool"]) == (name, pool)])
+            for name in SETS
+            for key in ("recall", "map")
         ]
-        for pool in POOLS
-    ]
+        lines.append([pool, *cells, *([last[pool]] if last else [])])
     head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))]
     return markdown([*head, *(["CPU s"] if last else [])], lines)
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.sets:
-        measure(name, options.icons)
-        measure_frozen(name, options.icons)
-    rows = read_lines(RAW)
+def render(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     trained = [row for row in rows if not row.get("frozen")]
     seconds = {
         pool: f"{np.mean([row['seconds'] for row in trained if row['pool'] == pool]):.0f}"
         for pool in POOLS
     }
-    write(
-        RESULTS / "pooling.md",
-        f"# Pools of a small net\n\n{table(trained, seconds)}\n\nUnseen classes, one"
-        f" class split and one seed, 120 steps. {machine()};"
-        f" {versions('torch', 'embedding-retrieval')}. `python benchmarks/pooling.py`.\n\nThe last"
-        " map of a frozen EfficientNet-Lite0 (3 × 3 positions at 96 pixels, ImageNet's weights),"
-        f" all classes:\n\n{table([row for row in rows if row.get('frozen')])}\n",
-    )
+    return page(f"""
+        # Pools of a small net
+
+        {table(trained, seconds)}
+
+        Unseen classes, one class split and one seed, 120 steps. {about["machine"]};
+        {about["versions"]}. `python benchmarks/pooling.py`.
+
+        The last map of a frozen EfficientNet-Lite0 (3 × 3 positions at 96 pixels, ImageNet's
+        weights), all classes:
+
+        {table([row for row in rows if row.get("frozen")])}
+    """)
+
+
+def main() -> None:
+    parser = resume_arguments(__doc__)
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    options = parser.parse_args()
+    one_thread()
+    torch.set_num_threads(1)
+    kept = Kept("pooling", options, ("set", "pool", "seed", "frozen"))
+    for name in options.sets:
+        jobs = [(name, pool, seed, None) for seed in range(SEEDS) for pool in POOLS]
+        jobs += [(name, pool, None, True) for pool in POOLS]
+        missing = list(kept.missing(jobs))
+        data = SETS[name][0](options.icons) if missing else None
+        for _, pool, seed, frozen in missing:
+            assert data is not None
+            row = measure_frozen(name, pool, data) if frozen else measure(name, pool, seed, data)
+            kept.add(row)
+    kept.finish(render(kept.rows, machine_of("torch", "embedding-retrieval")))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-CALLS = (
-    "open,openat,creat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fallocate,truncate,ftruncate,rename,renameat,renameat2,"
-    "link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,fsync,fdatasync,sync_file_range,msync"
+WRITES = {"write", "pwrite64", "writev"}
+ON_HANDLES = WRITES | {"lseek", "fsync", "fdatasync", "ftruncate", "close"}
+OPENS = {"open", "openat", "creat"}
+CALLS = ",".join([*sorted(ON_HANDLES | OPENS), "pwritev,pwritev2,fallocate,truncate"]) + (
+    ",rename,renameat,renameat2,link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat"
+    ",sync_file_range,msync"
 )
-_COPIES = (  # whose bytes a trace does not show: refused, so that Python reads and writes
-    "sendfile,copy_file_range"
-)
+_COPIES = "sendfile,copy_file_range"
+"""Calls whose bytes a trace does not show: refused, so that Python reads and writes."""
 _PLAIN = re.compile(r"^(\d+)\s+(\w+)\((.*)$", re.DOTALL)
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
 _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
@@ -31,39 +33,23 @@ SECTORS = (512, 4096)
 
 
 def strace(output: Path, kill: int | None = None) -> list[str]:
-    """Return the beginning of a command whose changes of files are to be recorded; it is killed as
-    it enters its sync number `kill`.
-    """
+    """Return a command that records changes of files, and kills at the sync number `kill`."""
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
-    return [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-qq",
-        "-y",
-        "-xx",
-        "-s",
-        str(1 << 26),
-        "-e",
-        f"trace={CALLS},{_COPIES}",
-        "-e",
-        f"inject={_COPIES}:error=ENOSYS",
-        "-e",
-        "signal=none",
-        *killed,
-        "-o",
-        str(output),
-    ]
+    line = f"strace -f --seccomp-bpf -qq -y -xx -s {1 << 26} -e trace={CALLS},{_COPIES}"
+    line += f" -e inject={_COPIES}:error=ENOSYS -e signal=none"
+    return [*line.split(), *killed, "-o", str(output)]
+
+
+Span = tuple[int, float]
+"""When a call began, and when it had ended."""
 
 
 @dataclass(eq=False)
 class File:
-    """A file: what was written (began, ended, at, bytes; None is a cut to the length `at`), and
-    when it was synced (began, ended).
-    """
+    """What was written (began, ended, at, bytes; None: a cut to the length `at`), and the syncs."""
 
     changes: list[tuple[int, float, int, bytes | None]] = field(default_factory=list)
-    syncs: list[tuple[int, float]] = field(default_factory=list)
+    syncs: list[Span] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -76,43 +62,39 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder: names that changed (began, ended, what each stands for now), and when it was
-    synced.
-    """
+    """Names that changed (began, ended, what each stands for now), the syncs, and the names now."""
 
     changes: list[tuple[int, float, dict[str, File | Folder | None]]] = field(default_factory=list)
-    syncs: list[tuple[int, float]] = field(default_factory=list)
+    syncs: list[Span] = field(default_factory=list)
     names: dict[str, File | Folder] = field(default_factory=dict)
 
 
-def _texts(name: str, said: str) -> list[bytes]:
-    """Return the texts of a call.
-
-    Raises:
-        ValueError: one of them is not whole.
-    """
-    texts = []
-    for found in _TEXT.finditer(said):
-        if found[2]:
-            raise ValueError(f"A {name} is cut short in the trace.")
-        texts.append(bytes.fromhex(found[1].replace("\\x", "")))
-    return texts
+Node = File | Folder | None
+Parts = tuple[str, ...]
+"""A path below the folder."""
 
 
-def _handles(said: str) -> list[tuple[str, str]]:
-    """Return the descriptors of a call, and their paths."""
+def _texts(name: str, words: str) -> list[bytes]:
+    """Return the texts of a call, which must be whole in the trace."""
+    texts = _TEXT.findall(words)
+    if any(cut for _, cut in texts):
+        raise ValueError(f"A {name} is cut short in the trace.")
+    return [bytes.fromhex(text.replace("\\x", "")) for text, _ in texts]
+
+
+def _handles(words: str) -> list[tuple[int, str]]:
+    """Return the descriptors of a call (-1: the current folder), and their paths."""
     return [
-        (found[1], bytes.fromhex(found[2].replace("\\x", "")).decode(errors="surrogateescape"))
-        for found in _HANDLE.finditer(said)
+        (
+            -1 if number == "AT_FDCWD" else int(number),
+            bytes.fromhex(path.replace("\\x", "")).decode(errors="surrogateescape"),
+        )
+        for number, path in _HANDLE.findall(words)
     ]
 
 
-def _paths(name: str, texts: list[bytes], handles: list[tuple[str, str]]) -> list[Path]:
-    """Return the whole paths that a call names.
-
-    Raises:
-        ValueError: a path is relative to a folder that the trace does not tell.
-    """
+def _paths(name: str, texts: list[bytes], handles: list[tuple[int, str]]) -> list[Path]:
+    """Return the whole paths that a call names; the trace must tell the folder of each."""
     bases = [path for _, path in handles if name.endswith(("at", "at2"))]
     paths = []
     for at, text in enumerate(texts):
@@ -123,9 +105,9 @@ def _paths(name: str, texts: list[bytes], handles: list[tuple[str, str]]) -> lis
     return paths
 
 
-def _last(said: str) -> int:
+def _last(words: str) -> int:
     """Return the last argument of a call, a number."""
-    return int(said.rstrip(") ").rpartition(", ")[2])
+    return int(words.rstrip(") ").rpartition(", ")[2])
 
 
 def _synced(node: File | Folder, cut: int) -> float:
@@ -134,11 +116,7 @@ def _synced(node: File | Folder, cut: int) -> float:
 
 
 class Disk:
-    """Replays traces of one folder, which is empty at first.
-
-    Args:
-        root: the folder; it is on the disk, and so is its name.
-    """
+    """Replays traces of one folder, which is empty at first, and whose own name is on the disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = PurePosixPath(root)
@@ -173,95 +151,78 @@ class Disk:
                     waiting.pop(found[1], None)  # interrupted, and begun again
                     if text.rstrip().endswith("<unfinished ...>"):
                         waiting[found[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
-                        if (
-                            name == "close"
-                        ):  # another thread may be given the number before this one returns
+                        # another thread may be given the number before this one returns
+                        if name == "close":
                             self._call(name, text, 0, began, marks)
                         continue
                 else:
                     continue
-                said, _, result = text.rpartition(" = ")
+                words, _, result = text.rpartition(" = ")
                 if result.startswith("?"):
-                    waiting[found[1]] = (began, f"{name}({said}")
+                    waiting[found[1]] = (began, f"{name}({words}")
                 number = re.match(r"\d+", result)  # none: it failed, or its process was killed
                 if number is not None:
-                    self._call(name, said, int(number[0]), began, marks)
+                    self._call(name, words, int(number[0]), began, marks)
         self.time += 1
         for began, text in waiting.values():
-            name, _, said = text.partition("(")
-            if (came := self._came(name, said)) is not None:
-                self._call(name, said, came, began, marks)
+            name, _, words = text.partition("(")
+            if (came := self._came(name, words)) is not None:
+                self._call(name, words, came, began, marks)
 
-    def _call(self, name: str, said: str, result: int, began: int, marks: Path) -> None:
-        texts, handles = _texts(name, said), _handles(said)
-        if (
-            name
-            in (
-                "write",
-                "pwrite64",
-                "writev",
-                "lseek",
-                "fsync",
-                "fdatasync",
-                "ftruncate",
-                "close",
-            )
-            or not texts
-        ):
-            handle, path = (int(handles[0][0]), handles[0][1]) if handles else (-1, "")
-            if name == "write" and path == str(marks):
-                self.marks.append((began, texts[0]))
-            elif handle in self._open and self._inside(path.removesuffix("(deleted)")) is None:
-                del self._open[handle]
-            elif handle in self._open:
-                self._on_open(name, said, handle, texts, result, began)
-            elif self._inside(path) and name not in ("close", "lseek", "fsync"):
-                raise ValueError(f"{name} on {path}, which no call has opened.")
+    def _call(self, name: str, words: str, result: int, began: int, marks: Path) -> None:
+        texts, handles = _texts(name, words), _handles(words)
+        if texts and name not in ON_HANDLES:
+            paths = [self._inside(str(path)) for path in _paths(name, texts, handles)]
+            if any(path is not None for path in paths):
+                self._on_names(name, words, paths, result, began)
             return
-        paths = [self._inside(str(path)) for path in _paths(name, texts, handles)]
-        if any(path is not None for path in paths):
-            self._on_names(name, said, paths, result, began)
+        handle, path = handles[0] if handles else (-1, "")
+        if name == "write" and path == str(marks):
+            self.marks.append((began, texts[0]))
+        elif handle in self._open and self._inside(path.removesuffix("(deleted)")) is None:
+            del self._open[handle]
+        elif handle in self._open:
+            self._on_open(name, words, handle, texts, result, began)
+        elif self._inside(path) and name not in ("close", "lseek", "fsync"):
+            raise ValueError(f"{name} on {path}, which no call has opened.")
 
-    def _came(self, name: str, said: str) -> int | None:
+    def _came(self, name: str, words: str) -> int | None:
         """Return what a killed call would have returned; None where it changed nothing."""
-        texts, handles = _texts(name, said), _handles(said)
-        if name in ("write", "pwrite64", "writev", "ftruncate"):
-            handle, path = (int(handles[0][0]), Path(handles[0][1])) if handles else (-1, Path())
-            node, at, appends = self._open.get(handle, (None, 0, False))
-            if not isinstance(node, File) or self._inside(str(path)) is None or not path.is_file():
-                return None
-            if name == "ftruncate":
-                return 0 if path.stat().st_size == _last(said) else None
-            place = _last(said) if name == "pwrite64" else node.size if appends else at
-            with path.open("rb") as file:
-                file.seek(place)
-                given = b"".join(texts)
-                there = file.read(len(given))
-                return (
-                    next(
-                        (
-                            n
-                            for n, two in enumerate(zip(given, there, strict=False))
-                            if two[0] != two[1]
-                        ),
-                        len(there),
-                    )
-                    or None
-                )
+        texts, handles = _texts(name, words), _handles(words)
+        if name in WRITES or name == "ftruncate":
+            return self._written(name, words, b"".join(texts), handles)
         if not texts:  # a sync that has not returned has not happened
             return None
         first, *others = _paths(name, texts, handles)
-        if self._inside(str(first)) is None:
+        parts = self._inside(str(first))
+        if parts is None:
             return None
-        if name in ("open", "openat", "creat"):
-            done = first.exists() and ("O_TRUNC" not in said or not first.stat().st_size)
+        if name in OPENS:
+            done = first.exists() and ("O_TRUNC" not in words or not first.stat().st_size)
         elif name in ("mkdir", "mkdirat"):
-            done = first.is_dir() and self._find(self._inside(str(first)) or ()) is None
+            done = first.is_dir() and self._find(parts) is None
         elif name in ("link", "linkat"):
             done = others[0].exists() and others[0].samefile(first)
         else:
             done = not os.path.lexists(first)
         return -1 if done else None
+
+    def _written(
+        self, name: str, words: str, content: bytes, handles: list[tuple[int, str]]
+    ) -> int | None:
+        """Return how many bytes of a killed write are in its file, or 0 for a cut that is done."""
+        handle, text = handles[0] if handles else (-1, "")
+        node, at, appends = self._open.get(handle, (None, 0, False))
+        path = Path(text)
+        if not isinstance(node, File) or self._inside(text) is None or not path.is_file():
+            return None
+        if name == "ftruncate":
+            return 0 if path.stat().st_size == _last(words) else None
+        with path.open("rb") as file:
+            file.seek(_last(words) if name == "pwrite64" else node.size if appends else at)
+            there = file.read(len(content))
+        pairs = enumerate(zip(content, there, strict=False))
+        return next((at for at, (a, b) in pairs if a != b), len(there)) or None
 
     def _inside(self, path: str) -> tuple[str, ...] | None:
         """Return the parts of a path below the root; None outside."""
@@ -269,7 +230,7 @@ class Disk:
         return pure.relative_to(self.root).parts if pure.is_relative_to(self.root) else None
 
     def _on_open(
-        self, name: str, said: str, handle: int, texts: list[bytes], result: int, began: int
+        self, name: str, words: str, handle: int, texts: list[bytes], result: int, began: int
     ) -> None:
         node, at, appends = self._open[handle]
         if name == "close":
@@ -279,10 +240,10 @@ class Disk:
         elif name in ("fsync", "fdatasync"):
             node.syncs.append((began, self.time))
             self.moments.append(self.time)
-        elif isinstance(node, File) and name in ("write", "pwrite64", "writev", "ftruncate"):
+        elif isinstance(node, File) and (name in WRITES or name == "ftruncate"):
             content = None if name == "ftruncate" else b"".join(texts)[:result]
             if name == "pwrite64" or content is None:
-                place = _last(said)
+                place = _last(words)
             else:
                 place = node.size if appends else at
                 self._open[handle] = (node, place + result, appends)
@@ -292,7 +253,7 @@ class Disk:
             raise ValueError(f"What {name} does to a file is not modelled.")
 
     def _on_names(
-        self, name: str, said: str, paths: list[tuple[str, ...] | None], result: int, began: int
+        self, name: str, words: str, paths: list[tuple[str, ...] | None], result: int, began: int
     ) -> None:
         path = paths[0]
         if None in paths or not path:
@@ -301,31 +262,24 @@ class Disk:
                 return
             raise ValueError(f"{name} on the folder itself, or into or out of it.")
         node = self._find(path)
-        if name in ("open", "openat", "creat"):
+        if name in OPENS:
             if node is None:
                 node = File()
                 self._set(began, {path: node})
-            if "O_TRUNC" in said and isinstance(node, File) and node.size:
+            if "O_TRUNC" in words and isinstance(node, File) and node.size:
                 node.changes.append((began, self.time, 0, None))
-            self._open[result] = (node, 0, "O_APPEND" in said)
+            self._open[result] = (node, 0, "O_APPEND" in words)
         elif name in ("mkdir", "mkdirat"):
             self._set(began, {path: Folder()})
         elif name in ("unlink", "unlinkat", "rmdir"):
             self._set(began, {path: None})
-        elif name in ("link", "linkat"):
-            self._set(began, {self._other(paths): node})
-        elif name.startswith("rename"):
-            other = self._other(paths)
-            self._set(
-                began, {path: self._find(other) if "RENAME_EXCHANGE" in said else None, other: node}
-            )
+        elif name in ("link", "linkat") and paths[1]:
+            self._set(began, {paths[1]: node})
+        elif name.startswith("rename") and paths[1]:
+            back = self._find(paths[1]) if "RENAME_EXCHANGE" in words else None
+            self._set(began, {path: back, paths[1]: node})
         else:
             raise ValueError(f"What {name} does to names is not modelled.")
-
-    @staticmethod
-    def _other(paths: list[tuple[str, ...] | None]) -> tuple[str, ...]:
-        assert paths[1]
-        return paths[1]
 
     def _find(self, path: tuple[str, ...]) -> File | Folder | None:
         node: File | Folder | None = self.tree
@@ -343,9 +297,8 @@ class Disk:
             folders.setdefault(folder, {})[path[-1]] = node
         for folder, names in folders.items():
             folder.changes.append((began, self.time, names))
-            folder.names = {
-                name: node for name, node in (folder.names | names).items() if node is not None
-            }  # type: ignore[assignment]
+            known = {**folder.names, **names}
+            folder.names = {name: node for name, node in known.items() if node is not None}
         self.moments.append(self.time)
 
     def write(self, target: Path, cut: int, names: str, data: str, draw: random.Random) -> None:
@@ -358,14 +311,10 @@ class Disk:
             data: the same of what was written to files.
             draw: for what is left to chance.
         """
-        order = draw.uniform(
-            max(0, cut - draw.choice([3, 30, 300])), cut
-        )  # what came before is there, of a "prefix"
-        _write_folder(
-            self.tree,
-            target,
-            _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw),
-        )
+        # of a "prefix", what came before this is there
+        order = draw.uniform(max(0, cut - draw.choice([3, 30, 300])), cut)
+        sector, likely = draw.choice(SECTORS), draw.random()
+        _write_folder(self.tree, target, _Chance(cut, names, data, order, sector, likely, draw))
 
 
 @dataclass(frozen=True)
@@ -399,9 +348,7 @@ def _write_folder(folder: Folder, target: Path, chance: _Chance) -> None:
             _write_folder(node, target / name, chance)
         elif node is not None:
             content = _content(node, chance)
-            if name.endswith(
-                "-shm"
-            ):  # written through memory, which a trace does not show: it may hold anything
+            if name.endswith("-shm"):  # written through memory, which no trace shows: any bytes
                 content = chance.draw.randbytes(len(content))
             (target / name).write_bytes(content)
 
@@ -432,9 +379,7 @@ def _apply(content: bytearray, at: int, written: bytes | None) -> None:
 
 
 def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
-    """Return a file of which each sector, and the length, is of some moment of what was written
-    since.
-    """
+    """Return a file of which each sector, and the length, is of some moment since the sync."""
     if not pending:
         return bytes(content)
     now, lengths, sector = bytearray(content), [len(content)], chance.sector

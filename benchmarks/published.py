@@ -16,11 +16,7 @@ def _tables() -> dict[str, Any]:
 
 
 def published(table: str, row: str, column: str) -> float:
-    """Return a figure as printed.
-
-    Raises:
-        KeyError: the file has no such table, row or column.
-    """
+    """Return a figure as printed; a KeyError says what the file lacks."""
     made = _tables()[table]
     try:
         return float(made["rows"][row][made["columns"].index(column)])

@@ -5,7 +5,7 @@ seconds.
     pip install resvg-py==0.5.0 open-metric-learning==4.0.0 'embedding-retrieval[efficientnet,lora]'
     OMP_NUM_THREADS=1 python benchmarks/recipes.py --icons package    # continues where it stopped
     OMP_NUM_THREADS=1 python benchmarks/recipes.py --sets digits --splits 1    # a few minutes
-    python benchmarks/recipes.py --page
+    python benchmarks/recipes.py --write
 
 Half of a set's classes train (six of ten), the others are searched, for three splits of the
 classes. A sixth of the classes that train (two of six) are validation: they choose the epoch.
@@ -29,7 +29,7 @@ computed once a set and cached; their time is added to each run that uses them.
 from __future__ import annotations
 
 import csv
-import io
+import itertools
 import json
 import os
 import resource
@@ -43,24 +43,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import (
-    RAW,
-    RESULTS,
-    WORK,
-    append,
-    arguments,
-    decimals,
-    machine,
-    markdown,
-    read_lines,
-    versions,
-    write,
-)
+import bench
+import pictures
 
 if TYPE_CHECKING:
     from PIL import Image
 
-KEPT, PAGE, PLACE = RAW / "recipes.jsonl", RESULTS / "recipes.md", WORK / "recipes"
+PLACE = bench.WORK / "recipes"
 PACKAGES = ("torch", "timm", "peft", "pytorch-metric-learning")
 METRICS = ["recall_at_1", "map_at_r"]
 SPLITS = 3
@@ -71,29 +60,15 @@ FACES = tuple(
     for style in ("", "-Bold", f"-{slant}", f"-Bold{slant}")
 )
 FONTS = Path("/usr/share/fonts/truetype/dejavu")
-GLYPHS, PER_CLASS = 400, 200
+GLYPHS = 400
 Drawings = tuple[list[NDArray[np.uint8]], list[str], list[str]]
 """Images, their labels, and their roles on the side that is searched: query, gallery, both ("") or
 neither ("none")."""
 
 
-def digits(package: Path) -> Drawings:
-    """Return scikit-learn's digits (8 × 8)."""
-    from retrieval.host.plugins import create
-
-    data: Any = create("dataset", "core.digits")
-    return list(data.arrays), list(data.labels), [""] * len(data.labels)
-
-
-def fashion(package: Path) -> Drawings:
-    """Return 200 images of each of Fashion-MNIST's classes (28 × 28)."""
-    from retrieval.host.plugins import create
-
-    data: Any = create("dataset", "core.fashion_mnist")
-    labels, rng = np.array(data.labels), np.random.default_rng(0)
-    rows = [rng.permutation(np.flatnonzero(labels == x))[:PER_CLASS] for x in np.unique(labels)]
-    chosen = np.sort(np.concatenate(rows))
-    return list(data.arrays[chosen]), labels[chosen].tolist(), [""] * len(chosen)
+def plain(arrays: NDArray[np.uint8], labels: NDArray[Any]) -> Drawings:
+    """Return images of which every one searches all others."""
+    return list(arrays), labels.tolist(), [""] * len(labels)
 
 
 def glyphs(package: Path) -> Drawings:
@@ -114,16 +89,16 @@ def glyphs(package: Path) -> Drawings:
             if not seen & {drawn[0], drawn[4]}:  # A of Latin, Greek and Cyrillic look alike
                 known.append(chr(code))
             seen |= {drawn[0], drawn[4]}
-    chosen = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
+    characters = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
     rng = np.random.default_rng(1)
     images, roles = [], []
-    for character in chosen:
+    for character in characters:
         for face, font in zip(FACES, fonts, strict=True):
             image = Image.new("L", (96, 96), 255)
             ImageDraw.Draw(image).text((48, 48), character, fill=0, font=font, anchor="mm")
             images.append(by_hand(image, 48, rng))
             roles.append("query" if "Serif" in face else "gallery")
-    return images, [f"{ord(c):04x}" for c in chosen for _ in FACES], roles
+    return images, [f"{ord(c):04x}" for c in characters for _ in FACES], roles
 
 
 def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -136,37 +111,18 @@ def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[
     half = image.width / 2
     x, y = half - matrix @ (half + rng.normal(0, 0.03 * image.width, 2))
     (a, b), (c, d) = matrix.tolist()
-    moved = image.transform(
-        image.size, Image.Transform.AFFINE, (a, b, x, c, d, y), Image.Resampling.BILINEAR,
-        fillcolor=255,
-    )  # fmt: skip
+    place, smooth = (a, b, x, c, d, y), Image.Resampling.BILINEAR
+    moved = image.transform(image.size, Image.Transform.AFFINE, place, smooth, fillcolor=255)
     return np.asarray(moved.resize((size, size), Image.Resampling.BOX))
 
 
 def icons(package: Path) -> Drawings:
     """Render Phosphor's icons (64 × 64), black on white."""
-    import resvg_py
-    from PIL import Image
-
-    assets = package / "assets"
-    names = sorted(file.stem for file in (assets / "regular").glob("*.svg"))
-    assert len(names) == 1512, f"{len(names)} icons in {assets}; --help has the commands"
-    images, rng = [], np.random.default_rng(1)
-    for name in names:
-        for weight in WEIGHTS:
-            drawn = resvg_py.svg_to_bytes(
-                svg_path=str(assets / weight / f"{name}-{weight}.svg"),
-                width=128,
-                height=128,
-                background="white",
-            )
-            images.append(by_hand(Image.open(io.BytesIO(bytes(drawn))).convert("L"), 64, rng))
+    names, rng = pictures.icon_names(package), np.random.default_rng(1)
+    pairs = [(name, weight) for name in names for weight in WEIGHTS]
+    images = [by_hand(pictures.icon(package, *pair, 128), 64, rng) for pair in pairs]
     roles = {"thin": "gallery", "bold": "gallery", "fill": "query", "duotone": "none"}
-    return (
-        images,
-        [name for name in names for _ in WEIGHTS],
-        [roles[weight] for _ in names for weight in WEIGHTS],
-    )
+    return images, [name for name, _ in pairs], [roles[weight] for _, weight in pairs]
 
 
 def files(name: str, package: Path) -> Path:
@@ -210,17 +166,14 @@ def table(
 
 SETS: dict[str, Callable[[Path], Drawings]] = {
     "icons": icons,
-    "digits": digits,
-    "fashion": fashion,
+    "digits": lambda package: plain(*pictures.digits()),
+    "fashion": lambda package: plain(*pictures.fashion()),
     "glyphs": glyphs,
 }
 
 # --- recipes ----------------------------------------------------------------------------------
 
-MULTI_SIMILARITY = {
-    "loss": {"name": "pml.multi_similarity"},
-    "miner": {"name": "pml.multi_similarity"},
-}
+MULTI_SIMILARITY = {part: {"name": "pml.multi_similarity"} for part in ("loss", "miner")}
 LITE0 = {"name": "core.efficientnet_lite0", "size": 64, "crop": 1.0}
 LEVELS = {**LITE0, "levels": {"3": 4, "4": 4, "6": 2, "last": 2}}
 STUDENT = {"width": 32, "depth": 3, "pool": "grid"}
@@ -229,11 +182,8 @@ SIZE = {"digits": 16, "fashion": 28, "glyphs": 32, "icons": 32}
 COSINE = {"name": "cosine", "warmup": 0.1}
 HEAD = {"name": "head", "train": ["head", "loss"], "augment": False, "epochs": 12, "lr": 3e-3}
 WHOLE = {"name": "whole", "lr": 1e-3, "freeze": "vectors"}
-NOTHING = {
-    "head": {"identity": True},
-    "loss": {"name": "pml.multi_similarity"},
-    "train": {"epochs": 1},
-}
+NOTHING = {"head": {"identity": True}, "train": {"epochs": 1}}
+NOTHING["loss"] = {"name": "pml.multi_similarity"}
 WIDTH = {"embedding_size": 128}
 BATCH = {"digits": (4, 15), "fashion": (4, 15), "glyphs": (16, 4), "icons": (16, 4)}
 BACKGROUND = {"digits": 0, "fashion": 0, "glyphs": 255, "icons": 255}
@@ -247,15 +197,8 @@ Tables = dict[str, Any]
 
 
 def moved(name: str) -> Tables:
-    """Return the augmentation of a set: images turned, moved, scaled and sheared a little."""
-    return {
-        "name": "RandomAffine",
-        "degrees": 10,
-        "translate": [0.06, 0.06],
-        "scale": [0.85, 1.15],
-        "shear": [-8, 8, -8, 8],
-        "fill": BACKGROUND[name],
-    }
+    """Return the augmentation of a set."""
+    return pictures.MOVED | {"fill": BACKGROUND[name]}
 
 
 def finetuned(name: str, share: float = 1.0, **changes: Any) -> Tables:
@@ -278,7 +221,7 @@ def large_batch(name: str) -> Tables:
     """Return the fine-tuning recipe with batches of four times as many classes, in chunks."""
     classes, items = BATCH[name]
     several = {"classes": 4 * classes, "items": items}
-    if len(SMALL & {name}):  # all of their classes are in a batch already
+    if name in SMALL:  # all of their classes are in a batch already
         several = {"classes": classes, "items": 4 * items}
     return finetuned(name, 0.5, sampler=several, train={"clip_norm": 1.0, "chunk": 64})
 
@@ -359,8 +302,7 @@ def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
     backbone = retrieval.create("backbone", LITE0["name"], size=LITE0["size"], crop=LITE0["crop"])
     shape = backbone.preprocessing
     end = [transforms.ToTensor(), transforms.Normalize(shape.mean, shape.std)]
-    change = moved(name)
-    change.pop("name")
+    change = {key: value for key, value in moved(name).items() if key != "name"}
     transform = transforms.Compose([transforms.Resize(64), transforms.RandomAffine(**change), *end])
     plain = transforms.Compose([transforms.Resize(64), *end])
     rows = read_table(name, split)
@@ -386,14 +328,8 @@ def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
 
     def encode(paths: list[Path]) -> NDArray[np.float32]:
         with torch.no_grad():
-            parts = [
-                model(
-                    torch.stack(
-                        [plain(images[str(p.relative_to(folder))]) for p in paths[i : i + 64]]
-                    )
-                )
-                for i in range(0, len(paths), 64)
-            ]
+            opened = [plain(images[str(path.relative_to(folder))]) for path in paths]
+            parts = [model(batch) for batch in torch.stack(opened).split(64)]
         return torch.nn.functional.normalize(torch.cat(parts)).numpy()
 
     return {"seconds": spent, "metrics": searched(name, split, encode), "verdict": []}
@@ -407,15 +343,13 @@ def pml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[A
     embedder = torch.nn.Linear(backbone.features, 64)
     loss, miner = losses.TripletMarginLoss(margin=0.1), miners.MultiSimilarityMiner(epsilon=0.1)
     sampler = samplers.MPerClassSampler(labels, m=4, length_before_new_iter=len(labels))
-    return (
-        torch.nn.Sequential(backbone, embedder),
-        lambda codes, y: loss(codes, y, miner(codes, y)),
-        [
-            torch.optim.Adam(part.parameters(), lr=lr, weight_decay=1e-4)
-            for part, lr in ((backbone, 1e-5), (embedder, 1e-4))
-        ],
-        torch.utils.data.BatchSampler(sampler, 32, drop_last=True),
-    )
+    optimizers = [
+        torch.optim.Adam(part.parameters(), lr=lr, weight_decay=1e-4)
+        for part, lr in ((backbone, 1e-5), (embedder, 1e-4))
+    ]
+    batches = torch.utils.data.BatchSampler(sampler, 32, drop_last=True)
+    mined = lambda codes, y: loss(codes, y, miner(codes, y))  # noqa: E731
+    return torch.nn.Sequential(backbone, embedder), mined, optimizers, batches
 
 
 def oml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
@@ -482,11 +416,10 @@ def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
         *("--replace", "--set", f"train.epochs={DISTILLED[name]}", "--set", f"seed={seed}"),
         *(word for k, v in changes.items() for word in ("--set", f"backbone.{k}={json.dumps(v)}")),
     ]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    seconds = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
     encoder = retrieval.load(work / "bundle")
     metrics = searched(name, split, lambda paths: encoder.encode(paths, progress=False).astype("f"))
     return {"seconds": seconds, "metrics": metrics, "verdict": []}, work / "bundle"
@@ -530,10 +463,7 @@ STUDENTS = "digits"
 
 def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
     """Yield set, split and recipe, the most important first."""
-    for name in sets:
-        for split in range(splits):
-            for title in CORE:
-                yield name, split, title
+    yield from itertools.product(sets, range(splits), CORE)
     for split in range(splits):
         for titles in (FURTHER, ("distilled student",)):
             for name in sets:
@@ -546,17 +476,13 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
 def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
     """Measure one recipe on one split of a set."""
     if title in LOOPS:
-        (seconds,) = (row["seconds"] for row in rows if key(row) == (name, split, "fine-tuned"))
-        return loop(name, title, str(split), seconds)
+        (row,) = bench.chosen(rows, set=name, split=split, recipe="fine-tuned")
+        return loop(name, title, str(split), row["seconds"])
     if title == "distilled student":
         return distilled(name, str(split))[0]
     if title.startswith("students"):
         return students(name, int(title.split()[1]))
     return trained(name, title, str(split), PLACE / name / f"{title}-{split}")
-
-
-def key(row: Tables) -> tuple[str, int, str]:
-    return row["set"], row["split"], row["recipe"]
 
 
 TITLES = {
@@ -569,14 +495,12 @@ TITLES = {
 
 def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation."""
-    mean = decimals(float(np.mean(values)))
-    return mean if len(values) < 2 else f"{mean} ± {decimals(float(np.std(values, ddof=1)))}"
+    mean = bench.decimals(float(np.mean(values)))
+    return mean if len(values) < 2 else f"{mean} ± {bench.decimals(float(np.std(values, ddof=1)))}"
 
 
 def seconds(rows: Sequence[Tables]) -> float:
-    """Return the CPU seconds of a recipe; of those with frozen features, the run that computed
-    them.
-    """
+    """Return a recipe's CPU seconds; of frozen features, those of the run that computed them."""
     taken = [row["seconds"] for row in rows]
     return float(max(taken) if rows[0]["recipe"].startswith("frozen") else np.mean(taken))
 
@@ -585,11 +509,10 @@ def set_table(rows: Sequence[Tables]) -> str:
     """Return the table of a set."""
     lines = []
     for title in (*CORE, *FURTHER, "distilled student"):
-        own = [row for row in rows if row["recipe"] == title]
-        if own:
+        if own := bench.chosen(rows, recipe=title):
             metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
             lines.append([title, *metrics, f"{seconds(own):.0f}", str(len(own))])
-    return markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
+    return bench.markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
 
 
 def kept_part(line: str) -> str:
@@ -602,141 +525,129 @@ def kept_part(line: str) -> str:
 
 def beside_frozen(raw: Sequence[Tables]) -> str:
     """Return the table of fine-tuned runs beside frozen nets with a head."""
-    rows = {key(row): row for row in raw}
     lines = []
     for name in TITLES:
-        pairs = [
-            (rows[name, split, "frozen, levels, head"], rows[name, split, "fine-tuned"])
-            for split in range(SPLITS)
-            if (name, split, "fine-tuned") in rows
-        ]
-        if pairs:
-            gains = [
-                [tuned["metrics"][m] - head["metrics"][m] for head, tuned in pairs] for m in METRICS
+        heads = bench.chosen(raw, set=name, recipe="frozen, levels, head")
+        frozen = {row["split"]: row["metrics"] for row in heads}
+        tuned = bench.chosen(raw, set=name, recipe="fine-tuned")
+        if tuned:
+            gains = [[r["metrics"][m] - frozen[r["split"]][m] for r in tuned] for m in METRICS]
+            more = [
+                ", ".join(bench.decimals(gain, sign=True) for gain in by_split)
+                for by_split in gains
             ]
-            kept = ", ".join(kept_part(tuned["verdict"][0]) for _, tuned in pairs)
-            more = [", ".join(decimals(gain, sign=True) for gain in by_split) for by_split in gains]
-            lines.append([name, *more, kept])
+            lines.append([name, *more, ", ".join(kept_part(row["verdict"][0]) for row in tuned)])
     head = ["set", "Recall@1, by split", "MAP@R, by split", "the end said that it kept"]
-    return markdown(head, lines)
+    return bench.markdown(head, lines)
+
+
+TEACHINGS = {
+    "teacher": "teacher (frozen, levels, head)",
+    "student": "student, without labels",
+    "from labels": "the same net, from labels",
+}
 
 
 def students_table(raw: Sequence[Tables]) -> str:
     """Return the table of teacher and students."""
     rows = [row for row in raw if row["recipe"].startswith("students")]
     lines = []
-    for title in ("teacher", "student", "from labels"):
-        speed = [
-            row["images a second"].get(title, row["images a second"]["student"]) for row in rows
-        ]
-        lines.append(
-            [
-                {
-                    "teacher": "teacher (frozen, levels, head)",
-                    "student": "student, without labels",
-                }.get(title, "the same net, from labels"),
-                *(spread([row[title][m] for row in rows]) for m in METRICS),
-                f"{max(speed):,.0f}",
-            ]
-        )
-    return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
+    for key, title in TEACHINGS.items():
+        cells = [spread([row[key][m] for row in rows]) for m in METRICS]
+        net = "teacher" if key == "teacher" else "student"
+        speed = max(row["images a second"][net] for row in rows)
+        lines.append([title, *cells, f"{speed:,.0f}"])
+    return bench.markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
 
 
-def overview(titles: Sequence[str]) -> str:
+def overview() -> str:
     """Return recipes by set, for docs/recipes.md."""
-    raw, lines = read_lines(KEPT), []
-    for title in titles:
+    raw, lines = kept_rows(), []
+    for title in (*CORE, *FURTHER, "distilled student"):
         cells = [title]
         for name in TITLES:
-            own = [row for row in raw if (row["set"], row["recipe"]) == (name, title)]
+            own = bench.chosen(raw, set=name, recipe=title)
             means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS] if own else []
-            texts = (
-                [*(decimals(float(mean)) for mean in means), f"{seconds(own):.0f}"] if own else []
-            )
-            cells.append(", ".join(texts))
+            texts = [bench.decimals(float(mean)) for mean in means]
+            cells.append(", ".join([*texts, f"{seconds(own):.0f}"] if own else []))
         if any(cells[1:]):
             lines.append(cells)
-    return markdown(["Recall@1, MAP@R, CPU seconds", *TITLES], lines)
+    return bench.markdown(["Recall@1, MAP@R, CPU seconds", *TITLES], lines)
 
 
-BLOCKS = {
-    "recipes": lambda: overview((*CORE, *FURTHER, "distilled student")),
-    "students": lambda: students_table(read_lines(KEPT)),
-}
+def kept_rows() -> list[Tables]:
+    return bench.read_lines(bench.RAW / "recipes.jsonl")
+
+
+BLOCKS = {"recipes": overview, "students": lambda: students_table(kept_rows())}
 """The figures of docs/recipes.md."""
 
 
 def render(raw: Sequence[Tables]) -> str:
-    """Return the page."""
-    done = {key(row) for row in raw}
+    done = {(row["set"], row["split"], row["recipe"]) for row in raw}
     missing: dict[str, list[str]] = {}
     for name, split, title in plan(list(TITLES), SPLITS):
         if (name, split, title) not in done:
             missing.setdefault(title, []).append(f"{name} {split + 1}")
-    lines = [
-        "# Which recipe",
-        "",
-        "`python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±"
-        " standard deviation over class splits, and CPU seconds of training with one thread, the"
-        " frozen net's features included. The pretrained net is `core.efficientnet_lite0` at 64"
-        f" pixels. {raw[0]['machine']}; {raw[0]['versions']}.",
-        "",
-        "The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0"
-        " train the same net with the same augmentation, for the seconds of *fine-tuned*."
-        " A student's seconds are those of the whole command.",
-        "",
-    ]
-    for name, title in TITLES.items():
-        rows = [row for row in raw if row["set"] == name]
-        if rows:
-            lines += [f"## {title}", "", set_table(rows), ""]
-    lines += [
-        "## Fine-tuned beside frozen with a head",
-        "",
-        beside_frozen(raw),
-        "",
-        "Both runs of a split start from the same weights: where both kept the start, they are the"
-        " same. Of digits and fashion only two classes validate, too few: a run's end says so.",
-        "",
-    ]
-    if any(row["recipe"].startswith("students") for row in raw):
-        lines += [
-            f"## Students on {STUDENTS}",
-            "",
-            f"The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files"
-            " of images.",
-            "",
-            students_table(raw),
-            "",
-        ]
-    if missing:
-        listed = "; ".join(f"{title}: {', '.join(where)}" for title, where in missing.items())
-        lines += [f"Not measured for want of CPU time (set and split): {listed}.", ""]
-    return "\n".join(lines)
+    listed = "; ".join(f"{title}: {', '.join(where)}" for title, where in missing.items())
+    tables = "\n\n".join(
+        f"## {title}\n\n{set_table(rows)}"
+        for name, title in TITLES.items()
+        if (rows := bench.chosen(raw, set=name))
+    )
+    taught = f"""
+        ## Students on {STUDENTS}
+
+        The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files of
+        images.
+
+        {students_table(raw)}
+    """
+    return bench.page(f"""
+        # Which recipe
+
+        `python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±
+        standard deviation over class splits, and CPU seconds of training with one thread, the
+        frozen net's features included. The pretrained net is `core.efficientnet_lite0` at 64
+        pixels. {raw[0]["machine"]}; {raw[0]["versions"]}.
+
+        The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0
+        train the same net with the same augmentation, for the seconds of *fine-tuned*. A student's
+        seconds are those of the whole command.
+
+        {tables}
+
+        ## Fine-tuned beside frozen with a head
+
+        {beside_frozen(raw)}
+
+        Both runs of a split start from the same weights: where both kept the start, they are the
+        same. Of digits and fashion only two classes validate, too few: a run's end says so.
+
+        {taught if any(row["recipe"].startswith("students") for row in raw) else ""}
+
+        {f"Not measured for want of CPU time (set and split): {listed}." if listed else ""}
+    """)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--splits", type=int, default=SPLITS, help="how many splits")
-    parser.add_argument("--page", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    if not options.page:
+    bench.one_thread()
+    os.environ["RETRIEVAL_CACHE"] = str(PLACE / "cache")
+    kept = bench.Kept("recipes", options, ("set", "split", "recipe"))
+    for name, split, title in kept.missing(plan(options.sets, options.splits)):
         import torch
 
         torch.set_num_threads(1)
-        os.environ["RETRIEVAL_CACHE"] = str(PLACE / "cache")
-        for name in options.sets:
-            files(name, options.icons)
-        for name, split, title in plan(options.sets, options.splits):
-            rows = read_lines(KEPT)
-            if (name, split, title) in map(key, rows):
-                continue
-            row = {"set": name, "split": split, "recipe": title}
-            row |= measured(name, split, title, rows)
-            append(KEPT, row | {"machine": machine(), "versions": versions(*PACKAGES)})
-    write(PAGE, render(read_lines(KEPT)))
+        files(name, options.icons)
+        row = {"set": name, "split": split, "recipe": title}
+        row |= measured(name, split, title, kept.rows)
+        kept.add(row | {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)})
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":

@@ -13,22 +13,16 @@ among them.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-# These count only before NumPy and FAISS are imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
-import faiss
 import numpy as np
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.store.search import nearest
 
-from bench import arguments, finish, load, machine, markdown, versions
+from bench import arguments, finish, machine_of, markdown, one_thread, page
 from search import vectors_of
 
 SIZES, WIDTH, K, QUERIES = (20_000, 100_000), 128, 10, 200
@@ -64,35 +58,25 @@ def measure(name: str, vectors: Any, queries: Any, truth: Any) -> dict[str, Any]
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
-        [
-            f"{row['size']:,}",
-            f"`{row['structure']}`",
-            f"{row['build']:.1f}",
-            f"{row['bytes']:.0f}",
-            f"{row['recall']:.3f}",
-            f"{row['query']:.3f}",
-        ]
-        for row in raw["rows"]
-    ]
-    head = ["vectors", "structure", "build, CPU s", "bytes a vector", "recall@10", "query, CPU ms"]
-    return "\n".join(
-        [
-            "# What an index costs as it grows",
-            "",
-            (
-                f"`python benchmarks/scale.py`. {raw['what']}, one thread, each structure as it"
-                " comes; its candidates are measured again. Bytes are those of the structure's"
-                f" file; an index keeps the vectors ({4 * raw['width']} bytes each) beside it."
-                f" {QUERIES} queries, one at a time. {raw['machine']}, {raw['versions']}; load"
-                f" average {raw['load']} at the start."
-            ),
-            "",
-            markdown(head, lines),
-            "",
-        ]
-    )
+    columns = {
+        "vectors": lambda row: f"{row['size']:,}",
+        "structure": lambda row: f"`{row['structure']}`",
+        "build, CPU s": lambda row: f"{row['build']:.1f}",
+        "bytes a vector": lambda row: f"{row['bytes']:.0f}",
+        "recall@10": lambda row: f"{row['recall']:.3f}",
+        "query, CPU ms": lambda row: f"{row['query']:.3f}",
+    }
+    lines = [[cell(row) for cell in columns.values()] for row in raw["rows"]]
+    return page(f"""
+        # What an index costs as it grows
+
+        `python benchmarks/scale.py`. {raw["what"]}, one thread, each structure as it comes; its
+        candidates are measured again. Bytes are those of the structure's file; an index keeps the
+        vectors ({4 * raw["width"]} bytes each) beside it. {QUERIES} queries, one at a time.
+        {raw["machine"]}, {raw["versions"]}; load average {raw["load"]} at the start.
+
+        {markdown(list(columns), lines)}
+    """)
 
 
 def main() -> None:
@@ -103,7 +87,7 @@ def main() -> None:
         "--vectors", type=Path, help="a .npy file (N, D) float32; its last rows are the queries"
     )
     options = parser.parse_args()
-    faiss.omp_set_num_threads(1)
+    one_thread()
     sizes = options.sizes or list(SIZES)
     if options.vectors:
         whole = np.load(options.vectors, mmap_mode="r")
@@ -115,9 +99,7 @@ def main() -> None:
     raw: dict[str, Any] = {
         "what": f"{what}, {whole.shape[1]} numbers",
         "width": whole.shape[1],
-        "machine": machine(),
-        "versions": versions("faiss-cpu", "numpy"),
-        "load": load(),
+        **machine_of("faiss-cpu", "numpy"),
         "rows": [],
     }
     for size in sizes:
@@ -126,10 +108,8 @@ def main() -> None:
         for name in options.only:
             raw["rows"].append({"size": size} | measure(name, vectors, queries, truth))
             print(json.dumps(raw["rows"][-1]), flush=True)
-    if options.sizes or options.vectors or len(options.only) < len(STRUCTURES):
-        print(render(raw))
-    else:
-        finish("scale", raw, render(raw))
+    partial = options.sizes or options.vectors or len(options.only) < len(STRUCTURES)
+    finish("scale", raw, render(raw), keep=not partial)
 
 
 if __name__ == "__main__":

@@ -10,27 +10,20 @@ about 20 directions). Queries are test images. Each cell is the median CPU time 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
-
-# These count only before NumPy and FAISS are imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import faiss
 import numpy as np
 from retrieval.data.idx import read_idx
 from retrieval.serving.store.search import Companion, nearest
 
-from bench import FASHION, arguments, finish, markdown
+from bench import FASHION, arguments, finish, markdown, one_thread, page
 
 SHAPES = {(10_000, 128): 25, (50_000, 64): 25, (100_000, 128): 11, (1_000_000, 128): 5}
 """Rows and numbers of the vectors, and how many calls are measured."""
-BATCHES = (1, 8, 32)
-COMPANION_FROM = 50_000
-K = 10
+BATCHES, COMPANION_FROM, K = (1, 8, 32), 50_000, 10
 
 
 def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
@@ -40,11 +33,8 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
 
     def moved(images: Any) -> Any:
-        down, right, mirrored = (
-            random.integers(-3, 4),
-            random.integers(-3, 4),
-            random.random() < 0.5,
-        )
+        down, right = random.integers(-3, 4), random.integers(-3, 4)
+        mirrored = random.random() < 0.5
         images = np.roll(images, (down, right), (1, 2))
         return images[:, :, ::-1] if mirrored else images
 
@@ -63,15 +53,14 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
 def measured(shape: tuple[int, int], calls: int) -> list[dict[str, Any]]:
     """Return a row of the table for each batch."""
     vectors, queries = vectors_of(*shape, power=0.25 if shape[1] == 128 else 0.0)
-    large = len(vectors) >= COMPANION_FROM
-    companion = Companion.build(vectors) if large else None
     index = faiss.IndexFlatL2(shape[1])
     index.add(vectors)
     contestants: dict[str, Callable[[Any], Any]] = {
         "IndexFlatL2": lambda some: index.search(some, K),
         "nearest": lambda some: nearest(some, vectors, K),
     }
-    if companion is not None:
+    if len(vectors) >= COMPANION_FROM:
+        companion = Companion.build(vectors)
         contestants["with companion"] = lambda some: nearest(some, vectors, K, companion=companion)
     rows = []
     for batch in BATCHES:
@@ -92,30 +81,25 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, choices=sorted({rows for rows, _ in SHAPES}))
     options = parser.parse_args()
-    faiss.omp_set_num_threads(1)
+    one_thread()
     shapes = {shape: calls for shape, calls in SHAPES.items() if options.rows in (None, shape[0])}
     rows = [row for shape, calls in shapes.items() for row in measured(shape, calls)]
-    if options.rows:
-        print(render(rows))
-    else:
-        finish("search", rows, render(rows))
+    finish("search", rows, render(rows), keep=not options.rows)
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """Return the page."""
     names = ["IndexFlatL2", "nearest", "with companion"]
     lines = [
-        [
-            row["shape"],
-            str(row["queries"]),
-            *(f"{row[name]:.2f}" if name in row else "" for name in names),
-        ]
+        [row["shape"], str(row["queries"]), *(f"{row[n]:.2f}" if n in row else "" for n in names)]
         for row in rows
     ]
-    return (
-        "# Exact search\n\n`python benchmarks/search.py`: median CPU milliseconds of a call on one"
-        f" thread, ten nearest.\n\n{markdown(['vectors', 'queries', *names], lines)}\n"
-    )
+    return page(f"""
+        # Exact search
+
+        `python benchmarks/search.py`: median CPU milliseconds of a call on one thread, ten nearest.
+
+        {markdown(["vectors", "queries", *names], lines)}
+    """)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import io
 import json
-import os
+import multiprocessing
 import re
 import socket
 import statistics
@@ -24,14 +25,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# These count only before NumPy and FAISS are imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import faiss
 import numpy as np
@@ -44,7 +42,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
-from bench import WORK, arguments, finish, load, machine, markdown, versions
+from bench import WORK, arguments, finish, machine_of, markdown, one_thread, page
 
 K, QUERIES, ANSWER = 10, 200, 1400
 CONNECTIONS = (1, 8)
@@ -124,21 +122,17 @@ def photos(work: Path) -> Task:
     crops, bundle = work / "crops", work / "lite0"
     if not crops.is_dir():
         crops.mkdir()
-        random, whole = (
-            np.random.default_rng(0),
-            list(map(Image.fromarray, load_sample_images().images)),
-        )
+        random = np.random.default_rng(0)
+        whole = list(map(Image.fromarray, load_sample_images().images))
         for number in range(600):
-            left, top, width = (
-                int(random.integers(low, high)) for low, high in ((0, 80), (0, 7), (200, 560))
-            )
+            spans = ((0, 80), (0, 7), (200, 560))
+            left, top, width = (int(random.integers(low, high)) for low, high in spans)
             part = whole[number % 2].crop((left, top, left + width, top + width * 3 // 4))
             part.resize((640, 480)).save(crops / f"{number:04}.jpg", quality=85)
     paths = sorted(crops.iterdir())
     if not bundle.is_dir():
-        command(
-            "export", "--model", "core.efficientnet_lite0", "--output", bundle, "--photos", crops
-        )
+        model = ("--model", "core.efficientnet_lite0")
+        command("export", *model, "--output", bundle, "--photos", crops)
     return of_images(work / "photos", bundle, paths[QUERIES:], paths[:QUERIES])
 
 
@@ -151,10 +145,8 @@ def vectors(work: Path) -> Task:
     if not (folder / "queries").is_dir():
         rows, asked = vectors_of(50_000, 64, power=0.0)
         make_bundle(work / "identity", 64, 1.0)
-        said = [
-            json.dumps([round(float(one), 6) for one in row]).encode() for row in asked[:QUERIES]
-        ]
-        prepared(folder, work / "identity", rows, said)
+        lists = [[round(float(number), 6) for number in row] for row in asked[:QUERIES]]
+        prepared(folder, work / "identity", rows, [json.dumps(row).encode() for row in lists])
     return Task(folder, None)
 
 
@@ -177,38 +169,43 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
         opened = opened.resize((shorter, longer) if wide <= high else (longer, shorter), method)
         left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
         opened = opened.crop((left, top, left + width, top + height))
-    array = np.asarray(opened)
-    return np.ascontiguousarray(array[None] if said["channels"] == 1 else array.transpose(2, 0, 1))[
-        None
-    ]
+    array = np.atleast_3d(np.asarray(opened)).transpose(2, 0, 1)
+    return np.ascontiguousarray(array)[None]
 
 
-def run_by_hand(task: Task) -> None:
-    """Search in a loop for as many seconds as each line of standard input says; print CPU ms a
-    query.
-    """
+@functools.cache
+def by_hand(task: Task) -> tuple[Any, Callable[[Any], Any], list[Any]]:
+    """Return FAISS's index, the encoder of a query, and the queries."""
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
-    queries: list[Any] = task.queries()
-    encode: Callable[[Any], Any] = lambda vector: vector[None]  # noqa: E731
     if task.bundle is None:
-        queries = [np.array(json.loads(query), np.float32) for query in queries]
-    else:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        session = onnxruntime.InferenceSession(task.bundle / "encoder.onnx", options)
-        said = json.loads((task.bundle / "manifest.json").read_text())["input"]["preprocessing"]
-        given = session.get_inputs()[0].name
-        encode = lambda image: session.run(["vector"], {given: pixels(image, said)})[0]  # noqa: E731
-    found = [int(index.search(encode(query), 1)[1][0, 0]) for query in queries[:20]]
-    print(json.dumps([f"{row:07}" for row in found]), flush=True)
-    for line in sys.stdin:
-        end, count, cpu = time.monotonic() + float(line), 0, time.process_time()
-        while time.monotonic() < end:
-            index.search(encode(queries[count % len(queries)]), K)
-            count += 1
-        print(1000 * (time.process_time() - cpu) / count, flush=True)
+        queries = [np.array(json.loads(query), np.float32) for query in task.queries()]
+        return index, lambda vector: vector[None], queries
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(task.bundle / "encoder.onnx", options)
+    manifest = json.loads((task.bundle / "manifest.json").read_text())["input"]["preprocessing"]
+    name = session.get_inputs()[0].name
+    encode = lambda image: session.run(["vector"], {name: pixels(image, manifest)})[0]  # noqa: E731
+    return index, encode, task.queries()
+
+
+def nearest_by_hand(task: Task) -> list[str]:
+    """Return the ids nearest to the first queries."""
+    one_thread()
+    index, encode, queries = by_hand(task)
+    return [f"{int(index.search(encode(query), 1)[1][0, 0]):07}" for query in queries[:20]]
+
+
+def cpu_by_hand(task: Task, seconds: float) -> float:
+    """Search in a loop for so long; return CPU milliseconds a query."""
+    index, encode, queries = by_hand(task)
+    end, count, cpu = time.monotonic() + seconds, 0, time.process_time()
+    while time.monotonic() < end:
+        index.search(encode(queries[count % len(queries)]), K)
+        count += 1
+    return 1000 * (time.process_time() - cpu) / count
 
 
 def run_bare() -> None:
@@ -216,10 +213,8 @@ def run_bare() -> None:
     import uvicorn
 
     content = json.dumps({"read": "x" * (ANSWER - 12)}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(content)).encode()),
-    ]
+    length = str(len(content)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", length)]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
@@ -237,12 +232,8 @@ def run_bare() -> None:
 
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python with arguments in a process of its own; yield it and the first line that it
-    prints.
-    """
-    process = subprocess.Popen(
-        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    """Run Python in a process of its own; yield it and the first line that it prints."""
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -303,21 +294,10 @@ def measure(
     task = TASKS[name](work)
     requests, found = task.requests(), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
-        hand, line = stack.enter_context(
-            started(__file__, "--contestant", "hand", "--only", name, "--work", str(work))
-        )
-        expected = json.loads(line)
-        servers = {
-            "`retrieval serve`": (
-                "-m",
-                "retrieval.cli",
-                "serve",
-                str(task.folder / "index"),
-                "--port",
-                "0",
-            ),
-            "bare ASGI application": (__file__, "--contestant", "bare"),
-        }
+        hand = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        expected = hand.submit(nearest_by_hand, task).result()
+        serve = ("-m", "retrieval.cli", "serve", str(task.folder / "index"), "--port", "0")
+        servers = {"`retrieval serve`": serve, "bare ASGI application": (__file__, "--bare")}
         running = {}
         for title, words in servers.items():
             process, line = stack.enter_context(started(*words))
@@ -329,64 +309,47 @@ def measure(
         same = sum(nearest(port, one) == id for one, id in zip(requests, expected, strict=False))
         assert same >= 0.9 * len(expected), f"only {same} of {len(expected)} answers are as by hand"
         for _ in range(rounds):
-            assert hand.stdin is not None and hand.stdout is not None
-            hand.stdin.write(f"{seconds}\n")
-            hand.stdin.flush()
-            found.setdefault("by hand", []).append({"cpu": float(hand.stdout.readline())})
+            cpu = hand.submit(cpu_by_hand, task, seconds).result()
+            found.setdefault("by hand", []).append({"cpu": cpu})
             for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
                     before = cpu_of(process)
                     took = asyncio.run(ask(port, requests, connections, seconds))
                     cpu = 1000 * (cpu_of(process) - before) / len(took)
-                    row = {
-                        "cpu": cpu,
-                        "p50": statistics.median(took),
-                        "p99": float(np.quantile(took, 0.99)),
-                    }
+                    p50, p99 = np.quantile(took, [0.5, 0.99]).tolist()
+                    row = {"cpu": cpu, "p50": p50, "p99": p99}
                     found.setdefault(f"{title}, {connections}", []).append(row)
-    print(
-        name,
-        {
-            title: round(statistics.median(r["cpu"] for r in rows), 3)
-            for title, rows in found.items()
-        },
-    )
+    print(name, {title: round(median(rows, "cpu"), 3) for title, rows in found.items()})
     return found
 
 
+def median(rows: list[dict[str, float]], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
+
+
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     lines = []
-    for name, found in raw["tasks"].items():
-        hand = statistics.median(row["cpu"] for row in found["by hand"])
-        for title, rows in found.items():
-            cpu, p50, p99 = (
-                statistics.median(row[key] for row in rows) if key in rows[0] else None
-                for key in ("cpu", "p50", "p99")
-            )
-            contestant, _, connections = title.partition(", ")
-            cells = [f"{value:.2f}" if value is not None else "" for value in (p50, p99)]
-            lines.append(
-                [name, contestant, connections, f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *cells]
-            )
+    for name, contestants in raw["tasks"].items():
+        hand = median(contestants["by hand"], "cpu")
+        for title, rows in contestants.items():
+            cpu, (contestant, _, connections) = median(rows, "cpu"), title.partition(", ")
+            waits = [f"{median(rows, p):.2f}" if p in rows[0] else "" for p in ("p50", "p99")]
+            cells = [f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *waits]
+            lines.append([name, contestant, connections, *cells])
     head = ["query", "contestant", "connections", "CPU ms", "÷ by hand", "p50 ms", "p99 ms"]
-    said = [
-        "# The server beside the same work by hand",
-        "",
-        (
-            "`python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all"
-            f" processes of a server, the median of {raw['rounds']} rounds of {raw['seconds']:g} s,"
-            " contestants in turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread,"
-            " decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under"
-            f" uvicorn that only reads the same upload. {K} nearest by exact search."
-            f" {raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others"
-            " and the client share the cores, so read CPU time and ratios, and no latency."
-        ),
-        "",
-        markdown(head, lines),
-        "",
-    ]
-    return "\n".join(said)
+    return page(f"""
+        # The server beside the same work by hand
+
+        `python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes
+        of a server, the median of {raw["rounds"]} rounds of {raw["seconds"]:g} s, contestants in
+        turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow,
+        without a server or JSON. *Bare* is an ASGI application under uvicorn that only reads the
+        same upload. {K} nearest by exact search. {raw["machine"]}, {raw["versions"]}; load average
+        {raw["load"]} at the start: others and the client share the cores, so read CPU time and
+        ratios, and no latency.
+
+        {markdown(head, lines)}
+    """)
 
 
 def main() -> None:
@@ -397,29 +360,20 @@ def main() -> None:
     parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contestant", choices=["hand", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    one_thread()
     options.work.mkdir(parents=True, exist_ok=True)
     tasks = {name: make for name, make in TASKS.items() if not options.only or options.only in name}
-    if options.contestant == "bare":
+    if options.bare:
         run_bare()
-    elif options.contestant == "hand":
-        run_by_hand(next(iter(tasks.values()))(options.work))
     else:
-        raw: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions("faiss-cpu", "onnxruntime", "uvicorn", "starlette"),
-            "load": load(),
-            "seconds": options.seconds,
-            "rounds": options.rounds,
-            "tasks": {
-                name: measure(name, options.work, options.seconds, options.rounds) for name in tasks
-            },
+        took = {
+            name: measure(name, options.work, options.seconds, options.rounds) for name in tasks
         }
-        if options.only:
-            print(render(raw))
-        else:
-            finish("serve", raw, render(raw))
+        raw = machine_of("faiss-cpu", "onnxruntime", "uvicorn", "starlette")
+        raw |= {"seconds": options.seconds, "rounds": options.rounds, "tasks": took}
+        finish("serve", raw, render(raw), keep=not options.only)
 
 
 if __name__ == "__main__":

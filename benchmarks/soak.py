@@ -15,19 +15,19 @@ vectors, and searches with exact search by NumPy.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
-from soak_server import Server
+from bench import RESULTS, arguments, page
+from living_model import conclude, system, unsound
 
-RESULTS = Path(__file__).parent / "results"
 IDS = 150
 """Of each client: few enough that most writes meet an item that is there."""
 RETRIES = Retries(times=40, seconds=30.0, first=0.05, longest=0.5)
-MANY, K = 8, 10
+MANY, K, SEARCHES = 8, 10, 100
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,18 @@ class Value:
 
     def numbers(self) -> list[float]:
         """Return the features: whole numbers, so that vectors and distances are exact."""
-        return [
-            float(one) for one in np.random.default_rng(self.features).integers(-99, 100, FEATURES)
-        ]
+        drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
+        return list(map(float, drawn))
+
+
+def value_of(item: Any) -> Value:
+    """Return what an item, or a hit, is."""
+    return Value(item.metadata["made"], item.label or "")
 
 
 @dataclass
 class Record:
-    """What a client knows.
-
-    Attributes:
-        known: by id, what it may be: one value where the last write was acknowledged, None for an
-            item that is not there.
-    """
+    """By id what an item may be: one value if the last write was acknowledged; None: not there."""
 
     known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
 
@@ -87,14 +86,7 @@ class Record:
 
 
 class Worker:
-    """A client, which writes items of its own and compares what it reads.
-
-    Args:
-        name: of the client: its ids begin with it.
-        url: of the server.
-        seed: of what it does.
-        stop: when to end.
-    """
+    """A client, which writes items of its own (`name/…`) and compares what it reads."""
 
     def __init__(self, name: str, url: str, seed: int, stop: threading.Event) -> None:
         self.name = name
@@ -130,12 +122,21 @@ class Worker:
         self._made += 1
         return Value(self._made, f"label {self._made}")
 
+    @contextmanager
+    def _written(self, values: Mapping[str, Value | None]) -> Iterator[None]:
+        """Note a write before it is asked for, and once it is acknowledged."""
+        for id, value in values.items():
+            self.record.asked(id, value)
+        yield
+        for id, value in values.items():
+            self.record.told(id, value)
+        self.counts["writes"] += 1
+
     def _put(self, client: Client) -> None:
         id, value = self._id(), self._value()
-        self.record.asked(id, value)
-        client.put(id, vector=value.numbers(), label=value.label, metadata={"made": value.features})
-        self.record.told(id, value)
-        self.counts["writes"] += 1
+        about = {"made": value.features}
+        with self._written({id: value}):
+            client.put(id, vector=value.numbers(), label=value.label, metadata=about)
 
     def _relabel(self, client: Client) -> None:
         """Change label and metadata of an item that is surely there; keep its vector."""
@@ -144,48 +145,37 @@ class Worker:
             for id, known in self.record.known.items()
             if len(known) == 1 and known[0]
         ]
-        if not there:
-            return
-        id, before = self._random.choice(there)
-        value = Value(before.features, f"relabelled {self._random.random()}")
-        self.record.asked(id, value)
-        client.patch(id, label=value.label, metadata={"made": value.features})
-        self.record.told(id, value)
-        self.counts["writes"] += 1
+        if there:
+            id, before = self._random.choice(there)
+            value = Value(before.features, f"relabelled {self._random.random()}")
+            with self._written({id: value}):
+                client.patch(id, label=value.label, metadata={"made": value.features})
 
     def _add(self, client: Client) -> None:
         values = {self._id(): self._value() for _ in range(MANY)}
-        for id, value in values.items():
-            self.record.asked(id, value)
-        client.add(
-            [
-                NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features})
-                for id, one in values.items()
-            ]
-        )
-        for id, value in values.items():
-            self.record.told(id, value)
-        self.counts["writes"] += 1
+        items = [
+            NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features})
+            for id, one in values.items()
+        ]
+        with self._written(values):
+            client.add(items)
 
     def _delete(self, client: Client) -> None:
         id = self._id()
         before = self.record.may_be(id)
-        self.record.asked(id, None)
-        try:
-            client.delete(id)
-        except ServerError as fault:
-            if fault.status != 404:
-                raise
-            if None not in before:
-                self.wrong.append(f"{id} was there, and could not be deleted: {fault}")
-        self.record.told(id, None)
-        self.counts["writes"] += 1
+        with self._written({id: None}):
+            try:
+                client.delete(id)
+            except ServerError as fault:
+                if fault.status != 404:
+                    raise
+                if None not in before:
+                    self.wrong.append(f"{id} was there, and could not be deleted: {fault}")
 
     def _get(self, client: Client) -> None:
         id = self._id()
         try:
-            item = client.get(id)
-            found = Value(item.metadata["made"], item.label or "")
+            found = value_of(client.get(id))
         except ServerError as fault:
             if fault.status != 404:
                 raise
@@ -195,26 +185,88 @@ class Worker:
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
-        """Search for an item of its own: it is the nearest, unless it may be gone; and no answer is
-        what cannot be.
-        """
+        """Search for an own item: it is the nearest, unless it may be gone."""
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()
         found = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
         near = client.search(vector=value.numbers(), k=K).results
         self.counts["reads"] += 2
-        said = [Value(hit.metadata["made"], hit.label or "") for hit in found] or [None]
-        if said[0] not in known or len(found) > 1:
-            self.wrong.append(f"a search for {id} found {said}, and it may be {known}")
+        values = [value_of(hit) for hit in found] or [None]
+        if values[0] not in known or len(found) > 1:
+            self.wrong.append(f"a search for {id} found {values}, and it may be {known}")
         for hit in near:
-            if str(hit.id).startswith(f"{self.name}/"):
-                one = Value(hit.metadata["made"], hit.label or "")
-                if one not in self.record.may_be(str(hit.id)):
-                    self.wrong.append(
-                        f"a search found {hit.id} as {one}, and it may be"
-                        f" {self.record.may_be(str(hit.id))}"
-                    )
+            known, value = self.record.may_be(str(hit.id)), value_of(hit)
+            if str(hit.id).startswith(f"{self.name}/") and value not in known:
+                self.wrong.append(f"a search found {hit.id} as {value}, and it may be {known}")
+
+
+class Server:
+    """A server of an index that is killed; what it writes goes to `log`."""
+
+    def __init__(self, index: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._index, self._log = index, log
+        self.processes = 1
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, processes: int) -> None:
+        """Start it; its clients wait for it by themselves."""
+        self.processes = processes
+        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index)]
+        line += ["--port", str(self.port), "--open", "admin", "--workers", "2"]
+        line += ["--processes", str(processes)]
+        with self._log.open("ab") as log:
+            folder = self._index.parent
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, cwd=folder)
+
+    def answers(self, end: float) -> None:
+        """Wait until it answers, or a time by `time.monotonic`."""
+        while time.monotonic() < end:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/livez", timeout=5),
+            ):
+                return
+            time.sleep(0.05)
+
+    def members(self) -> dict[int, int]:
+        """Return its processes' pids by number; decoders end by themselves."""
+        assert self.process is not None
+        found = {}
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                with suppress(OSError, IndexError, ValueError):
+                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                    if "--multiprocessing-fork" in words:
+                        found[len(found)] = int(pid)
+        return found
+
+    def kill(self) -> None:
+        """Kill all of it at once, and wait until all of it is gone."""
+        assert self.process is not None
+        pids = [*self.members().values(), self.process.pid]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(_runs(pid) for pid in pids):
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        """Have it end in good order; return its exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
@@ -243,43 +295,32 @@ def differences(
     index: Path, bundle: Bundle, records: list[Record], seed: int
 ) -> tuple[int, list[str]]:
     """Return how many items there are, and what in the index is not as the clients were told."""
-    wrong = []
-    checked = subprocess.run(
-        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)],
-        capture_output=True,
-        text=True,
-    )
-    if checked.returncode or "is whole" not in checked.stdout:
-        wrong.append(f"check: {checked.stdout}{checked.stderr}")
+    wrong = unsound(index)
     known = {id: values for record in records for id, values in record.known.items()}
     with Index.open(index, threads=1) as opened:
         there = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
         for id in known.keys() | there.keys():
-            item = there.get(id)
-            found = None if item is None else Value(item.metadata["made"], item.label or "")
+            found = value_of(there[id]) if id in there else None
             if found not in known.get(id, ()):
                 wrong.append(f"{id} is {found}, and may be {known.get(id)}")
         ids = sorted(there)
-        features = [Value(there[id].metadata["made"], "").numbers() for id in ids]
+        features = [value_of(there[id]).numbers() for id in ids]
         vectors = np.asarray(bundle.encode(np.array(features, np.float32)).vector, np.float64)
         kept = np.array([there[id].arrays["vector"] for id in ids], np.float64)
-        wrong += [
-            f"{ids[at]} has another vector" for at in np.flatnonzero((vectors != kept).any(axis=1))
-        ]
+        other = np.flatnonzero((vectors != kept).any(axis=1))
+        wrong += [f"{ids[at]} has another vector" for at in other]
         drawn = np.random.default_rng(seed)
-        for _ in range(100):
-            query = np.float32(features[drawn.integers(len(ids))]) + drawn.integers(
-                -5, 6, FEATURES
-            ).astype(np.float32)
+        for _ in range(SEARCHES):
+            query = np.float32(features[drawn.integers(len(ids))])
+            query += drawn.integers(-5, 6, FEATURES).astype(np.float32)
             exact = np.sqrt(((vectors - bundle.encode(query[None]).vector[0]) ** 2).sum(axis=1))
             hits = opened.search(query, K)
-            if not np.allclose([hit.distance for hit in hits], np.sort(exact)[:K], rtol=1e-6):
-                wrong.append(f"a search found {[hit.distance for hit in hits]}")
-            wrong += [
-                f"{hit.id} is not so near"
-                for hit in hits
-                if not np.isclose(hit.distance, exact[ids.index(hit.id)], rtol=1e-6)
-            ]
+            distances = np.array([hit.distance for hit in hits])
+            if not np.allclose(distances, np.sort(exact)[:K], rtol=1e-6):
+                wrong.append(f"a search found {distances}")
+            own = exact[[ids.index(hit.id) for hit in hits]]
+            apart = np.flatnonzero(~np.isclose(distances, own, rtol=1e-6))
+            wrong += [f"{hits[at].id} is not so near" for at in apart]
     return len(ids), wrong
 
 
@@ -309,77 +350,68 @@ def soak(
         stop.set()
         if server.process is not None and server.process.poll() is None:
             server.kill()
-    count, wrong = differences(
-        index, Bundle.open(bundle, threads=1), [one.record for one in workers], seed
-    )
-    wrong += [text for worker in workers for text in worker.wrong] + (
-        [f"exit code {code}"] if code else []
-    )
+    records, opened = [worker.record for worker in workers], Bundle.open(bundle, threads=1)
+    count, wrong = differences(index, opened, records, seed)
+    wrong += [text for worker in workers for text in worker.wrong]
+    wrong += [f"exit code {code}"] if code else []
     counts = sum((worker.counts for worker in workers), Counter())
-    open_ = sum(len(known) > 1 for worker in workers for known in worker.record.known.values())
-    system = f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
     return {
-        "system": system,
+        "system": system(),
         "seconds": seconds,
         "clients": clients,
         "seed": seed,
         "kills": dict(sorted(kills.items())),
         **counts,
         "items": count,
-        "unknown": open_,
-        "searches compared": 100,
+        "unknown": sum(len(known) > 1 for record in records for known in record.known.values()),
+        "searches compared": SEARCHES,
         "wrong": wrong,
     }
 
 
-def render(made: dict[str, Any]) -> str:
-    """Return the page."""
-    kills = "\n".join(f"| {what} | {count} |" for what, count in made["kills"].items())
-    return f"""# A server that is killed while it is written to
+def render(raw: dict[str, Any]) -> str:
+    kills = "\n".join(f"| {what} | {count} |" for what, count in raw["kills"].items())
+    return page(f"""
+        # A server that is killed while it is written to
 
-`python benchmarks/soak.py --seconds {made["seconds"]:g} --seed {made["seed"]}`; {made["system"]}.
+        `python benchmarks/soak.py --seconds {raw["seconds"]:g} --seed {raw["seed"]}`;
+        {raw["system"]}.
 
-For {made["seconds"] / 60:.3g} minutes {made["clients"]} clients read and wrote an index over HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
-{made["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once), {made["reads"]:,} reads were answered and compared with what the client that read had been told; {made.get("unanswered", 0):,} requests
-were given up without an answer after their retries. At the end the index had {made["items"]:,} items, of which {made["unknown"]:,} ids had a last write that nobody had answered; `retrieval index check` read all of it; {made["searches compared"]}
-searches were compared with exact search.
+        For {raw["seconds"] / 60:.3g} minutes {raw["clients"]} clients read and wrote an index over
+        HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
+        {raw["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once),
+        {raw["reads"]:,} reads were answered and compared with what the client that read had been
+        told; {raw.get("unanswered", 0):,} requests were given up without an answer after their
+        retries. At the end the index had {raw["items"]:,} items, of which {raw["unknown"]:,} ids
+        had a last write that nobody had answered; `retrieval index check` read all of it;
+        {raw["searches compared"]} searches were compared with exact search.
 
-**Differences: {len(made["wrong"])}.**
+        **Differences: {len(raw["wrong"])}.**
 
-| killed | times |
-|---|--:|
-{kills}
+        | killed | times |
+        |---|--:|
+        {kills}
 
-The whole: the supervisor and all processes at once, or the one process. Either process answers searches and writes.
-"""  # noqa: E501
+        The whole: the supervisor and all processes at once, or the one process. Either process
+        answers searches and writes.
+    """)
 
 
 def main() -> None:
-    """Run it, and keep what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--pause",
-        type=float,
-        nargs=2,
-        default=(1.0, 6.0),
-        help="seconds between two kills: from, to",
-    )
+    pauses = {"nargs": 2, "default": (1.0, 6.0), "help": "seconds between two kills: from, to"}
+    parser.add_argument("--pause", type=float, **pauses)  # type: ignore[arg-type]
     parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        made = soak(Path(folder), given.seconds, given.clients, tuple(given.pause), given.seed)
-        if made["wrong"]:
-            print((Path(folder) / "log").read_text(errors="replace")[-20_000:], file=sys.stderr)
-    (given.output / "raw").mkdir(parents=True, exist_ok=True)
-    (given.output / "raw" / "soak.json").write_text(
-        json.dumps(made, indent=1) + "\n", encoding="utf-8"
-    )
-    (given.output / "soak.md").write_text(render(made), encoding="utf-8")
-    print(json.dumps({**made, "wrong": len(made["wrong"])}))
-    sys.exit(bool(made["wrong"]))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, pause = Path(name), tuple(options.pause)
+        raw = soak(folder, options.seconds, options.clients, pause, options.seed)
+        if raw["wrong"]:
+            print((folder / "log").read_text(errors="replace")[-20_000:], file=sys.stderr)
+    conclude("soak", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

@@ -12,32 +12,23 @@ judged by wall time, since they wait for the disk; searches by CPU time, since o
 cores.
 """
 
-# ruff: noqa: D102, B027  System says what each verb is; what few systems need does nothing in the
-# others
+# ruff: noqa: D102  System says what each verb is
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# These count only before NumPy and FAISS are imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
-import json
-
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import arguments, child, finish, load, machine, markdown, status, versions
+from bench import alone, arguments, finish, machine_of, markdown, one_thread, page, status
 from search import vectors_of
 
 WIDTH, K, QUERIES, STEP = 64, 10, 200, 10_000
@@ -50,27 +41,19 @@ def shares(ids: Numbers) -> Numbers:
     return (mixed * np.uint64(100) >> np.uint64(32)).astype(np.int64)
 
 
-class System(ABC):
-    """A store of vectors in a folder."""
+class System:
+    """A store of vectors in a folder: `open` (made where it is not there), `add` new items until
+    the system says that they are written, `delete` items, and `search` for the ids nearest to each
+    query, of all items or of those whose share is below a number.
+    """
+
+    open: Callable[[], None]
+    add: Callable[[Numbers, Floats], None]
+    delete: Callable[[Numbers], None]
+    search: Callable[[Floats, int | None], Sequence[Sequence[int]]]
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    @abstractmethod
-    def open(self) -> None:
-        """Open it, or make it where it is not there."""
-
-    @abstractmethod
-    def add(self, ids: Numbers, vectors: Floats) -> None:
-        """Add new items; return when the system says that they are written."""
-
-    @abstractmethod
-    def delete(self, ids: Numbers) -> None:
-        """Delete items."""
-
-    @abstractmethod
-    def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
-        """Return the ids nearest to each query, only of items whose share is below a number."""
 
     def begin_load(self) -> None:
         """Prepare for a load, which need not be durable at each step."""
@@ -107,10 +90,9 @@ class Local(System):
         self.bundle = self.store.generations()[0].bundle
 
     def add(self, ids: Numbers, vectors: Floats) -> None:
-        rows = zip(ids.tolist(), vectors, shares(ids).tolist(), strict=True)
         items = [
             self.item(str(id), metadata={"share": share}, arrays={"vector": vector})
-            for id, vector, share in rows
+            for id, vector, share in zip(ids.tolist(), vectors, shares(ids).tolist(), strict=True)
         ]
         self.store.upsert(items, self.bundle)
 
@@ -278,16 +260,15 @@ class Chroma(System):
         return [[int(id) for id in one] for one in found["ids"]]
 
 
-SYSTEMS: dict[str, tuple[type[System], str]] = {
-    "local flat": (Local, "apsw"),
-    "local hnsw": (LocalHNSW, "apsw"),
-    "FAISS flat": (Faiss, "faiss-cpu"),
-    "qdrant-client": (Qdrant, "qdrant-client"),
-    "LanceDB": (Lance, "lancedb"),
-    "Chroma": (Chroma, "chromadb"),
+SYSTEMS: dict[str, tuple[type[System], str, str]] = {
+    "local flat": (Local, "apsw", "apsw"),
+    "local hnsw": (LocalHNSW, "apsw", "apsw"),
+    "FAISS flat": (Faiss, "faiss-cpu", "faiss"),
+    "qdrant-client": (Qdrant, "qdrant-client", "qdrant_client"),
+    "LanceDB": (Lance, "lancedb", "lancedb"),
+    "Chroma": (Chroma, "chromadb", "chromadb"),
 }
-"""Each system's class, and the package whose version is named."""
-MODULES = {"qdrant-client": "qdrant_client", "LanceDB": "lancedb", "Chroma": "chromadb"}
+"""Each system's class, the package whose version is named, and its module."""
 
 
 def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, float]:
@@ -300,8 +281,14 @@ def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, fl
     return {"wall": 1000 * spent[0] / count, "cpu": 1000 * spent[1] / count, "calls": count}
 
 
-def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any]:
+def measure(name: str, rows: int, seconds: float) -> dict[str, Any]:
     """Return what the verbs of a system cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_in(Path(folder), name, rows, seconds)
+
+
+def measure_in(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any]:
+    one_thread()
     vectors, queries = vectors_of(rows, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
     ids, made = np.arange(rows), SYSTEMS[name][0]
@@ -322,9 +309,8 @@ def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any
     found["memory"] = (status("VmRSS") - before) / 2**20
 
     def search(batch: int, below: int | None) -> dict[str, float]:
-        return timed(
-            lambda n: system.search(queries[n * batch % QUERIES :][:batch], below), seconds, QUERIES
-        )
+        parts = lambda n: queries[n * batch % QUERIES :][:batch]  # noqa: E731
+        return timed(lambda n: system.search(parts(n), below), seconds, QUERIES)
 
     system.search(queries[:1], 10)  # reads the fields for the first time
     found["search 1"], found["search 32"] = search(1, None), search(32, None)
@@ -348,44 +334,38 @@ def measure(name: str, folder: Path, rows: int, seconds: float) -> dict[str, Any
     return found
 
 
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "10,000 added, s": lambda row: f"{row['load']['wall'] / 1000:.2f}",
+    "folder, MB": lambda row: f"{row['MB']:.0f}",
+    "opened, first search, ms": lambda row: f"{row['open and search']['wall']:.0f}",
+    "memory added, MB": lambda row: f"{row['memory']:.0f}",
+    "1 query, CPU ms": lambda row: f"{row['search 1']['cpu']:.2f}",
+    "32 queries": lambda row: f"{row['search 32']['cpu']:.2f}",
+    "1, a tenth matches": lambda row: f"{row['search 1, filtered']['cpu']:.2f}",
+    "recall": lambda row: f"{row['recall']:.3f}",
+    "add 1, ms": lambda row: f"{row['add 1']['wall']:.1f}",
+    "add 100": lambda row: f"{row['add 100']['wall']:.1f}",
+    "delete 100": lambda row: f"{row['delete 100']['wall']:.1f}",
+}
+
+
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
-    columns = {
-        "10,000 added, s": lambda f: f"{f['load']['wall'] / 1000:.2f}",
-        "folder, MB": lambda f: f"{f['MB']:.0f}",
-        "opened, first search, ms": lambda f: f"{f['open and search']['wall']:.0f}",
-        "memory added, MB": lambda f: f"{f['memory']:.0f}",
-        "1 query, CPU ms": lambda f: f"{f['search 1']['cpu']:.2f}",
-        "32 queries": lambda f: f"{f['search 32']['cpu']:.2f}",
-        "1, a tenth matches": lambda f: f"{f['search 1, filtered']['cpu']:.2f}",
-        "recall": lambda f: f"{f['recall']:.3f}",
-        "add 1, ms": lambda f: f"{f['add 1']['wall']:.1f}",
-        "add 100": lambda f: f"{f['add 100']['wall']:.1f}",
-        "delete 100": lambda f: f"{f['delete 100']['wall']:.1f}",
-    }
     lines = [
-        [name, *(show(found) for show in columns.values())]
-        for name, found in raw["systems"].items()
+        [name, *(cell(row) for cell in COLUMNS.values())] for name, row in raw["systems"].items()
     ]
-    return "\n".join(
-        [
-            "# The local store and others that are embedded",
-            "",
-            (
-                f"`python benchmarks/store.py`. {raw['rows']:,} vectors of {WIDTH} numbers of"
-                f" images, {K} nearest, one thread, each system in a process of its own, as it"
-                f" comes. {raw['machine']}, {raw['versions']}; load average {raw['load']} at the"
-                " start: others share the cores and the disk, so read ratios. Searches are CPU"
-                " milliseconds of a call; the rest is wall time. Ours returns whole items with"
-                " their vectors, the others ids. FAISS keeps no fields and rewrites its file with"
-                " every write; qdrant-client syncs after every point, which was turned off while"
-                " it was loaded."
-            ),
-            "",
-            markdown(["", *columns], lines),
-            "",
-        ]
-    )
+    return page(f"""
+        # The local store and others that are embedded
+
+        `python benchmarks/store.py`. {raw["rows"]:,} vectors of {WIDTH} numbers of images, {K}
+        nearest, one thread, each system in a process of its own, as it comes. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the start: others share the cores and the
+        disk, so read ratios. Searches are CPU milliseconds of a call; the rest is wall time. Ours
+        returns whole items with their vectors, the others ids. FAISS keeps no fields and rewrites
+        its file with every write; qdrant-client syncs after every point, which was turned off while
+        it was loaded.
+
+        {markdown(["", *COLUMNS], lines)}
+    """)
 
 
 def main() -> None:
@@ -395,34 +375,20 @@ def main() -> None:
         "--only", nargs="*", help="systems whose names have these words; nothing is kept"
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of call, at most")
-    parser.add_argument("--system", choices=list(SYSTEMS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.system:
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure(options.system, Path(folder), options.rows, options.seconds)
-        print(json.dumps(found))
-        return
+    one_thread()
     names = [
         name
-        for name in SYSTEMS
-        if importlib.util.find_spec(MODULES.get(name, "faiss"))
+        for name, (_, _, module) in SYSTEMS.items()
+        if importlib.util.find_spec(module)
         and (not options.only or any(word in name for word in options.only))
     ]
-    raw: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(*dict.fromkeys(SYSTEMS[name][1] for name in names)),
-        "load": load(),
-        "rows": options.rows,
-        "systems": {},
-    }
+    packages = dict.fromkeys(SYSTEMS[name][1] for name in names)
+    raw: dict[str, Any] = {**machine_of(*packages), "rows": options.rows, "systems": {}}
     for name in names:
-        words = ("--system", name, "--rows", options.rows, "--seconds", options.seconds)
-        raw["systems"][name] = child("store.py", *words)
+        raw["systems"][name] = alone(measure, name, options.rows, options.seconds)
         print(name, raw["systems"][name], file=sys.stderr, flush=True)
-    if options.only:
-        print(render(raw))
-    else:
-        finish("store", raw, render(raw))
+    finish("store", raw, render(raw), keep=not options.only)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from retrieval.training.trainer import Trainer
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from bench import RAW, arguments, finish, in_turns, load, machine, markdown, versions
+from bench import RAW, arguments, finish, in_turns, machine_of, markdown, one_thread, page
 
 SIZE, BATCHES, CLASSES, ITEMS = 28, 20, 8, 16
 PICTURES = 6000
@@ -95,6 +95,10 @@ def resized(picture: Image.Image) -> Image.Image:
     return picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "`channels_last`": {"channels_last": True},
+    '`precision = "bf16"`': {"precision": "bf16"},
+}
 CROP = {"crop_scale": [0.2, 1.0]}
 CROPPED = v2.RandomResizedCrop(SIZE, (0.2, 1.0), (0.75, 1.3333))
 CASES = (
@@ -106,14 +110,7 @@ CASES = (
     Case('arrays, `mix = "mixup"`', {"mix": "mixup"}, mix=True),
     Case("JPEGs", files=True, picture=resized),
     Case("JPEGs, `crop_scale`", CROP, files=True, picture=CROPPED),
-    Case(
-        "arrays in memory, `core.convnet` as it comes",
-        net=LARGE,
-        variants={
-            "`channels_last`": {"channels_last": True},
-            '`precision = "bf16"`': {"precision": "bf16"},
-        },
-    ),
+    Case("arrays in memory, `core.convnet` as it comes", net=LARGE, variants=VARIANTS),
 )
 
 
@@ -213,9 +210,7 @@ def images_of(case: Case, run: Run) -> Images:
 
     def stacked(opened: list[Image.Image]) -> Tensor:
         assert case.picture is not None
-        return torch.from_numpy(np.stack([np.asarray(case.picture(one)) for one in opened]))[
-            :, None
-        ]
+        return torch.from_numpy(np.stack([np.asarray(case.picture(one))[None] for one in opened]))
 
     if case.files:
         files = [run.dataset.files[item] for item in train]
@@ -229,24 +224,18 @@ def images_of(case: Case, run: Run) -> Images:
 
 def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
     """Return every epoch's seconds: each case's loop by hand and the trainer, in turns."""
-    raw: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions("torch", "torchvision", "pytorch-metric-learning"),
-        "load": load(),
-        "repeats": repeats,
-        "cases": {},
-    }
+    one_thread()
     torch.set_num_threads(1)
+    raw = machine_of("torch", "torchvision", "pytorch-metric-learning")
+    raw |= {"repeats": repeats, "cases": {}}
     with tempfile.TemporaryDirectory() as name:
         folder, pictures = Path(name), Path(name) / "pictures"
         write_pictures(pictures)
         for case in CASES:
             if only and not any(word in case.title for word in only):
                 continue
-            sides = {
-                BARE: by_hand(case, folder, pictures),
-                OURS: by_trainer(case, folder, pictures),
-            }
+            places = folder, pictures
+            sides = {BARE: by_hand(case, *places), OURS: by_trainer(case, *places)}
             for title, train in case.variants.items():
                 sides[f"{OURS}, {title}"] = by_trainer(case, folder, pictures, **train)
             raw["cases"][case.title] = rows = in_turns(sides, repeats)
@@ -275,30 +264,22 @@ def render(raw: dict[str, Any]) -> str:
                 over.append(f"{name} ({ratio(rows, side):.2f} ×)")
     head = ["", "by hand, images a CPU second", "by hand, CPU s", "trainer, CPU s"]
     head += ["CPU, against by hand (median of pairs)", "wall"]
-    return "\n".join(
-        [
-            "# One training epoch",
-            "",
-            (
-                f"`python benchmarks/training.py`. {raw['machine']}, one thread, {raw['versions']};"
-                f" load average {raw['load']} at the start. Fashion-MNIST at {SIZE} px, {BATCHES}"
-                f" batches of {CLASSES} × {ITEMS}, {raw['repeats']} epochs of each in turn after"
-                " one to warm up. Where no net is named it is a small one (`core.convnet` of width"
-                f" {SMALL['width']}, one convolution a stage), so that the trainer's own cost"
-                f" shows. Aim: {AIM} × the CPU seconds of the loop by hand."
-            ),
-            "",
-            markdown(head, lines),
-            "",
-            f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
-            (
-                "A transform by name draws from a generator of its own, so that a resumed run draws"
-                " the same; an image file is read, bounded and then decoded. By hand neither is"
-                " done."
-            ),
-            "",
-        ]
-    )
+    return page(f"""
+        # One training epoch
+
+        `python benchmarks/training.py`. {raw["machine"]}, one thread, {raw["versions"]}; load
+        average {raw["load"]} at the start. Fashion-MNIST at {SIZE} px, {BATCHES} batches of
+        {CLASSES} × {ITEMS}, {raw["repeats"]} epochs of each in turn after one to warm up. Where no
+        net is named it is a small one (`core.convnet` of width {SMALL["width"]}, one convolution a
+        stage), so that the trainer's own cost shows. Aim: {AIM} × the CPU seconds of the loop by
+        hand.
+
+        {markdown(head, lines)}
+
+        {f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim."}
+        A transform by name draws from a generator of its own, so that a resumed run draws the same;
+        an image file is read, bounded and then decoded. By hand neither is done.
+    """)
 
 
 def main() -> None:
@@ -311,10 +292,7 @@ def main() -> None:
         raw = json.loads((RAW / "training.json").read_text(encoding="utf-8"))
     else:
         raw = measure(options.repeats, options.only)
-    if options.only:
-        print(render(raw))
-    else:
-        finish("training", raw, render(raw))
+    finish("training", raw, render(raw), keep=not options.only)
 
 
 if __name__ == "__main__":

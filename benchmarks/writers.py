@@ -14,18 +14,13 @@ the end all groups are compared once more, and `retrieval index check` reads eve
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import os
-import platform
 import random
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +28,27 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from retrieval.host.files import write_text
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.index import Index
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 
+from bench import RESULTS, arguments, page
+from living_model import board_of, conclude, system, unsound
 from scaled_bundle import make_bundle
 
-RESULTS = Path(__file__).parent / "results"
 WRITERS, READERS, GROUPS, SIZE, WIDTH = 4, 8, 3, 20, 8
 PAUSE = (5.0, 12.0)
 """Seconds between two kills: from, to."""
 BEGUN, ACKNOWLEDGED = range(2)
+SPAWN = multiprocessing.get_context("spawn")
 
 
-class Board:
-    """What was begun and what was acknowledged, of each group, and whether to stop; all processes
-    map it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        size = WRITERS * GROUPS
-        if not path.exists():
-            path.write_bytes(bytes(8 * (2 * size + 1)))
-        numbers = np.memmap(path, np.int64, "r+", shape=(2 * size + 1,))
-        self.states, self.stop = numbers[:-1].reshape(2, WRITERS, GROUPS), numbers[-1:]
+def told(folder: Path) -> tuple[Any, Any]:
+    """Return what was begun and what was acknowledged, of each group, and whether to stop."""
+    numbers = board_of(folder / "board", 2 * WRITERS * GROUPS + 1)
+    return numbers[:-1].reshape(2, WRITERS, GROUPS), numbers[-1:]
 
 
 def deleted(state: int) -> bool:
@@ -68,23 +57,21 @@ def deleted(state: int) -> bool:
 
 
 def vectors_of(writer: int, group: int, state: int) -> Any:
-    """Return the vectors (SIZE, WIDTH) of a group's items: whole numbers, so that distances are
-    exact.
-    """
+    """Return the vectors (SIZE, WIDTH) of a group: whole numbers, so that distances are exact."""
     drawn = np.random.default_rng((writer, group, state))
     return drawn.integers(-99, 100, (SIZE, WIDTH)).astype(np.float32)
 
 
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
-    drawn, board = random.Random(seed), Board(folder / "board")
+    drawn, (states, stop) = random.Random(seed), told(folder)
     upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
-        while not board.stop[0]:
+        while not stop[0]:
             group = drawn.randrange(GROUPS)
-            state = int(board.states[BEGUN, writer, group]) + 1
-            board.states[BEGUN, writer, group] = state
+            state = int(states[BEGUN, writer, group]) + 1
+            states[BEGUN, writer, group] = state
             names = [f"{writer}/{group}/{number}" for number in range(SIZE)]
             if deleted(state):
                 index.delete(names)
@@ -93,15 +80,13 @@ def write(folder: Path, writer: int, seed: int) -> None:
                 about = {"group": f"{writer}/{group}", "state": state}
                 items = [Item(name, metadata=about, arrays={"vector": row}) for name, row in rows]
                 index.store.upsert(items, bundle)
-            board.states[ACKNOWLEDGED, writer, group] = state
+            states[ACKNOWLEDGED, writer, group] = state
             if drawn.random() < 0.01:
                 index.store.compact()
 
 
 def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
-    """Return what is wrong with an answer that should be one state of a group from `first` to
-    `last`.
-    """
+    """Return what is wrong with an answer that should be a group's state from `first` to `last`."""
     name = f"{writer}/{group}, states {first} to {last}"
     if not hits:
         none = any(deleted(state) for state in range(first, last + 1))
@@ -114,141 +99,131 @@ def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int
         return f"{name}: state {state}"
     distances = np.sqrt(np.square(vectors_of(writer, group, state).astype(float) - query).sum(1))
     expected = sorted((float(away), f"{writer}/{group}/{at}") for at, away in enumerate(distances))
-    return (
-        None
-        if expected == [(hit.distance, hit.id) for hit in hits]
-        else f"{name}: other distances or order"
-    )
+    same = expected == [(hit.distance, hit.id) for hit in hits]
+    return None if same else f"{name}: other distances or order"
 
 
-def read(folder: Path, seed: int) -> None:
-    """Search until told to stop; print how many answers there were, and what was wrong."""
-    drawn, board = np.random.default_rng(seed), Board(folder / "board")
+def question(index: Index, states: Any, writer: int, group: int, query: Any) -> str | None:
+    """Search for a group; return what is wrong with the answer."""
+    first = int(states[ACKNOWLEDGED, writer, group])
+    where = {"group": f"{writer}/{group}"}
+    (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
+    return judged(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
+
+
+def read(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """Search until told to stop; return how many answers there were, and what was wrong."""
+    drawn, (states, stop) = np.random.default_rng(seed), told(folder)
     answers, wrong = 0, []
     with Index.open(folder / "index", threads=1) as index:
-        while not board.stop[0]:
+        while not stop[0]:
             writer, group = int(drawn.integers(WRITERS)), int(drawn.integers(GROUPS))
             query = drawn.integers(-99, 100, (1, WIDTH)).astype(np.float32)
-            first = int(board.states[ACKNOWLEDGED, writer, group])
             try:
-                where = {"group": f"{writer}/{group}"}
-                (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
-            except Exception as fault:
-                wrong.append(f"a search failed: {fault!r}")
-                continue
-            last = int(board.states[BEGUN, writer, group])
-            answers += 1
-            if fault := judged(hits, writer, group, query[0], first, last):
-                wrong.append(fault)
-    print(json.dumps({"answers": answers, "wrong": wrong}))
+                fault = question(index, states, writer, group, query)
+                answers += 1
+            except Exception as error:
+                fault = f"a search failed: {error!r}"
+            wrong += [fault] if fault else []
+    return answers, wrong
 
 
-def child(*arguments: object) -> subprocess.Popen[str]:
-    """Start another process of this file."""
-    line = [sys.executable, __file__, *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+def started(folder: Path, writer: int, seed: int) -> Any:
+    """Start a writer in a process of its own."""
+    process = SPAWN.Process(target=write, args=(folder, writer, seed))
+    process.start()
+    return process
+
+
+def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
+    """Have processes write, and kill one repeatedly; return how often, and what was wrong."""
+    drawn, wrong, kills = random.Random(seed), [], 0
+    writers = [started(folder, number, seed + number) for number in range(WRITERS)]
+    states, stop = told(folder)
+    while not states[ACKNOWLEDGED].any(axis=1).all() and all(one.is_alive() for one in writers):
+        time.sleep(0.1)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(drawn.uniform(*PAUSE), max(0.0, end - time.monotonic())))
+        at = drawn.randrange(WRITERS)
+        if writers[at].exitcode is not None:
+            wrong.append(f"writer {at} ended by itself with {writers[at].exitcode}")
+        writers[at].kill()
+        writers[at].join()
+        kills += 1
+        writers[at] = started(folder, at, seed + 1000 * kills + at)
+    stop[0] = 1
+    for writer in writers:
+        writer.join(120)
+        if writer.exitcode:
+            wrong.append(f"a writer ended with {writer.exitcode}")
+    return kills, wrong
 
 
 def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """Do all of it in a folder; return the counts and the differences."""
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
-    board, drawn, wrong, kills = Board(folder / "board"), random.Random(seed), [], 0
-    with Index.open(
-        folder / "index", threads=1
-    ) as index:  # filters know their field from the first answer on
+    states, stop = told(folder)
+    with Index.open(folder / "index", threads=1) as index:  # filters know their field from now on
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})
         index.store.upsert([item], index.bundle.sha256)
-    writers = [child("write", folder, number, seed + number) for number in range(WRITERS)]
-    readers = [child("read", folder, seed + 100 + number) for number in range(READERS)]
-    outputs: dict[int, str] = {}
-    collectors = [
-        threading.Thread(target=lambda at=at, of=of: outputs.update({at: of.communicate()[0]}))
-        for at, of in enumerate(readers)
-    ]
-    for collector in collectors:
-        collector.start()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(min(drawn.uniform(*PAUSE), max(0.0, end - time.monotonic())))
-        at = drawn.randrange(WRITERS)
-        if writers[at].poll() is not None:
-            wrong.append(f"writer {at} ended by itself with {writers[at].returncode}")
-        writers[at].send_signal(signal.SIGKILL)
-        writers[at].wait()
-        kills += 1
-        writers[at] = child("write", folder, at, seed + 1000 * kills + at)
-    board.stop[0] = 1
-    for writer in writers:
-        if writer.wait(120):
-            wrong.append(f"a writer ended with {writer.returncode}")
-    for collector in collectors:
-        collector.join(120)
-    told = [
-        json.loads(outputs[at] or '{"answers": 0, "wrong": ["a reader died"]}')
-        for at in range(READERS)
-    ]
-    wrong += [fault for reader in told for fault in reader["wrong"]]
+    with ProcessPoolExecutor(READERS, SPAWN) as pool:
+        readers = [pool.submit(read, folder, seed + 100 + number) for number in range(READERS)]
+        try:
+            kills, wrong = kill_for(folder, seconds, seed)
+        finally:
+            stop[0] = 1
+        answers = [reader.result() for reader in readers]
+    wrong += [fault for _, faults in answers for fault in faults]
     query = np.zeros((1, WIDTH), np.float32)
     with Index.open(folder / "index", threads=1) as index:
         for writer in range(WRITERS):
             for group in range(GROUPS):
-                where = {"group": f"{writer}/{group}"}
-                (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
-                first, last = (
-                    int(board.states[kind, writer, group]) for kind in (ACKNOWLEDGED, BEGUN)
-                )
-                if fault := judged(hits, writer, group, query[0], first, last):
+                if fault := question(index, states, writer, group, query):
                     wrong.append(f"at the end: {fault}")
-    line = [sys.executable, "-m", "retrieval.cli", "index", "check", str(folder / "index")]
-    checked = subprocess.run(line, capture_output=True, text=True)
-    if checked.returncode or "is whole" not in checked.stdout:
-        wrong.append(f"check: {checked.stdout}{checked.stderr}")
+    wrong += unsound(folder / "index")
     return {
-        "system": (
-            f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
-        ),
+        "system": system(),
         "seconds": seconds,
         "seed": seed,
-        "writes": int(board.states[ACKNOWLEDGED].sum()),
-        "writes of each writer": board.states[ACKNOWLEDGED].sum(1).tolist(),
-        "answers": sum(reader["answers"] for reader in told),
+        "writes": int(states[ACKNOWLEDGED].sum()),
+        "writes of each writer": states[ACKNOWLEDGED].sum(1).tolist(),
+        "answers": sum(count for count, _ in answers),
         "kills": kills,
         "wrong": len(wrong),
         "kinds of wrong": Counter(fault.split(":", 1)[-1] for fault in wrong).most_common(10),
     }
 
 
-def render(result: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"""# Eight readers against four writing processes
+def render(raw: dict[str, Any]) -> str:
+    of_each = ", ".join(f"{count:,}" for count in raw["writes of each writer"])
+    return page(f"""
+        # Eight readers against four writing processes
 
-`python benchmarks/writers.py --seconds {result["seconds"]:g} --seed {result["seed"]}`; {result["system"]}.
+        `python benchmarks/writers.py --seconds {raw["seconds"]:g} --seed {raw["seed"]}`;
+        {raw["system"]}.
 
-For {result["seconds"] / 60:.3g} minutes {WRITERS} processes wrote to one index ({result["writes"]:,} acknowledged writes of {SIZE} items each:
-{", ".join(f"{count:,}" for count in result["writes of each writer"])}) and {READERS} processes searched it ({result["answers"]:,} answers). SIGKILL ended a writer {result["kills"]:,} times.
-Every answer had to be one state of a group, between the last one acknowledged before the question and the last one begun before the answer.
+        For {raw["seconds"] / 60:.3g} minutes {WRITERS} processes wrote to one index
+        ({raw["writes"]:,} acknowledged writes of {SIZE} items each: {of_each}) and {READERS}
+        processes searched it ({raw["answers"]:,} answers). SIGKILL ended a writer {raw["kills"]:,}
+        times. Every answer had to be one state of a group, between the last one acknowledged before
+        the question and the last one begun before the answer.
 
-**Wrong answers, half transactions, lost writes: {result["wrong"]}.**
-"""  # noqa: E501
+        **Wrong answers, half transactions, lost writes: {raw["wrong"]}.**
+    """)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["write"]:
-        return write(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    if sys.argv[1:2] == ["read"]:
-        return read(Path(sys.argv[2]), int(sys.argv[3]))
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), given.seconds, given.seed)
-    write_text(RESULTS / "raw" / "writers.json", json.dumps(result, indent=1) + "\n")
-    write_text(RESULTS / "writers.md", render(result))
-    print(json.dumps(result))
-    sys.exit(bool(result["wrong"]))
+        raw = measure(Path(folder), options.seconds, options.seed)
+    conclude("writers", raw, render(raw), options.output)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,6 @@ def test_the_cells_say_so():
         ([row(0, **fine), row(1, **fine)], "99.0 ± 0.0"),
     ):
         (line, *_) = (
-            line for line in anml_table2.table(rows).splitlines() if line.startswith("| penbased")
+            line for line in anml_table2.render(rows).splitlines() if line.startswith("| penbased")
         )
         assert line.split(" | ")[5] == cell

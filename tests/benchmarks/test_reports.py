@@ -14,11 +14,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 OTHERS = {"cards", "anml_table2_earlier", "pooling", "attack", "attack_proxy"}
 """Kept for a card, which has its own test, or by a script that renders nothing again."""
 KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
-WRITTEN = {
-    "anml_table2": lambda script, raw: script.table(raw),
-    "daml_weights": lambda script, raw: script.render(),
-}
-"""How a page is written, where it is not by `render` of what was kept."""
 
 
 def kept(name: str) -> Any:
@@ -33,8 +28,7 @@ PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - OTHERS)
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_made_of_what_was_kept(name):
-    write = WRITTEN.get(name, lambda script, raw: script.render(raw))
-    page = write(importlib.import_module(name), kept(name))
+    page = importlib.import_module(name).render(kept(name))
     assert page == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
