@@ -76,9 +76,10 @@ class Distillation(nn.Module):
 
 
 def relations(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean Huber loss between the distances of two models within a batch, a scalar.
+    """Return the relational loss between two models' embeddings of a batch, a scalar.
 
-    The distances of a model are first divided by their mean. Source: Park et al., "Relational
+    Each model gives a distance for every pair of items; its distances are divided by their mean.
+    The loss is the mean Huber loss between these quotients. Source: Park et al., "Relational
     Knowledge Distillation", CVPR 2019, equations 4 to 6.
 
     Args:
@@ -109,11 +110,12 @@ def distillation(
     loss: Annotated[nn.Module | None, Part("losses")] = None,
     loss_weight: Weight = 1.0,
 ) -> Distillation:
-    """Learn the embeddings of a teacher, a larger model, and their relations, without labels.
+    """Learn a teacher's embeddings and the distances between them, without labels.
 
-    The loss is the mean of 1 − cos(embedding, teacher's embedding) plus the relational loss of Park
-    et al., "Relational Knowledge Distillation", CVPR 2019, equations 4 to 6. `retrieval distill`
-    writes the teacher's file and the recipe, which sets `[augmentation] positives = "item"`.
+    The teacher is a larger model. The loss is the mean of 1 − cos(embedding, teacher's embedding)
+    plus the relational loss of Park et al., "Relational Knowledge Distillation", CVPR 2019,
+    equations 4 to 6. `retrieval distill` writes the teacher's file and the recipe, which sets
+    `[augmentation] positives = "item"`.
 
     Args:
         teacher: NPZ file with `vectors` (N, embedding_size) and `classes` (N,), one row per
@@ -125,21 +127,29 @@ def distillation(
     """
     try:
         with np.load(teacher, allow_pickle=False) as file:
-            vectors, labels = file["vectors"], file["classes"]
+            vectors, item_classes = file["vectors"], file["classes"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
             f"[loss] teacher: {teacher} is not a file of teacher embeddings ({error})."
             " `retrieval distill` writes such a file."
         ) from error
-    if vectors.ndim != 2 or vectors.shape[1] != embedding_size or labels.dtype.kind != "i":
+    if vectors.ndim != 2 or vectors.shape[1] != embedding_size or item_classes.dtype.kind != "i":
         raise ValueError(
-            f"{teacher} holds embeddings of shape {vectors.shape} and classes of type"
-            f" {labels.dtype}, not (N, {embedding_size}) and integers"
+            f"{teacher} must hold embeddings of shape (N, {embedding_size}) and integer classes,"
+            f" but its embeddings have shape {vectors.shape} and its classes have type"
+            f" {item_classes.dtype}"
         )
+    # `classes` is the number of training items, as positives = "item" makes each item a class
     if len(vectors) < classes:
         raise ValueError(
             f"{teacher} holds embeddings of {len(vectors):,} items, but the training data have"
-            f" {classes:,}: the file belongs to other photos"
+            f" {classes:,} items: the file belongs to other photos"
         )
-    embeddings, items = torch.from_numpy(vectors).float(), torch.from_numpy(labels).long()
-    return Distillation(embeddings, items, cosine, relational, loss, loss_weight)
+    return Distillation(
+        torch.from_numpy(vectors).float(),
+        torch.from_numpy(item_classes).long(),
+        cosine,
+        relational,
+        loss,
+        loss_weight,
+    )

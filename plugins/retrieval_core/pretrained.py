@@ -46,7 +46,8 @@ class Network(Backbone):
         self.network = network
         self.preprocessing = preprocessing
         try:
-            # in evaluation mode: no batch statistic changes, and no random number is drawn
+            # `tried` runs the network in evaluation mode, which changes no batch statistic and
+            # draws no random number
             shape = tuple(tried(network, network, preprocessing).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
@@ -65,7 +66,7 @@ class Network(Backbone):
 
 
 def interpolation(name: str) -> Interpolation:
-    """Return the interpolation of this name, or "bilinear" if Pillow lacks it."""
+    """Return the `Preprocessing` interpolation of this name, or "bilinear" if there is none."""
     known: dict[str, Interpolation] = {
         "nearest": "nearest",
         "bicubic": "bicubic",
@@ -296,7 +297,8 @@ def timm_model(
         cells: number of cells per side of the grid.
         levels: levels to use instead of the last layer, each with the number of cells per side of
             its grid, as in `core.efficientnet_lite0`. "image" is the pixels; "1", "2", … are the
-            maps of timm's `features_only` (a transformer's blocks); "last" is the last of these.
+            maps that timm returns with `features_only` (for a transformer, one per block); "last"
+            is the last of these maps.
 
     Raises:
         RecipeError: timm has no such model, or no weights for it.
@@ -357,7 +359,9 @@ def timm_model(
 
 
 def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:
-    """Return the numbers of the levels that a model must return, and add them to `options`.
+    """Return the numbers of the maps that `levels` needs, and set `out_indices` in `options`.
+
+    "last" becomes the last map's number. "image" needs no map.
 
     Raises:
         ValueError: the model has no such level.
@@ -397,7 +401,7 @@ def efficientnet_lite0(
             the grid over which the level is averaged. {image = 14, 4 = 2, last = 1} averages the
             pixels over 14 × 14 cells, stage 4 (of 7) over 2 × 2 cells, and the last layer as a
             whole. The averages of a level go through a signed square root and are scaled to unit
-            length. The learner `core.pca` removes what all images have in common.
+            length. The learner `core.pca` subtracts the mean of all images' features.
 
     Raises:
         ValueError: a grid is finer than its level's map.

@@ -44,10 +44,10 @@ COMMANDS = {
 class App(Group):
     """A group that imports each command when it is called, and plugins only if they are needed."""
 
-    _loaded = False  # whether plugins have added their commands
+    _loaded = False  # whether plugins have been asked for their commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the built-in commands in the order of use, then those of plugins."""
+        """Return the built-in commands as `COMMANDS` orders them, then those of plugins by name."""
         try:
             self._add_plugin_commands()
         except RetrievalError as error:  # a broken plugin must not break --help
@@ -70,13 +70,14 @@ class App(Group):
             PluginError: a command of that name exists already.
         """
         name = name or cmd.name or ""
-        home = getattr(cmd.callback, "__module__", "a plugin")
+        module = getattr(cmd.callback, "__module__", "a plugin")
         if name in COMMANDS or name in self.commands:
-            other = "which is built in"
+            clash = "which is built in"
             if name in self.commands:
-                other = f"as {getattr(self.commands[name].callback, '__module__', 'another')} does"
+                clash = f"as {getattr(self.commands[name].callback, '__module__', 'another')} does"
             raise PluginError(
-                f"{home} adds the command '{name}', {other}. It must take another name."
+                f"{module} adds the command '{name}', {clash}. The plugin must give its command"
+                " another name."
             )
         super().add_command(cmd, name)
 

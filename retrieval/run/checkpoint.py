@@ -30,13 +30,13 @@ from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
 TRAIN_AGAIN = "Train again, with --replace (in Python replace=True)."
-"""Advice for a damaged checkpoint without which the run cannot be used."""
+"""Advice if a checkpoint is damaged and the run cannot be used without it."""
 
 _BLANK = "0" * 64
 """Placeholder for the checksum while it is computed: as many zeros as a SHA-256 has hex digits."""
-# The pattern matches only the checksum's entry: elsewhere in the header, quotation marks inside
-# strings are escaped, and the value of a tensor's entry is not a string.
-_SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+# Nothing else in the header matches: quotation marks inside strings are escaped, and a tensor named
+# "sha256" has an object as its value, not a string.
+_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def save(path: Path, state: Any, previous: Path | None = None) -> None:
@@ -98,7 +98,7 @@ def _seal(path: Path) -> None:
     """Write the checksum over the zeros that `save` left in its place, and sync the file."""
     with path.open("rb+") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-        match = _SUM.search(header)
+        match = _CHECKSUM.search(header)
         assert match is not None
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -115,7 +115,7 @@ def _verified(content: bytes) -> dict[str, Any]:
         ValueError: the content has changed since it was written, or is not a safetensors file.
     """
     end = 8 + int.from_bytes(content[:8], "little")
-    match = _SUM.search(content, 8, min(end, len(content)))
+    match = _CHECKSUM.search(content, 8, min(end, len(content)))
     if match is not None:
         digest = hashlib.sha256(memoryview(content)[: match.start(1)])
         digest.update(_BLANK.encode())
@@ -192,7 +192,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every global random generator back to `random_state()`."""
+    """Restore what `random_state` returned; skip the GPUs if their number has changed."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -11,8 +11,8 @@ from retrieval.run.resume import Position
 _FEW_CLASSES = 5
 """Number of validation classes below which the verdict warns.
 
-With so few, training that beats the start may be worse than the start on other classes
-(benchmarks/recipes.py, digits).
+With so few classes, an epoch that beats the start in validation may be worse than the start on
+other classes (benchmarks/recipes.py, digits).
 """
 
 
@@ -37,14 +37,14 @@ class Monitor:
 
         Args:
             progress: progress of a run that was validated.
-            compares_frozen: whether to suggest a comparison with the frozen backbone and a trained
-                head, if the run has not measured that.
+            compares_frozen: whether to suggest measuring the frozen backbone with a trained head;
+                ignored if the run has measured it.
             classes: number of classes of the validation part.
         """
         best, start = progress.best, progress.start
         assert best is not None
         where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
-        if start is None and not progress.best_epoch:  # an older version that recorded neither
+        if start is None and not progress.best_epoch:  # an older version recorded neither value
             where = "the best epoch"
         lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
         if start is not None:
@@ -64,14 +64,14 @@ class Monitor:
             )
         elif compares_frozen:
             lines.append(
-                "The frozen backbone with a trained head was not measured. A first [[phase]] with"
-                ' train = ["head", "loss"] measures it; the run keeps its weights if they are'
-                " better."
+                "The frozen backbone with a trained head was not measured. To measure it, begin"
+                ' with a [[phase]] that sets train = ["head", "loss"]. If that phase gives the best'
+                " weights, the run keeps them."
             )
         if classes < _FEW_CLASSES:
             lines.append(
-                f"The validation part has only {classes} classes, so the choice may be wrong for"
-                " other classes. With so few, compare runs on several splits."
+                f"The validation part has only {classes} classes, so another epoch may be better"
+                " for other classes. With so few, compare runs on several splits."
             )
         return lines
 
@@ -84,11 +84,11 @@ class Monitor:
             trains_backbone: whether the backbone has trained in this phase or an earlier one.
         """
         value = float(validation[self.name])
-        side = "with_trained" if trains_backbone else "with_frozen"
+        field = "with_trained" if trains_backbone else "with_frozen"
         if progress.start is None and progress.total == 0:
             progress.start = value
-        elif self.better(value, getattr(progress, side)):
-            setattr(progress, side, value)
+        elif self.better(value, getattr(progress, field)):
+            setattr(progress, field, value)
         if not self.better(value, progress.best):
             progress.stale += 1
             return False

@@ -1,8 +1,11 @@
 """The record of changes: a file with one line before and one line after each change.
 
 The first line is on the disk before the change is made, and the second before the response is
-sent. If the second line cannot be written, the server logs that. If the file has only the first
-line of a change, the server was killed and may or may not have made the change.
+sent. A first line without a second has one of three causes:
+
+- The change is under way.
+- The second line could not be written. The server logs this as an error.
+- The server was killed, and may or may not have made the change.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class Change:
     count: int | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the members that describe the change in its lines; long ones are shortened."""
+        """Return the members that both lines of the change have; long text and lists are cut."""
         line: dict[str, Any] = {
             "request": self.request,
             "key": self.caller.name or None,

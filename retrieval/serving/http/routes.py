@@ -1,4 +1,7 @@
-"""Handlers of /v1, one per operation in `openapi.OPERATIONS`; docstrings become its summaries."""
+"""Handlers of /v1, one per operation in `openapi.OPERATIONS`.
+
+A handler's docstring is the summary of its operation in the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
-from retrieval.serving.decoding import Kind as Picture
+from retrieval.serving.decoding import Kind as PictureKind
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http import models
@@ -48,8 +51,9 @@ from retrieval.serving.store.items import check_id
 
 T = TypeVar("T")
 
-_JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
-_SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+_JSON_LIMITS: Mapping[Kind, int] = {"json": JSON_BYTES}
+_BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+"""Maximum bytes of a body by its kind, for one operation on several items or queries."""
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
 _EXPLAINED = ("rows", "deleted", "covered")
@@ -60,11 +64,11 @@ _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "B
 
 
 class Routes:
-    """Handlers of the routes below /v1, for the indexes of a server by name."""
+    """Handlers of the routes below /v1; `indexes` holds the server's indexes by name."""
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
         self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
-        self._single: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
+        self._single_limits: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
 
     def all(self) -> list[BaseRoute]:
         """Return the routes; those of an index exist with and without its name in the path."""
@@ -80,7 +84,7 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        limits = {**self._single, "image": (max_bytes := self._settings.max_bytes)}
+        limits = {**self._single_limits, "image": (max_bytes := self._settings.max_bytes)}
         kind = request.headers.get("content-type", "")
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
@@ -92,7 +96,7 @@ class Routes:
         settings = self._settings
         parameters_of(request)
         read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
-        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, batch=True)
+        return await self._search(request, _BATCH_LIMITS, models.BATCH_TYPES, read, batch=True)
 
     async def _search(
         self,
@@ -145,12 +149,12 @@ class Routes:
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
         read = partial(models.put_item, max_bytes=self._settings.max_bytes)
-        return await self._put_one(request, self._single, models.PUT_TYPES, "put", read)
+        return await self._put_one(request, self._single_limits, models.PUT_TYPES, "put", read)
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
         read = models.changed_item
-        return await self._put_one(request, _JSON, models.PATCH_TYPES, "change", read)
+        return await self._put_one(request, _JSON_LIMITS, models.PATCH_TYPES, "change", read)
 
     async def _put_one(
         self,
@@ -180,7 +184,7 @@ class Routes:
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
-        async with self._body(request, _SEVERAL, models.ADD_TYPES) as body:
+        async with self._body(request, _BATCH_LIMITS, models.ADD_TYPES) as body:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
@@ -192,13 +196,13 @@ class Routes:
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
         where = models.filter_of(page.filter)
-        after = _after_cursor(page.cursor, where)
+        after = _decoded_cursor(page.cursor, where)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
             shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
-            cursor = _cursor_after(shown[-1]["id"], where) if more else None
+            cursor = _encoded_cursor(shown[-1]["id"], where) if more else None
             return {"items": shown, "cursor": cursor}
 
         async with self._deadline(request):
@@ -212,7 +216,7 @@ class Routes:
         def read(body: Body) -> models.DeleteBody:
             return models.DeleteBody.of(models.loads(body.content))
 
-        async with self._body(request, _JSON, "Send application/json.") as body:
+        async with self._body(request, _JSON_LIMITS, "Send application/json.") as body:
             deletion = await _parsed(served, body, read)
             where = models.filter_of({"exists": "id"} if deletion.all else deletion.filter)
             change = _change(request, served, "delete", deletion.ids or (), where)
@@ -238,7 +242,7 @@ class Routes:
                 return Response(status_code=304, headers=headers)
             media_type = _BROWSERS.get(format_of(content) or "")
             if small or media_type is None:
-                kind: Picture = "thumbnail" if small else "png"
+                kind: PictureKind = "thumbnail" if small else "png"
                 media_type = "image/jpeg" if small else "image/png"
                 if len(content) > self._settings.max_bytes:
                     raise RequestError(404, f"The image of item {id} is too large to be shown.")
@@ -283,7 +287,7 @@ class Routes:
     async def list_indexes(self, request: Request) -> Response:
         """List the names of the server's indexes."""
         parameters_of(request)
-        return _answer(self._named(_caller_of(request)))
+        return _answer(self._index_names(_caller_of(request)))
 
     async def openapi(self, request: Request) -> Response:
         """Get this document."""
@@ -306,9 +310,9 @@ class Routes:
                 "This server has several indexes: name one in the address, as in"
                 " /v1/indexes/NAME/search."
             )
-        raise RequestError(404, sentence, members=self._named(caller))
+        raise RequestError(404, sentence, members=self._index_names(caller))
 
-    def _named(self, caller: Caller) -> dict[str, list[str]]:
+    def _index_names(self, caller: Caller) -> dict[str, list[str]]:
         return {"indexes": sorted(filter(caller.may_use, self.indexes))}
 
     @asynccontextmanager
@@ -365,7 +369,8 @@ register_url_convertor("any", _AnyText())
 class NamedRoute(Route):
     """A route that records its pattern for metrics and the log.
 
-    A pattern with an item's id matches the path before decoding, so that `%2F` belongs to the id.
+    A pattern with an item's id is matched against the path as sent, without percent-decoding, so
+    that `%2F` is part of the id.
     """
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
@@ -546,13 +551,17 @@ def _description(name: str, index: Index) -> dict[str, Any]:
     }
 
 
-def _cursor_after(after: str, where: Filter | None) -> str:
-    """Return the cursor of the page that follows an id in the list of a filter's items."""
-    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
+def _encoded_cursor(last: str, where: Filter | None) -> str:
+    """Return the cursor of the next page, after the page that ends with the id `last`."""
+    return base64.urlsafe_b64encode(json.dumps([last, _digest(where)]).encode()).decode()
 
 
-def _after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id that a cursor's page follows; raise a RequestError for a wrong cursor."""
+def _decoded_cursor(cursor: str | None, where: Filter | None) -> str | None:
+    """Return the last id of the page before a cursor's page; `None` for the first page.
+
+    Raises:
+        RequestError: 400 if the cursor is malformed or belongs to another filter.
+    """
     if cursor is None:
         return None
     try:
