@@ -33,31 +33,31 @@ def lfw_people(
     lists: Path | None = None,
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read people's images in the layout of Labeled Faces in the Wild, and its lists.
+    """Read images of people, and lists of them, in the layout of Labeled Faces in the Wild.
 
     Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
     Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing
     is downloaded. An item's label is the person, and its key is the path relative to `folder`. Use
     the lists of pairs with `retrieval evaluate --protocol verification --pairs`: `pairsDevTest.txt`
-    with view "dev", and `pairs.txt` with "folds", of which only the test fold is held out.
+    with view "dev", and `pairs.txt` with "folds", where only the test fold's pairs are held out.
 
     Args:
-        folder: the folder of people's folders. A relative path starts at the working directory.
+        folder: folder with one folder per person. A relative path starts at the working directory.
         view: which split to use. "dev" is View 1, for model selection: the people in
             `peopleDevTrain.txt` are for training, those in `peopleDevTest.txt` for testing. "folds"
             is View 2, for reporting: one fold of `people.txt` is for testing and the others are for
             training, with one run per fold. "none" loads all images without a split.
         fold: number of the test fold for view "folds", from 1.
         restricted: whether to load only images that LFW's pairs name (those of `pairsDevTrain.txt`
-            and `pairsDevTest.txt`, or of `pairs.txt`), as in the image-restricted protocol. A loss
-            over labels breaks the protocol's rule that no other *pairs* are formed, so report such
-            a result as unrestricted.
+            and `pairsDevTest.txt`, or of `pairs.txt`), as in the image-restricted protocol. The
+            protocol forbids training on other *pairs*. A loss over labels forms other pairs, so
+            report its result as unrestricted.
         lists: the folder of the lists; by default `folder` or its parent.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: an image is missing or wrongly named, counts differ from the lists, or a person
-            is on both sides. The message lists all problems.
+        DataError: an image is missing or wrongly named, a list is missing or contradicts its own
+            counts, or a person is on both sides. The message lists all problems.
     """
     if not folder.is_dir():
         raise DataError(
@@ -95,7 +95,7 @@ def lfw_people(
 
 
 def _name_problems(keys: list[str]) -> list[str]:
-    """Return sentences on images that are not named like LFW's, or have several files."""
+    """Return sentences on images not named like LFW's, and on names that several files share."""
     misnamed = [key for key in keys if not re.fullmatch(r"([^/]+)/\1_\d{4,}\.[^./]+", key)]
     problems = []
     if misnamed:
@@ -151,13 +151,15 @@ def _sides(
 
 
 def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items that the pairs of each fold name, and problems."""
+    """Return the items in the pairs of each fold, and problems."""
     pairs, problems = find_pairs(path, keys)
     if problems:
         return [], problems
     if folds != (pairs.fold is not None):
         return [], [
-            f"line 1 must state {'folds and pairs in each' if folds else 'one number of pairs'}."
+            "line 1 must state the numbers of folds and of pairs, such as 10 300."
+            if folds
+            else "line 1 must state only the number of pairs, such as 500."
         ]
     if pairs.fold is None:
         return [{*pairs.first.tolist(), *pairs.second.tolist()}], []
@@ -170,7 +172,7 @@ def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set
 def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
     """Return the items of the people of each fold, and problems."""
     read, problems = read_people(path, folds)
-    places = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
+    index_of = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
     listed: dict[str, int] = {}
     groups: list[set[int]] = []
     for people in read:
@@ -178,14 +180,14 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
         for line, name, images in people:
             if (first := listed.setdefault(name, line)) != line:
                 problems.append(f"line {line}: {name} is already in line {first}.")
-            numbers = [places.get(_image_name(name, n)) for n in range(1, images + 1)]
-            missing = [_image_name(name, n) for n, place in enumerate(numbers, 1) if place is None]
+            found = [index_of.get(_image_name(name, n)) for n in range(1, images + 1)]
+            missing = [_image_name(name, n) for n, item in enumerate(found, 1) if item is None]
             if missing:
                 problems.append(
                     f"line {line}: {len(missing):,} of the {images:,} images of {name} are missing:"
                     f" {some(missing)}."
                 )
-            group.update(place for place in numbers if place is not None)
+            group.update(item for item in found if item is not None)
         groups.append(group)
     if folds and len(read) < 2 and not problems:
         problems.append(

@@ -14,7 +14,7 @@ from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
-"""Options that the command line of a resumed run omits."""
+"""Options that the suggested command for resuming a run omits."""
 
 RECIPE = click.argument("recipe", type=PATH)
 SET_OPTION = click.option(
@@ -22,8 +22,9 @@ SET_OPTION = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=… removes"
-    " the parameters of the old loss; loss=none or train.clip_norm=none removes a table or key.",
+    help="Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=NAME"
+    " chooses another loss and drops the parameters of the old one. loss=none removes the table"
+    " [loss]; train.clip_norm=none removes that key.",
 )
 
 
@@ -65,7 +66,7 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
         from retrieval.recipe.read import naming, read_recipe
 
         checked = read_recipe(recipe, overrides, extra)
-        # slow to import, so that a wrong path is reported first
+        # slow to import; a wrong path has already been reported
         from retrieval.training.check import run_one_batch
 
     with naming(recipe):
@@ -84,7 +85,9 @@ TRACK_OPTION = click.option(
 
 @click.command()
 @RECIPE
-@click.option("--output", type=PATH, help="The run's folder; by default runs/NAME of the recipe.")
+@click.option(
+    "--output", type=PATH, help="The run's folder; by default runs/NAME, with the recipe's name."
+)
 @click.option(
     "--resume", is_flag=True, help="Resume a run; --set train.epochs=N trains it for longer."
 )
@@ -122,14 +125,14 @@ def train(
         if resume:
             from retrieval.run.resume import read_given
 
-            newer = options["replace_plugins"]
+            replace_plugins = options["replace_plugins"]
             folder, checked = read_given(
-                output, recipe, overrides, extra, replace_plugins=newer, report=say
+                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
             )
         else:
             checked = read_recipe(recipe, overrides, extra)
             folder = output or Path("runs") / checked.name
-        # slow to import, so that a wrong path is reported first
+        # slow to import; a wrong path has already been reported
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
@@ -161,8 +164,10 @@ def _inode(folder: Path) -> int | None:
 @click.argument("photos", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The student's bundle to write.")
 @click.option("--student", default="core.convnet", help="The student's backbone.")
-@click.option("--run", type=PATH, help="The run's folder; by default runs/NAME of the output.")
-@click.option("--labels", is_flag=True, help="Also learn labels: a photo's is its folder's name.")
+@click.option(
+    "--run", type=PATH, help="The run's folder; by default runs/small for -o small.bundle."
+)
+@click.option("--labels", is_flag=True, help="Also learn labels, the names of the photos' folders.")
 @click.option(
     "--dimensions",
     type=click.IntRange(1),

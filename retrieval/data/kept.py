@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 FORMAT = "retrieval inputs 1"
 ITEMS = 512
-"""Largest number of items for verifying a bundle, and for calibration."""
+"""Largest number of items that verify a bundle on export, and of items that calibrate it."""
 
 MOST_ITEMS, MOST_BYTES = 64, 8 << 20
 """Largest number of stored items, and their largest total size in bytes."""
 
 
 class KeptInputs(Dataset):
-    """Held-out inputs in the encoder's format, from a dataset that may no longer exist."""
+    """Held-out inputs, already preprocessed, from a dataset that may no longer exist."""
 
     def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
         self.kind = kind
@@ -90,7 +90,10 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
 def by_class(
     indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
 ) -> NDArray[np.int64]:
-    """Return up to `number` of the indices: a few evenly spaced items of evenly spaced classes."""
+    """Return up to `number` of the indices, evenly spaced within each class.
+
+    If there are too many classes, only some classes, evenly spaced, contribute a few items each.
+    """
     if len(indices) <= number:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)

@@ -88,7 +88,7 @@ def check_data(
     if within is not None and (model is None or not 0 <= within < float("inf")):
         raise DataError("within is a model's distance: pass a model and a number of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
-    checked, subjects = _subjects(data, bundle, overrides, plugins)
+    name, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
         kind = "images" if subjects.kind == "image" else "vectors"
         raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
@@ -114,7 +114,7 @@ def check_data(
         near += _pairs(pairs, rows, "model")
         complete = complete and pairs.complete
     return Findings(
-        checked,
+        name,
         subjects.items,
         sorted(scan.faults.items()),
         same,
@@ -178,8 +178,9 @@ class _Scan:
 
     Attributes:
         faults: why an item cannot be read, by the item's row (its index among the N items).
-        flat: why a 16-bit image keeps only a few levels in 8 bits, by the image's row.
-        same_bytes: (N,) first row whose file has the same bytes; −1 if the item is not a file.
+        flat: a sentence on each 16-bit image that has few levels left in 8 bits, by its row.
+        same_bytes: (N,) first row whose file has the same bytes; −1 if the item has no file of its
+            own or cannot be read.
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         has_picture: (N,) true for the rows that have a picture.
@@ -202,8 +203,8 @@ class _Scan:
         self.has_picture = np.zeros(size, bool)
         if bundle is not None:
             self.encoded = _empty(bundle, size)
-        contents: dict[bytes, int] = {}
-        numbers: dict[bytes, int] = {}
+        first_with_bytes: dict[bytes, int] = {}
+        first_with_values: dict[bytes, int] = {}
         waiting: list[tuple[int, NDArray[Any]]] = []
         work = partial(_measure, subjects, bundle)
         with Meter("checking", size, "items") as meter:
@@ -216,8 +217,8 @@ class _Scan:
                 if opened.flat is not None:
                     self.flat[row] = opened.flat
                 if opened.file is not None:
-                    self.same_bytes[row] = contents.setdefault(opened.file, row)
-                self.same_values[row] = numbers.setdefault(opened.hashes.values, row)
+                    self.same_bytes[row] = first_with_bytes.setdefault(opened.file, row)
+                self.same_values[row] = first_with_values.setdefault(opened.hashes.values, row)
                 if opened.hashes.picture is not None:
                     self.pictures[row], self.has_picture[row] = opened.hashes.picture, True
                 if bundle is not None and opened.pixels is not None:
@@ -241,12 +242,12 @@ class _Scan:
     def same(self) -> tuple[list[Alike], Rows]:
         """Return the groups of identical items, and the rows to compare further.
 
-        Identical items of the same side and label are represented by one of their rows.
+        Of identical items with the same side and label, only the first is compared further.
         """
         groups: defaultdict[int, list[int]] = defaultdict(list)
-        for row, number in enumerate(self.same_values.tolist()):
-            if number >= 0:
-                groups[number].append(row)
+        for row, first in enumerate(self.same_values.tolist()):
+            if first >= 0:
+                groups[first].append(row)
         pairs: list[Alike] = []
         compared: list[int] = []
         for rows in groups.values():
@@ -279,7 +280,7 @@ class _Scan:
         )
 
     def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
-        """Return the 95th percentile of the distances between sampled items and JPEG copies."""
+        """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]
         work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
@@ -295,7 +296,10 @@ class _Scan:
     def _distances(
         self, bundle: Bundle, queries: Encoded, number: int, rows: Rows
     ) -> NDArray[np.float64]:
-        """Return query `number`'s model distances to items; Euclidean if the model only scores."""
+        """Return the model's distances of query `number` to items.
+
+        If the model merges sub-spaces by score, Euclidean distances replace the scores.
+        """
         query, vectors = queries.query[number], self.encoded.vector[rows]
         code = None if queries.code is None else queries.code[number]
         codes = None if self.encoded.code is None else self.encoded.code[rows]
@@ -305,7 +309,7 @@ class _Scan:
 
 
 class _Measured(NamedTuple):
-    """Measurements of an item: hash of its file, fingerprint, model input, and why it is `flat`."""
+    """Measurements of an item: file's hash, fingerprint, model input, sentence for `_Scan.flat`."""
 
     file: bytes | None
     hashes: Fingerprint
@@ -363,7 +367,7 @@ def _copy(
 
 MOST = 64
 """Largest number of rows, and of columns, of a preview sheet."""
-# pixels: least shorter side of an image, gap between images, height of the text above each row
+# in pixels: shortest side of an image, gap between images, height of the text above each row
 _LEAST, _GAP, _TEXT = 64, 4, 14
 
 

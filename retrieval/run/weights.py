@@ -85,7 +85,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
 
 def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return one sentence per weight of a part that only one side has or whose shapes differ."""
+    """Return a sentence for each of a part's weights that one side lacks or whose shapes differ."""
     problems = []
     for name in dict.fromkeys([*ours, *theirs]):
         if not name.startswith(f"{part}."):
@@ -94,7 +94,7 @@ def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
         if shape is None:
             problems.append(f"that run has {name} {their_shape}, but this model does not.")
         elif their_shape is None:
-            problems.append(f"that run has no {name} {shape}, but this model does.")
+            problems.append(f"this model has {name} {shape}, but that run does not.")
         elif shape != their_shape:
             problems.append(f"{name} has shape {their_shape} in that run, but {shape} here.")
     return problems
@@ -127,7 +127,7 @@ def fitted_state(learner: Learner) -> dict[str, Any]:
 
 
 def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
-    """Return a fitted learner's model from its checkpoint, without fitting again.
+    """Return the model of a fitted learner, rebuilt from its checkpoint without fitting again.
 
     Raises:
         DataError: the checkpoint is missing, damaged, or belongs to another recipe.

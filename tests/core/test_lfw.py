@@ -191,10 +191,12 @@ def test_lists_that_do_not_fit_the_view(faces):
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
     assert "put people on both sides, training and test: Person_00, Person_01" in refused(faces)
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
-    says = "pairsDevTest.txt: line 1 must state one number of pairs."
+    says = "pairsDevTest.txt: line 1 must state only the number of pairs, such as 500."
     assert says in refused(faces, restricted=True)
     shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
-    assert "pairs.txt: line 1 must state folds" in refused(faces, view="folds", restricted=True)
+    assert "pairs.txt: line 1 must state the numbers of folds and of pairs" in refused(
+        faces, view="folds", restricted=True
+    )
     broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
     (lists / "pairsDevTrain.txt").write_text(broken)
     says = "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item"

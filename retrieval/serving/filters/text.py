@@ -92,7 +92,7 @@ def parse(text: str) -> Filter:
             f"The filter is empty. Write {_CONDITION}, or omit the filter to get all items."
         )
     try:
-        return _parser().parse(text)  # type: ignore[return-value]  # the transformer makes no tree
+        return _parser().parse(text)  # type: ignore[return-value]  # a Filter
     except _Mistake as fault:
         position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
@@ -105,15 +105,15 @@ def parse(text: str) -> Filter:
 
 @functools.cache
 def _parser() -> Lark:
-    return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder(), maybe_placeholders=False)
+    return Lark(_GRAMMAR, parser="lalr", transformer=_FilterBuilder(), maybe_placeholders=False)
 
 
 @v_args(inline=True)
-class _TreeBuilder(Transformer[Token, Any]):
+class _FilterBuilder(Transformer[Token, Any]):
     """Builds the filter; lark calls one method per grammar rule, from the leaves up."""
 
     def field(self, *names: Token) -> Field:
-        return _refused_at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
+        return _located(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
 
     def value(self, token: Token) -> tuple[Token, Any]:
         if token.type == "TEXT":
@@ -125,28 +125,28 @@ class _TreeBuilder(Transformer[Token, Any]):
         return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
     def compare(self, field: Field, op: Token, value: tuple[Token, Any]) -> Filter:
-        return _refused_at(value[0], lambda: Compare(field, str(op), value[1]))  # type: ignore[arg-type]
+        return _located(value[0], lambda: Compare(field, str(op), value[1]))  # type: ignore[arg-type]
 
     def exists(self, keyword: Token, field: Field) -> Filter:
         return Exists(field)
 
     def one_of(self, field: Field, keyword: Token, *values: tuple[Token, Any]) -> Filter:
-        return _refused_at(keyword, lambda: In(field, tuple(value for _, value in values)))
+        return _located(keyword, lambda: In(field, tuple(value for _, value in values)))
 
     def none_of(self, field: Field, negation: Token, *values: Any) -> Filter:
         return self.negated(negation, self.one_of(field, *values))
 
     def negated(self, keyword: Token, part: Filter) -> Filter:
-        return _refused_at(keyword, lambda: Not(part))
+        return _located(keyword, lambda: Not(part))
 
     def all_of(self, *parts: Filter | Token) -> Filter:
-        return _refused_at(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # a word follows each filter
+        return _located(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # filters and keywords alternate
 
     def any_of(self, *parts: Filter | Token) -> Filter:
-        return _refused_at(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
+        return _located(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
 
 
-def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
+def _located(token: Any, make: Callable[[], Node]) -> Node:
     """Return `make()`; turn its `DataError` into a mistake at the position of `token`."""
     try:
         return make()
@@ -173,19 +173,19 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     if {"NOT", "NAME"} <= tokens:
         expected = _CONDITION
     else:
-        if "DOT" in tokens and "OP" in tokens:  # the field's name is complete
+        if "DOT" in tokens and "OP" in tokens:  # a field has ended; a dot would extend it
             tokens = {"OP", "IN"}
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    is_ = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
-    word = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
-    if "TEXT" in tokens and word:
+    found = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
+    is_name = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
+    if "TEXT" in tokens and is_name:
         hint = f" Write text in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
     else:
         hint = did_you_mean(
             actual[:40], [name for name in ("and", "or", "in") if name.upper() in tokens]
         )
-    return position, f"expected {expected}, but {is_}.{hint}"
+    return position, f"expected {expected}, but {found}.{hint}"
 
 
 def _readable(text: str) -> str:

@@ -115,8 +115,8 @@ class Candidates:
         items: items sorted by id or, if `distances` are set, by distance and then id.
         arrays: arrays (n, width) of these items by name; may be read lazily.
         distances: Euclidean distances (n,), float64, exactly as `serving.merging.merged` computes
-            them. None if the store measured none, as it must if the vectors have several
-            sub-spaces.
+            them. None if the store did not measure them. A store must not measure vectors that
+            have several sub-spaces.
     """
 
     items: Sequence[Item]
@@ -129,7 +129,7 @@ class Generation:
     """The arrays of all items of an index, computed with one bundle (an exported model).
 
     Attributes:
-        number: increasing number of the generation.
+        number: number of the generation; each new generation has a higher one.
         bundle: SHA-256 of the bundle's manifest.
         variant: variant of the bundle's encoder that computed the arrays. None for the encoder
             itself.
@@ -175,8 +175,8 @@ def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
 
     Args:
         bundle: the bundle that embeds the items.
-        features: width of the backbone's features, if the index stores them so that it can migrate
-            to another head.
+        features: width of the backbone's features, which let the index migrate to another head.
+            None if the index does not store them.
     """
     manifest = bundle.manifest
     codes = {CODE: manifest.code} if bundle.has_code and manifest.code else {}
@@ -205,9 +205,9 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     """
     problems, texts, seen = [], [], set()
     valid = {name for name, width in widths.items() if _are_valid(items, name, width)}
-    unchecked = {name: width for name, width in widths.items() if name not in valid}
+    faulty = {name: width for name, width in widths.items() if name not in valid}
     for number, item in enumerate(items):
-        text, faults = _problems(item, unchecked)
+        text, faults = _problems(item, faulty)
         if isinstance(item.id, str):
             if item.id in seen:
                 faults.append("repeats the id of an earlier item of this call")
@@ -260,9 +260,9 @@ def check_id(id: object) -> str | None:
 
 
 def usable(ids: Iterable[object]) -> list[str]:
-    """Return the ids that an item can have.
+    """Return the ids that can be looked up: those without NUL and without half a surrogate pair.
 
-    No item has an id with NUL or half of a surrogate pair; SQLite would cut the id at NUL.
+    No item has any of the other ids. SQLite would cut an id at NUL and find another item.
     """
     return [id for id in ids if isinstance(id, str) and not _text_fault(id)]
 
@@ -278,7 +278,8 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     try:
         text = _as_json(item.metadata)
         if "\\u0000" in text or _text_fault(text):
-            # Raises an error that names the field; \\u0000 with an escaped backslash is valid.
+            # This raises an error that names the faulty field. It accepts "u0000" after an escaped
+            # backslash, which is valid.
             metadata_text(item.metadata)
     except (DataError, TypeError, ValueError, AttributeError) as fault:
         faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
@@ -355,7 +356,7 @@ def _text_fault(text: str) -> str | None:
 
 
 def check_queries(queries: Floats, generation: Generation) -> None:
-    """Raise a `DataError` if queries are not finite or not (Q, P) with the generation's width P."""
+    """Raise a `DataError` unless queries (Q, P) are finite and P is the generation's width."""
     width = generation.widths[VECTOR]
     if queries.ndim != 2 or queries.shape[1] != width:
         raise DataError(
@@ -389,17 +390,17 @@ def no_field(name: str, known: Sequence[str]) -> DataError:
 
 
 COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
-"""Columns of the table of items in the index's SQLite record, in the order of `to_row`."""
+"""Columns of the table of items in an index's SQLite database, in the order of `to_row`."""
 
 Row = tuple[Any, ...]
 _NO_METADATA = "{}"
 
 
 def to_row(number: int, item: Item, metadata: str) -> Row:
-    """Return an item as a row of the index's SQLite record.
+    """Return an item as a row of an index's SQLite database.
 
     Args:
-        number: number of the item in the record.
+        number: number of the item in the database.
         item: the item.
         metadata: the item's metadata as JSON.
     """
@@ -420,7 +421,7 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
 
 
 def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
-    """Return the item that a row of the index's SQLite record describes.
+    """Return the item that a row of an index's SQLite database describes.
 
     Args:
         row: values of `COLUMNS`.
@@ -436,8 +437,8 @@ def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
         location = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(
-            f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on it, and"
-            " restore a snapshot."
+            f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on the"
+            " index, and restore a snapshot."
         ) from fault
     return Item(
         id, label, content, file, stamp, keep, None, size, width, height, arrays or {}, location
