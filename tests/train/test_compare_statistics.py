@@ -172,8 +172,8 @@ def test_with_splits_a_split_is_what_counts():
     paired = stats.ttest_rel([0.8, 0.7, 0.5], [0.7, 0.6, 0.45])
     assert found.differences[0].p == pytest.approx(paired.pvalue)
     assert "The interval covers splits and seeds" in found.notes[0]
-    assert "of splits and seeds" in markdown(found)
-    assert "of seeds only" in markdown(result({"a": A, "b": B}))
+    assert "over splits and seeds" in markdown(found)
+    assert "over seeds only" in markdown(result({"a": A, "b": B}))
 
 
 def test_one_recipe_is_a_comparison_too():

@@ -133,7 +133,7 @@ def method(
     """Return which tests were used and why, as the end of a sentence."""
     tests = {difference.test for difference in differences}
     seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
-    reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
+    reason = "pooling variances takes three recipes that depend on the seed, and three seeds"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
         bartlett = equation(float(stats.bartlett(*seeded).pvalue))
         comparable = "comparable" if "pooled" in tests else "not comparable"
@@ -149,8 +149,8 @@ def method(
     if "one-sample" in tests:
         lines.append("a one-sample t test where one of the two does not depend on the seed")
     return (
-        f"{'; '.join(lines)}. Corrected together by Holm's method; a difference's interval has the"
-        " level at which Holm's method tests it."
+        f"{'; '.join(lines)}. Corrected together by Holm's method; a difference's interval uses the"
+        " level of its test."
     )
 
 

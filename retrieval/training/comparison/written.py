@@ -55,7 +55,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 def metric_table(result: Comparison) -> Cells:
     """Return the table of metrics; the first row is its header."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
-    rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
+    rows = [[f"mean ± 95 % over {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
         rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
     return rows
@@ -68,7 +68,7 @@ def interval(mean: Mean) -> str:
 
 def differences(result: Comparison) -> Cells:
     """Return the table of differences; the first row is its header."""
-    rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
+    rows = [["", "minus", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
         p, corrected = (
             "" if value is None else probability(value)
