@@ -159,6 +159,14 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
+def _modified(file: Path) -> int | None:
+    """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 @click.command()
 @click.argument("teacher")
 @click.argument("photos", type=PATH)
@@ -194,10 +202,13 @@ def distill(
     with loading():
         from retrieval.training.distill import distill as distilled
     run = run or Path("runs") / output.stem
+    before = _modified(run / "distill.json")
     try:
         result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
     except (KeyboardInterrupt, Interrupted):
-        again = this_command("--resume", without=ONCE)
+        # --replace stays, for the old bundle; before the old run is gone, --resume would resume it
+        begun = options["resume"] or _modified(run / "distill.json") != before
+        again = this_command("--resume") if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))
     say(f"Next:\n  retrieval index create photos.index {photos} --model {output}")

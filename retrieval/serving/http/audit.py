@@ -149,15 +149,16 @@ class Audit:
                     file = self._open()
                     os.close(self._file)
                     self._file = file
-                size = os.fstat(self._file).st_size
-                try:
-                    if os.write(self._file, content) < len(content):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(self._file)
-                except OSError:
-                    with suppress(OSError):
-                        os.ftruncate(self._file, size)
-                    raise
+                with _alone(self._file):
+                    size = os.fstat(self._file).st_size
+                    try:
+                        if os.write(self._file, content) < len(content):
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                        os.fsync(self._file)
+                    except OSError:
+                        with suppress(OSError):
+                            os.ftruncate(self._file, size)
+                        raise
         except OSError as error:
             reason = error.strerror or error
             log.error("The record of changes %s cannot be written: %s", self._path, reason)
@@ -169,3 +170,22 @@ class Audit:
         with suppress(FileNotFoundError):
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False
+
+
+@contextmanager
+def _alone(file: int) -> Iterator[None]:
+    """Context manager that keeps other processes from writing to an open file meanwhile.
+
+    Otherwise, removing an incomplete line could also remove a line that another process appended.
+    """
+    with suppress(ImportError):  # on Windows, where a server has only one process
+        from fcntl import LOCK_EX, flock
+
+        flock(file, LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(ImportError):
+            from fcntl import LOCK_UN, flock
+
+            flock(file, LOCK_UN)
