@@ -141,18 +141,23 @@ def test_many_threads_write_whole_lines(tmp_path):
 def test_a_failed_line_takes_no_other_processes_line_with_it(tmp_path, monkeypatch):
     path, fsync = tmp_path / "audit.jsonl", os.fsync
     failing, other = Audit(path), Audit(path)  # two processes have a file description each
+
+    def make_change() -> None:
+        with other.recording(change("put", ["b"])):
+            pass
+
     with ThreadPoolExecutor(1) as pool:
 
         def fail(file: int) -> None:
             monkeypatch.setattr(os, "fsync", fsync)
-            pool.submit(lambda: other.recording(change("put", ["b"])).__enter__())
+            pool.submit(make_change)
             time.sleep(0.3)
             raise OSError(errno.EIO, "a broken disk")
 
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(RequestError), failing.recording(change("put", ["a"])):
             pass
-    assert events(path) == [("begun", ["b"])]
+    assert events(path) == [("begun", ["b"]), ("done", ["b"])]
 
 
 def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
