@@ -18,6 +18,7 @@ codes, and for the distances of a combiner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +47,8 @@ _MAGNITUDE = 2**63 - MOST_ITEMS
 _BLOCK_BYTES = 128 * 2**20  # working memory of a block
 _PAIRS_PER_CALL = 2**20  # of a `distance`
 _SELECTED = 2**16  # keys to select from at once; 512 KB stay in a core's cache
+_SAMPLED = 16  # one value in so many is sampled to bound the k-th smallest
+_SAMPLED_FROM = 4096  # values in a row; sampling fewer takes longer than it saves
 _DEEP = 256  # full search is faster if k is more than one gallery item in this many
 _MARGIN = 8  # a shallow search takes at least so many neighbours more than k
 _DIFFERENCES = 2**21  # numbers in the differences that are computed at once, 16 MB
@@ -268,18 +271,20 @@ class Neighbors:
         norms = queries.square().sum(1)
         # |q|² + |g|² − 2 q·g in one product, which is exact for whole numbers
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
-        squared = rows @ factors
-        floor = norms * _CANCELLED
+        wide, floor = min(k + 1, self.size), (norms * _CANCELLED).cpu().numpy()
+        columns, values = self._selected(rows @ factors, wide, left_out)
         # A query with more than k imprecise pairs, as in a collapsed embedding, is measured again.
-        crowded = ((squared < floor[:, None]).sum(1) > k).nonzero().ravel()
+        crowded = np.flatnonzero(values[:, -1] < floor) if wide > k else np.zeros(0, np.int64)
         if len(crowded):
-            apart = torch.cdist(
-                queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist"
-            )
-            squared[crowded] = apart.square_()
+            some = queries[torch.from_numpy(crowded).to(self.device)]
+            apart = torch.cdist(some, codes, compute_mode="donot_use_mm_for_euclid_dist")
+            own = None if left_out is None else left_out[crowded]
+            columns[crowded], values[crowded] = self._selected(apart.square_(), wide, own)
             floor[crowded] = 0
-        columns, values = self._selected(squared, k, left_out)
-        imprecise, places = (values < floor.cpu().numpy()[:, None]).nonzero()
+        columns, values = columns[:, :k], values[:, :k]
+        imprecise, places = (values < floor[:, None]).nonzero()
+        if not len(places):
+            return columns, values
         step = max(1, _DIFFERENCES // max(self.width, 1))
         for start in range(0, len(places), step):
             query, place = imprecise[start : start + step], places[start : start + step]
@@ -302,16 +307,29 @@ class Neighbors:
             every = torch.arange(self.size, device=values.device)
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
-        table, numbers = values.numpy(), np.arange(self.size)
+        table, every = values.numpy(), np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)
-        step = max(1, _SELECTED // self.size)
+        sampled = self.size >= _SAMPLED_FROM and 4 * k <= self.size
+        step = 1 if sampled else max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
-            part = rounded_keys(table[start : start + step], numbers)
-            if k < self.size:
+            block, columns = table[start : start + step], every
+            if sampled and len(smallest := _smallest(block[0], k)) >= k:
+                block, columns = block[:, smallest], smallest
+            part = rounded_keys(block, columns)
+            if k < len(columns):
                 part.partition(k - 1, axis=1)
             keys[start : start + step] = part[:, :k]
         keys.sort(axis=1)
         return _parts(keys)
+
+
+def _smallest(row: NDArray[np.float64], k: int) -> Ints:
+    """Return columns of the smallest values, more than k or, if the sample misleads, fewer."""
+    sample, rank = row[::_SAMPLED].copy(), k // _SAMPLED
+    rank = min(rank + 4 * math.isqrt(rank) + 8, len(sample) - 1)
+    sample.partition(rank)
+    # the margin also takes in values that are equal after rounding
+    return np.flatnonzero(row <= sample[rank] + abs(sample[rank]) * 2.0**-22)
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:
