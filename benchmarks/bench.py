@@ -240,7 +240,7 @@ def alone(work: Callable[..., Any], *values: Any, cpu: int | None = None, new: b
         except EOFError:  # it ended without a word
             result, fault = None, "it ended"
     process.join()
-    if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if process.exitcode == -signal.SIGXCPU:
         raise TimeoutError(f"The process was stopped after {cpu} CPU seconds.")
     if fault is not None:
         raise RuntimeError(f"{fault} (exit status {process.exitcode})")

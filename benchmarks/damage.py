@@ -144,10 +144,12 @@ def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
                 os.write(pipe, json.dumps(row).encode() + b"\n")
 
         done, status = living.output_of(work)
-        rows += [row for row in done if "file" in row]
+        faults = [row["fault"] for row in done if "fault" in row]
+        done = [row for row in done if "file" in row]
+        rows += done
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
-            said = f"the process ended with {status}"
+            said = f"the process ended with {status} {' '.join(faults)}".strip()
             rows.append({"file": name, "kind": kind, "how": "crash", "said": said})
         print(len(rows), flush=True)
     return rows

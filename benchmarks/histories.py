@@ -267,7 +267,7 @@ def run(
         finally:
             board[STOP] = 1
         answers, foreign = (
-            [answer for reader in readers for answer in reader.result()]
+            [answer for reader in readers for answer in reader.result(timeout=120)]
             for readers in (reading, apart)
         )
         upkeep_ = index.stats().details["transactions"] - len(history)

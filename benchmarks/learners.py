@@ -98,7 +98,7 @@ def one(title: str, items: int) -> dict[str, Any]:
         return told | {"stopped": "failed", "why": " ".join(str(error).split())}
     told["cpu"] = time.process_time() - began
     told["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit + 60,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit + 55, int(began) + limit + 60))
     told["iterations"] = getattr(learner, "n_iter_", None)
     # metric-learn's own `transform` checks its input as a current scikit-learn no longer lets it
     codes = others @ learner.components_.T if title in ADAPTED else learner.transform(others)

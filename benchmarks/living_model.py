@@ -307,7 +307,9 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
         missing = left_out.get(id) == state.items[id]
         if set(one.arrays) != (set() if missing else {"vector", "features"}):
             wrong.append(f"{id}: has arrays {sorted(one.arrays)}, left out: {missing}")
-        elif any((array != want.arrays[name]).any() for name, array in one.arrays.items()):
+        elif not all(
+            np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()
+        ):
             wrong.append(f"{id}: its arrays")
         if store.original(id) != want.original:
             wrong.append(f"{id}: its original")
@@ -409,8 +411,8 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
     """Return the JSON objects that work writes in a child, and the child's wait status."""
     process, pipe = forked(work)
-    with os.fdopen(pipe) as file:
-        lines = [json.loads(line) for line in file]
+    with os.fdopen(pipe) as file:  # a line without an end was cut short by the child's end
+        lines = [json.loads(line) for line in file if line.endswith("\n")]
     return lines, os.waitpid(process, 0)[1]
 
 

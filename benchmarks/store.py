@@ -262,7 +262,7 @@ class Chroma(System):
 
 SYSTEMS: dict[str, tuple[type[System], str, str]] = {
     "local flat": (Local, "apsw", "apsw"),
-    "local hnsw": (LocalHNSW, "apsw", "apsw"),
+    "local hnsw": (LocalHNSW, "apsw", "faiss"),
     "FAISS flat": (Faiss, "faiss-cpu", "faiss"),
     "qdrant-client": (Qdrant, "qdrant-client", "qdrant_client"),
     "LanceDB": (Lance, "lancedb", "lancedb"),

@@ -155,8 +155,9 @@ def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
     stop[0] = 1
     for writer in writers:
         writer.join(120)
-        if writer.exitcode:
+        if writer.exitcode != 0:  # None: it hangs
             wrong.append(f"a writer ended with {writer.exitcode}")
+            writer.kill()
     return kills, wrong
 
 
@@ -175,7 +176,12 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             kills, wrong = kill_for(folder, seconds, seed)
         finally:
             stop[0] = 1
-        answers = [reader.result() for reader in readers]
+        answers = []
+        for reader in readers:
+            try:
+                answers.append(reader.result(timeout=120))
+            except Exception as error:
+                wrong.append(f"a reader died or hangs: {error!r}")
     wrong += [fault for _, faults in answers for fault in faults]
     query = np.zeros((1, WIDTH), np.float32)
     with Index.open(folder / "index", threads=1) as index:

@@ -64,7 +64,7 @@ def lfw_people(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
     images = find_images(folder)
-    images.left_out.pop("no image", None)  # the lists and other files of the archive
+    images.left_out.pop("not an image", None)  # the lists and other files of the archive
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)

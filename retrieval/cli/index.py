@@ -544,6 +544,8 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
     """
     with opened_index(path) as opened:
         done = opened.rollback()
+    for fault in done.skipped:
+        say(f"skipped: {fault}", err=True)
     sentence = f"{path}: generation {done.generation.number} is served again; {done.embedded:,}"
     tell(path, as_json, f"{sentence} items were embedded for it.", **_generation_facts(done))
 

@@ -313,7 +313,7 @@ class Neighbors:
         step = 1 if sampled else max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
             block, columns = table[start : start + step], every
-            if sampled and len(smallest := _smallest(block[0], k)) >= k:
+            if sampled and (smallest := _smallest(block[0], k)) is not None:
                 block, columns = block[:, smallest], smallest
             part = rounded_keys(block, columns)
             if k < len(columns):
@@ -323,13 +323,15 @@ class Neighbors:
         return _parts(keys)
 
 
-def _smallest(row: NDArray[np.float64], k: int) -> Ints:
-    """Return columns of the smallest values, more than k or, if the sample misleads, fewer."""
+def _smallest(row: NDArray[np.float64], k: int) -> Ints | None:
+    """Return columns that include those of the k smallest keys, or None if a sample misleads."""
     sample, rank = row[::_SAMPLED].copy(), k // _SAMPLED
     rank = min(rank + 4 * math.isqrt(rank) + 8, len(sample) - 1)
     sample.partition(rank)
-    # the margin also takes in values that are equal after rounding
-    return np.flatnonzero(row <= sample[rank] + abs(sample[rank]) * 2.0**-22)
+    limit = float(sample[rank])
+    margin = abs(limit) * 2.0**-22 if math.isfinite(limit) else 0.0  # equal after rounding
+    columns = np.flatnonzero(row <= limit + margin)
+    return columns if np.count_nonzero(row[columns] <= limit) >= k else None
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:

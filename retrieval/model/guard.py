@@ -121,7 +121,7 @@ def checked_indices(
             if low < 0 or high >= size:
                 raise PluginError(
                     f"{what} gave indices from {low} to {high}, but the {size} items are numbered"
-                    f" from 0 to {size - 1}."
+                    " from 0."
                 )
     return cast(TripletIndices, tuple(indices))
 

@@ -144,7 +144,7 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a permanent line, above the bar if there is one, unless nothing is shown.
+        """With `progress=True`, write a permanent line, above the bar if there is one.
 
         Control characters are escaped, because the line may contain untrusted names.
         """

@@ -221,7 +221,10 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
             )
         if begun is None:
             raise DataError(f"{work} was not written by distillation. Name another folder (--run).")
-        shutil.rmtree(work)
+        aside = work.with_name(f".{work.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        work.rename(aside)  # so that a folder that is half deleted is never resumed
+        shutil.rmtree(aside)
     elif begun is not None and begun != plan:
         changed = " and ".join(name for name in plan if begun.get(name) != plan[name])
         raise DataError(

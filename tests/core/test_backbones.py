@@ -132,7 +132,12 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path, monkeypatch):
     ("name", "model", "values", "sentence"),
     [
         ("torchvision", "resnet8", {}, "no torchvision model 'resnet8'. Did you mean 'resnet"),
-        ("torchvision", "resnet18", {"weights": "DEFALT"}, "'DEFALT'; it has: IMAGENET1K_V1, DEF"),
+        (
+            "torchvision",
+            "resnet18",
+            {"weights": "DEFALT"},
+            "no weights 'DEFALT'; it has: IMAGENET1K_V1, DEFAULT.",
+        ),
         ("torchvision", "squeezenet1_1", {"size": 8}, "1_1 does not accept images of 8 × 8 pixels"),
         ("timm", "mobilenetv3_smal_050", {}, "Did you mean 'mobilenetv3_small_050'"),
         ("timm", "resnet18.a1", {}, "no weights 'resnet18.a1'; it has: resnet18.a1_in1k, "),
@@ -358,3 +363,5 @@ def test_the_smallest_image_that_a_stem_takes():
     says = "size 12 cannot be halved 2 times after a stem of 4. Make depth or stem smaller, or size"
     with pytest.raises(RecipeError, match=says):
         create("backbone", "core.convnet", size=12, stem=4, depth=3)
+    with pytest.raises(RecipeError, match=r"size 28 cannot be halved 5 times\. Make depth small"):
+        create("backbone", "core.convnet", size=28, depth=6)

@@ -75,7 +75,11 @@ def test_a_backslash_in_a_files_own_name_stays(read, folder):
 @pytest.mark.parametrize(
     ("header", "form", "says"),
     [
-        (",path,label", "{n},{path},{label}", r"line 1: .*a name.*row numbers.*index=False\)"),
+        (
+            ",path,label",
+            "{n},{path},{label}",
+            r"line 1: .*without a name.*row numbers.*to_csv\(…, index=False\)",
+        ),
         ("path,label,", "{path},{label},", r"line 1: .*without a name.*a comma at the line.s end"),
         ("path,label", "{path},{label},", "line 2: .*with a comma.* 3 values; the header names 2"),
         ("paths,label", "{path},{label}", r"no column 'path' \(it has: paths, .* Rename 'paths'"),
@@ -144,6 +148,7 @@ def test_one_number_in_several_forms_is_likely_one_class(folder):
         (["12", "8.5", ""], [12.0, 8.5, None]),
         (["1e3", "-2.5E-1"], [1000.0, -0.25]),
         (["true", "FALSE", "", "True"], [True, False, None, True]),
+        (["TRUE", "False"], [True, False]),
         (["TRUE", "yes"], ["TRUE", "yes"]),
         (["007", "12"], ["007", "12"]),  # codes, not numbers
         (["1234567890123456"], ["1234567890123456"]),

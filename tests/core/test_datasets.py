@@ -309,13 +309,20 @@ SHAPE = "features must have the shape (N, F), not "
         ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
         ({"features": NOT_FINITE}, ["2 rows of features hold NaN", ": 0, 2."]),
         ({"features": np.array([[1, 0], [1, 1e300], [1, 0]])}, ["1 row of features holds", ": 1."]),
-        ({"features": np.zeros((3, 2), complex)}, ["must be real numbers, not complex128"]),
+        (
+            {"features": np.zeros((3, 2), complex)},
+            ["features must be real numbers, not complex128"],
+        ),
         ({"features": np.zeros(3)}, [f"{SHAPE}(3,)"]),
         ({"features": np.zeros((0, 2))}, ["(0, 2)"]),
         ({"features": np.float32(3)}, [f"{SHAPE}()"]),
         (
             {"labels": np.zeros(3), "splits": np.array(["train"] * 2)},
-            ["2 problems", "text or whole numbers, not float64", "splits must have the shape (3,)"],
+            [
+                "2 problems",
+                "labels must be text or whole numbers, not float64",
+                "splits must have the shape (3,)",
+            ],
         ),
         ({"labels": np.array(["a", None], dtype=object)}, ["Python objects, which are never read"]),
     ],

@@ -83,10 +83,6 @@ def test_torchvision_in_memory(tmp_path):
     assert np.array_equal(data.arrays, np.concatenate(parts))
     assert data.labels == ["3 - three", "7 - seven"] * 3
     assert data.splits == ["train"] * 4 + ["test"] * 2
-    assert (
-        data.labels == ["3 - three", "7 - seven"] * 3
-        and data.splits == ["train"] * 4 + ["test"] * 2
-    )
 
 
 def test_torchvision_refusals(tmp_path):

@@ -78,7 +78,11 @@ def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path):
     write_cifar(tmp_path)
     whole = (tmp_path / "data_batch_2.bin").read_bytes()
     eleven = b"\x0b" + whole[1:]
-    for content, words in ((whole[:-1], "of 3,073"), (b"", "records"), (eleven, "label 11")):
+    for content, words in (
+        (whole[:-1], "records of 3,073"),
+        (b"", "records"),
+        (eleven, "label 11"),
+    ):
         (tmp_path / "data_batch_2.bin").write_bytes(content)
         assert words in refused(cifar10, tmp_path, counts="any")
 

@@ -65,6 +65,7 @@ def test_the_pools_of_other_libraries_nets(name, model, pool):
     with torch.no_grad():
         actual = built(images)
         plain = net(name, model=model, size=64)
+        assert plain.features == plain(images).shape[1]
         output = built.network.output(images)
         if model.startswith("vit"):
             tokens = output[:, 1:].transpose(1, 2).unflatten(2, (4, 4))

@@ -228,7 +228,8 @@ MORE = "there are only"
         (
             [5, 5],
             {"count": 60},
-            f"{MORE} 20 pairs of one class and 25 of two classes; 10 folds of 3 of each kind",
+            f"{MORE} 20 pairs of one class and 25 of two classes; 10 folds of 3 of each kind need"
+            " more",
         ),
         ([5, 5], {"count": 30}, "half of them same, in 10 equal folds: take a multiple of 20"),
         ([5, 5], {"folds": 1}, "folds = 1 is too few"),

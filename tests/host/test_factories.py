@@ -167,7 +167,11 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
 
 
 def test_a_default_that_no_recipe_can_write_stays():
-    def loss(activation: Callable = torch.relu, start: Tensor | None = None, span: list = []):  # noqa: B006
+    def loss(
+        activation: Callable[[Tensor], Tensor] = torch.relu,
+        start: Tensor | None = None,
+        span: list = [],  # noqa: B006
+    ):
         return activation, start, span
 
     factory = read(loss)
@@ -209,7 +213,8 @@ def test_a_factory_that_refuses_its_values():
             raise ValueError("near must be below far.\nIt is not.")
 
     text = refusal(RecipeError, read(loss).build, {"near": 2.0})
-    assert "acme.thing refuses its parameters: near must be below far. It is not." in text
+    says = "acme.thing refuses its parameters: near must be below far. It is not."
+    assert text.endswith(f" 1 problem:\n  - {says}")
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
 

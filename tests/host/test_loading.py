@@ -142,7 +142,11 @@ def test_missing_and_misnamed_files_and_modules(tmp_path):
     ("old", "new", "words"),
     [
         ("losses():", "losess():", ["'hooks'", "'retrieval_losess'", "mean 'retrieval_losses'?"]),
-        ("@hookimpl", "@hookimpl(specname='retrieval_loss')", ["Did you mean 'retrieval_losses'?"]),
+        (
+            "@hookimpl",
+            "@hookimpl(specname='retrieval_loss')",
+            ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
+        ),
         ("@hookimpl", "", ["retrieval_losses without @retrieval.plugin.hookimpl"]),
         ("losses():", "losses(recipe):", ["retrieval_losses(recipe)", "calls retrieval_losses()"]),
         (

@@ -133,7 +133,11 @@ def test_every_plugin_with_names_is_tried():
 @pytest.mark.parametrize("plugin", ONE_OF_EACH)
 def test_what_loads_is_what_type_checkers_see(plugin):
     package = importlib.import_module(f"retrieval_{plugin}")
+    unloaded = set(package.__dir__()) - set(vars(package))
+    assert unloaded <= {name for _, name in told(plugin)}
     values = {name: getattr(package, name) for name in dir(package)}
     loads = {(getattr(value, "__module__", None), name) for name, value in values.items()}
     loads = {(home, name) for home, name in loads if str(home).startswith(f"{package.__name__}.")}
     assert loads == told(plugin) and ONE_OF_EACH[plugin] in values
+    for home, name in loads:
+        assert values[name] is getattr(importlib.import_module(home), name)

@@ -99,13 +99,16 @@ METRICS = {
 }
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     *(
-        ({key: of(part, how)}, [f"broken.{part}", *words])
+        ({key: of(part, how)}, [f"{'' if key == 'data' else key + ' '}broken.{part}", *words])
         for (key, part), faults in FAULTS.items()
         for how, words in faults.items()
     ),
     *(({"loss": {"name": f"broken.{n}"}}, [f"broken.{n}", *words]) for n, words in CALLS.items()),
     *((combined(how), words) for how, words in COMBINERS.items()),
-    ({**combined("right"), "combiner": {"name": "broken.no_build_head"}}, ["build_head(features)"]),
+    (
+        {**combined("right"), "combiner": {"name": "broken.no_build_head"}},
+        ["must define build_head(features)"],
+    ),
     *(({**FITTED, "learner": of("learner", how)}, words) for how, words in LEARNERS.items()),
     ({**FITTED, "learner": {"name": "broken.no_parts"}}, ["without transform, to_model_parts"]),
     *(({"evaluate": {"metrics": [f"broken.{how}"]}}, words) for how, words in METRICS.items()),

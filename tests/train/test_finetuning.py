@@ -146,8 +146,11 @@ def test_what_cannot_be_or_go_together(make, tables, sentence):
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"optimizer": {"lr_factor": {"backbone.layer.*": 2}}}, "matches 'backbone.layer.*'"),
-        ({"phase": [{"freeze": "stages:9"}]}, "stages:9, but the backbone has only 2 stages"),
+        (
+            {"optimizer": {"lr_factor": {"backbone.layer.*": 2}}},
+            "lr_factor: no parameter's name matches 'backbone.layer.*'",
+        ),
+        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, but the backbone has only 2 st"),
         ({"schedule": {"warmup": "9 epochs"}}, "9 epochs takes 27 steps, .*'train' has only 6"),
         ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
     ],
@@ -200,7 +203,6 @@ def test_the_start_is_kept_where_training_makes_it_worse(make, tmp_path):
 
 
 def test_the_end_says_if_few_classes_validated(make, tmp_path):
-    split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
     _, lines = reported(tmp_path / "run", make(**tables, train={"epochs": 1}))

@@ -161,7 +161,7 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
     for words, says in (
         (["optimizer.lr=0.5"], rf"{rate}.*Only these may change: train\.epochs"),
         (["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"], loss),
-        (["train.epochs=1"], "begun epoch 2 of the phase 'train', so the phase cannot have only 1"),
+        (["train.epochs=1"], "has already begun epoch 2 of the phase 'train', so the phase cannot"),
     ):
         refused(mine, "run", "--resume", *words, says=says)
     assert files(mine / "run") == before

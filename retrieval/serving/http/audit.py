@@ -178,14 +178,14 @@ def _alone(file: int) -> Iterator[None]:
 
     Otherwise, removing an incomplete line could also remove a line that another process appended.
     """
-    with suppress(ImportError):  # on Windows, where a server has only one process
+    with suppress(ImportError, OSError):  # Windows and some file systems have no such lock
         from fcntl import LOCK_EX, flock
 
         flock(file, LOCK_EX)
     try:
         yield
     finally:
-        with suppress(ImportError):
+        with suppress(ImportError, OSError):
             from fcntl import LOCK_UN, flock
 
             flock(file, LOCK_UN)

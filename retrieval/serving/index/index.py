@@ -444,7 +444,8 @@ class Index:
         Args:
             bundle: a bundle, or its folder.
             skip_bad: leave out items whose original is missing or cannot be used. If False, an
-                error lists them, and the old generation stays served.
+                error lists them, and the old generation stays served. If only stored features are
+                needed, items without any are always left out.
             progress: True shows a progress bar. A function is called with (what, done, total)
                 instead.
 
