@@ -120,6 +120,15 @@ def test_as_in_float64(kind, count):
         agree(queries, vectors, 10, **some)
 
 
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_as_in_float64_with_a_companion_of_several_parts(count):
+    vectors = normal(3000, 20) @ normal(20, 80, seed=2)
+    companion = Companion.build(vectors)
+    assert companion is not None and len(companion.table) > 1
+    for keep in (None, np.arange(3000) % 3 > 0, np.arange(3000) % 50 == 0):
+        agree(vectors[:count] + np.float32(1e-3), vectors, 10, companion=companion, keep=keep)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("small_blocks")
 def test_as_in_float64_block_by_block(kind):

@@ -317,7 +317,8 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     compared, doubtful, width = 0, 0, projected.size // count
     with _one_thread():
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _LINE, _LINE):
-            block = companion.table[:, rows]
+            table = companion.table  # `take` gives each part contiguous rows; indexing does not
+            block = table[:, rows] if isinstance(rows, slice) else table.take(rows, axis=1)
             penalty = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
             numbers = []
             for place, query in enumerate(queries):
