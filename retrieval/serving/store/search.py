@@ -255,10 +255,9 @@ class _Task:
 
 def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
     """Return squared distances and rows (Q, k) of a group of queries."""
-    many = len(queries) > 1
-    whole = task.keep is None and task.columns == slice(0, task.vectors.shape[1])
+    many, whole = len(queries) > 1, task.columns == slice(0, task.vectors.shape[1])
     plain = not many and companion is None and whole and task.threads == 1
-    if plain and (answer := _nearest_of_one(queries, task.vectors, task.k)):
+    if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
         return answer
     one_block = not many and task.keep is None and len(task.vectors) <= _LINE
     by_companion = _by_companion_in_one_block if one_block else _by_companion
@@ -590,22 +589,27 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
     return squared[order], row[order]
 
 
-def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
+def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -> Answer | None:
     """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
     FAISS returns the nearest rows by float32 distance, more than k.
 
     Returns:
-        The result, or `None` if rows that FAISS has not returned may be as near.
+        The result, or `None` if rows that FAISS has not returned may be as near, or if copying the
+        rows to search is faster.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
-    kept = k + _MARGIN + k // 16
-    if count <= kept:
+    kept, searched, selector = k + _MARGIN + k // 16, count, None
+    if keep is not None:
+        searched = int(np.count_nonzero(keep))
+        bits = np.packbits(keep, bitorder="little")
+        selector = faiss.IDSelectorBitmap(bits)
+    if searched <= kept or (count > _LINE and searched < _SPARSE_ONE * count):
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
     # FAISS uses at most one thread per query; for one query that is the calling thread.
-    faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
+    faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, selector)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):
