@@ -411,8 +411,11 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
     """Return the JSON objects that work writes in a child, and the child's wait status."""
     process, pipe = forked(work)
-    with os.fdopen(pipe) as file:  # a line without an end was cut short by the child's end
-        lines = [json.loads(line) for line in file if line.endswith("\n")]
+    lines = []
+    with os.fdopen(pipe) as file:
+        for line in file:
+            with suppress(ValueError):  # the child was killed while it wrote the line
+                lines.append(json.loads(line))
     return lines, os.waitpid(process, 0)[1]
 
 
