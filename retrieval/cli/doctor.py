@@ -14,7 +14,6 @@ from importlib.metadata import requires, version
 from typing import Any
 
 import click
-from packaging.requirements import Requirement
 
 from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON
@@ -99,6 +98,8 @@ def examine() -> dict[str, Any]:
 
 def _libraries() -> list[dict[str, Any]]:
     """Return the installed distribution's requirements, including those of extras for users."""
+    from packaging.requirements import Requirement
+
     required: dict[str, dict[str, Any]] = {}
     for requirement in map(Requirement, requires(DISTRIBUTION) or []):
         marker = requirement.marker
@@ -115,6 +116,8 @@ def _libraries() -> list[dict[str, Any]]:
 
 def _version_faults(library: dict[str, Any]) -> list[str]:
     """Return at most one sentence on what is wrong with a library's version."""
+    from packaging.requirements import Requirement
+
     needed = Requirement(f"{library['name']}{library['needs']}")
     have = library["installed"]
     if have is None:
