@@ -255,15 +255,9 @@ def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Ten
 
 
 def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) -> Tensor:
-    """Return the cosines of anchors and their mixtures v = λ p + (1 − λ) n.
+    """Return the cosines of anchors and their mixtures λ p + (1 − λ) n, where λ is `part`.
 
-    These cosines are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
-
-    Args:
-        positive: cosines s_ap.
-        negative: cosines s_an.
-        between: cosines of p and n.
-        part: λ.
+    They are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖; `between` are the cosines of p and n.
     """
     rest = 1 - part
     length = part**2 + rest**2 + 2 * part * rest * between

@@ -362,9 +362,6 @@ def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, in
     """Return the numbers of the maps that `levels` needs, and set `out_indices` in `options`.
 
     "last" becomes the last map's number. "image" needs no map.
-
-    Raises:
-        ValueError: the model has no such level.
     """
     with torch.device("meta"):
         count = len(timm.create_model(model, **options).feature_info.info)

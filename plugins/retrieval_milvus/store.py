@@ -227,11 +227,7 @@ class MilvusStore(stores.RemoteStore):
         return int(get_collection_ts(name, server, self._server["db_name"]) or 0)
 
     def _level(self, name: str) -> dict[str, Any]:
-        """Return the consistency level of a read.
-
-        A read of the served collection waits for the last known write. Any other is strong, which
-        is slower.
-        """
+        """Return the consistency of a read: after the last known write, or strong, the slower."""
         served, properties = self._properties
         seen = max(int(properties.get(WRITTEN, 0)), self._own(name)) if served == name else 0
         if not seen:

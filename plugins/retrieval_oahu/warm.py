@@ -212,11 +212,7 @@ class Warm(LinearMap, OnlineLearner):
         self._decide()
 
     def _remember(self, triplets: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Store triplets in the memory.
-
-        Returns:
-            Places (T, 3) of the triplets, and places of the anchors and positives to judge now.
-        """
+        """Store triplets; return their places (T, 3), and those of the items to judge now."""
         memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
         for row, triplet in zip(places, triplets, strict=True):
             for column, vector in enumerate(triplet):
@@ -237,13 +233,8 @@ class Warm(LinearMap, OnlineLearner):
     ) -> Iterator[Floats]:
         """Yield scores (A, M) that order items by distance to anchors, Euclidean distance first.
 
-        The experts are those trained without the pairs of `fold`.
-
-        Args:
-            items: (M, F) centred features.
-            codes: (M, w) coordinates of the items along `basis_`.
-            anchors: (A,) rows of `items`.
-            fold: the anchors' fold.
+        `items` (M, F) are centred, and `codes` (M, w) are their coordinates along `basis_`. The
+        experts are those trained without the pairs of `fold`, the anchors' fold.
         """
         squares, products = (items**2).sum(axis=1), items[anchors] @ items.T
         yield squares - 2 * products

@@ -158,12 +158,8 @@ class ManifoldLoss(losses.ManifoldLoss):
     def _excess(self, similarity: Tensor, proxy: Tensor) -> Tensor:
         """Return the mean over items of log(1 + Σ exp(excess)) over other proxies.
 
-        The excess is the similarity to the other proxy, minus that to the item's proxy, plus the
-        margin; an excess below 0 does not count.
-
-        Args:
-            similarity: (N, K) similarities of items and proxies.
-            proxy: (N, 1) number of each item's proxy.
+        The excess is the similarity (N, K) to the other proxy, minus that to the item's `proxy`
+        (N, 1), plus the margin; an excess below 0 does not count.
         """
         excess = similarity - similarity.gather(1, proxy) + self.margin
         excess = excess.masked_fill((excess < 0).scatter(1, proxy, True), -torch.inf)

@@ -109,12 +109,8 @@ def _triplets(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return indices (T,) of the anchors, positives and negatives of the chosen triplets.
 
-    Args:
-        mask: function of the anchors and positives (K,) of positive pairs. It returns which of the
-            M references may be their negatives, (K, M).
-        labels: labels of the embeddings.
-        ref_labels: labels (M,) of the references.
-        same_items: whether the references are the embeddings themselves.
+    `mask` takes the anchors and positives (K,) of positive pairs, and returns which of the M
+    references may be their negatives, (K, M).
     """
     same = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
     negative = ~same
