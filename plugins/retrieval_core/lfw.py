@@ -180,14 +180,14 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
         for line, name, images in people:
             if (first := listed.setdefault(name, line)) != line:
                 problems.append(f"line {line}: {name} is already in line {first}.")
-            found = [index_of.get(_image_name(name, n)) for n in range(1, images + 1)]
-            missing = [_image_name(name, n) for n, item in enumerate(found, 1) if item is None]
+            rows = [index_of.get(_image_name(name, n)) for n in range(1, images + 1)]
+            missing = [_image_name(name, n) for n, item in enumerate(rows, 1) if item is None]
             if missing:
                 problems.append(
                     f"line {line}: {len(missing):,} of the {images:,} images of {name} are missing:"
                     f" {some(missing)}."
                 )
-            group.update(item for item in found if item is not None)
+            group.update(item for item in rows if item is not None)
         groups.append(group)
     if folds and len(read) < 2 and not problems:
         problems.append(

@@ -177,7 +177,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
             tokens = {"OP", "IN"}
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    found = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
+    rest = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
     is_name = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
     if "TEXT" in tokens and is_name:
         hint = f" Write text in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
@@ -185,7 +185,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         hint = did_you_mean(
             actual[:40], [name for name in ("and", "or", "in") if name.upper() in tokens]
         )
-    return position, f"expected {expected}, but {found}.{hint}"
+    return position, f"expected {expected}, but {rest}.{hint}"
 
 
 def _readable(text: str) -> str:
