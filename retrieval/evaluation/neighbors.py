@@ -307,12 +307,12 @@ class Neighbors:
             every = torch.arange(self.size, device=values.device)
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
-        table, every = values.numpy(), np.arange(self.size)
+        table, numbers = values.numpy(), np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)
         sampled = self.size >= _SAMPLED_FROM and 4 * k <= self.size
         step = 1 if sampled else max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
-            block, columns = table[start : start + step], every
+            block, columns = table[start : start + step], numbers
             if sampled and (smallest := _smallest(block[0], k)) is not None:
                 block, columns = block[:, smallest], smallest
             part = rounded_keys(block, columns)
