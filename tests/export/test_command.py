@@ -83,7 +83,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
     for wrong in (0, 9):
         result = run("export", trained / "network", "-o", tmp_path / "none", "--dimensions", wrong)
         assert result.exit_code != 0 and not (tmp_path / "none").exists()
-    assert "the run's embedding has 8. Ask for 1 to 8" in str(result.exception)
+    assert "the run's embedding has 8. Choose 1 to 8" in str(result.exception)
 
 
 def test_the_default_place_and_the_figures_of_evaluate(trained):

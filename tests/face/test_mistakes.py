@@ -59,7 +59,7 @@ def test_a_port_that_is_none_is_refused(index, port):
 
 def test_a_side_that_a_run_does_not_have(trained):
     for measure in (trained.evaluate, trained.verify):
-        with pytest.raises(DataError, match='"test" or "validation", not on \'tst\''):
+        with pytest.raises(DataError, match='"test" or "validation" side, not on \'tst\''):
             measure(side="tst", progress=False)
     with pytest.raises(DataError, match="There is no side 'tst'"):
         trained.labels("tst")

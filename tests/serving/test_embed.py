@@ -124,7 +124,7 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
     for at, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
         content = b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes()
         (folder / path.name).write_bytes(content)
-    done = embedded(bundle_path, [folder], out)
+    done = embedded(bundle_path, [folder], out, progress=True)
     told = capfd.readouterr().err
     bad = [json.loads(line) for line in (out / "bad.jsonl").read_text().splitlines()]
     assert (done.items, done.bad, len(bad)) == (45, 5, 5)
