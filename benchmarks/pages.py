@@ -26,7 +26,7 @@ Table = list[dict[str, str]]
 @functools.cache
 def tables(result: str) -> dict[str, list[Table]]:
     """Return the tables of results/RESULT.md by heading; rows by column."""
-    found: dict[str, list[Table]] = {}
+    by_heading: dict[str, list[Table]] = {}
     heading, columns = "", None
     for line in (RESULTS / f"{result}.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -37,17 +37,17 @@ def tables(result: str) -> dict[str, list[Table]]:
         cells = [cell.strip() for cell in line.strip()[1:-1].split("|")]
         if columns is None:
             columns = cells
-            found.setdefault(heading, []).append([])
+            by_heading.setdefault(heading, []).append([])
         elif set("".join(cells)) - set("-: "):
-            found[heading][-1].append(dict(zip(columns, cells, strict=True)))
-    return found
+            by_heading[heading][-1].append(dict(zip(columns, cells, strict=True)))
+    return by_heading
 
 
 def rows(result: str, heading: str, number: int = 0) -> Table:
     """Return a table of a result: that under the heading which begins so, counted from 0."""
-    for title, found in tables(result).items():
-        if title.startswith(heading) and number < len(found):
-            return found[number]
+    for title, entries in tables(result).items():
+        if title.startswith(heading) and number < len(entries):
+            return entries[number]
     raise KeyError(f"results/{result}.md has no table {number} under '{heading}'.")
 
 
@@ -107,7 +107,7 @@ def aml_findings() -> str:
     columns = ("ours: AML − GMML(.5)", "ours: AML, α, β tuned")
     ours = [mean(entry[c]) for entry in rows("aml_table1", "Table 1", 1) for c in columns]
     grid = rows("aml_table1", "Does any")
-    found = ", ".join(
+    lowest = ", ".join(
         f"{entry['best pair'].split()[0]} on {entry['']} (GMML {entry['GMML(.5)']})"
         for entry in grid
         if entry["reading"] == "standardised, all pairs, means" and entry[""] != "breast"
@@ -124,7 +124,7 @@ def aml_findings() -> str:
     return f"""- **The published advantage of AML over GMML does not reproduce.** In the paper, AML's error is {short(gains[0])} to {short(gains[-1])} below GMML's on {len(gains)} of these sets. Here, on the same splits,
   AML's error minus GMML's at t = .5 lies between {min(ours):+.3f} and {max(ours):+.3f}, whether α and β are 1 or tuned.
 - We looked for it in the paper's whole grid of α and β, picking the best α and β on the *test* part; with its sampled pairs and all pairs, with sums and means, on raw and standardised features. With
-  standardised features, all pairs and means, the lowest errors on the first splits are {found}. The largest gain of all is on {best[""]} ({best["reading"]}): {best["best pair"].split()[0]} against {best["GMML(.5)"]}.
+  standardised features, all pairs and means, the lowest errors on the first splits are {lowest}. The largest gain of all is on {best[""]} ({best["reading"]}): {best["best pair"].split()[0]} against {best["GMML(.5)"]}.
 - **Tuning t helps** on some sets: {", ".join(won) or "none"}. Every t has a closed form, so this takes little time. On others the error rises: {", ".join(lost) or "none"}.
 - ITML, stopped after 100 iterations, has a lower error than GMML with a tuned t on {" and ".join(ahead) or "no set"}."""
 
@@ -143,8 +143,8 @@ def aml_held_out() -> str:
     for size, table in sizes.items():
         for entry in table:
             methods = entry[first]
-            for printed, said in settings.items():
-                methods = methods.replace(printed, said)
+            for printed, wording in settings.items():
+                methods = methods.replace(printed, wording)
             cells = {**entry, better: entry[better].split()[0]}
             lines.append([size, methods, *(cells[column] for column in columns)])
     head = [f"{column} (of {number})" if column == better else column for column in columns]
@@ -202,19 +202,19 @@ def anml_table_2() -> str:
 
 
 def anml_findings() -> str:
-    found = {entry[""]: entry for entry in rows("anml_table2", HONEST)}
-    methods = list(found["wine"])[1:]
-    best = {name: best_of(name) - (accuracy(name, "Euclid") or 0) for name in found}
-    clear = [name for name in found if best[name] > float(found[name]["Euclid"].split("±")[1])]
-    none = [name for name in found if best[name] <= 0.25]
-    some = [name for name in found if name not in clear + none]
-    pairs = [(accuracy(n, m), accuracy(n, m, BEST)) for n in found for m in methods]
+    entries = {entry[""]: entry for entry in rows("anml_table2", HONEST)}
+    methods = list(entries["wine"])[1:]
+    best = {name: best_of(name) - (accuracy(name, "Euclid") or 0) for name in entries}
+    clear = [name for name in entries if best[name] > float(entries[name]["Euclid"].split("±")[1])]
+    none = [name for name in entries if best[name] <= 0.25]
+    some = [name for name in entries if name not in clear + none]
+    pairs = [(accuracy(n, m), accuracy(n, m, BEST)) for n in entries for m in methods]
     gap = [after - before for before, after in pairs if before is not None and after is not None]
     measured = {m: value for m in methods if (value := accuracy("vehicle", m)) is not None}
     order = sorted(measured, key=lambda method: -measured[method])
     vehicle = ", ".join(f"{method} {measured[method]:.1f}" for method in order)
     missed = []
-    for name in found:
+    for name in entries:
         if has(ANML, name, "LANML⁺"):
             theirs, ours = max(published(ANML, name, m) for m in OURS), best_of(name, BEST)
             missed += [f"{name} ({theirs:.1f}; ours {ours:.1f})"] if theirs > ours + 1 else []
