@@ -32,7 +32,6 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.store import record, structure, upkeep
 from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
 
 from bench import RESULTS, arguments, finish
 from scaled_bundle import make_bundle
@@ -237,7 +236,7 @@ class Writing:
             store.drop(self.generation(call["number"]))
         elif name == "restructure":
             settings = {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {}
-            store.restructure(StructureChoice(call["backend"], settings))
+            store.take_structure(call["backend"], settings)
         elif name == "reopen":
             store.close()
             self.store = LocalStore(self.folder, upkeep=self.background)

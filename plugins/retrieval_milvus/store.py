@@ -56,7 +56,7 @@ class MilvusStore(stores.RemoteStore):
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
-    capabilities = stores.RemoteStore.capabilities | {"ordered"}
+    capabilities = frozenset({"ordered"})
     most_found = 16_384
 
     def __init__(

@@ -16,7 +16,6 @@ from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import value
-from retrieval.serving.store.structure import StructureChoice
 from retrieval.serving.store.view import BLOCK, Array
 from stored import VECTORS, items
 
@@ -144,7 +143,7 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     store, bundle, tmp_path, monkeypatch
 ):
     store.upsert(items(range(5000)), bundle.sha256)
-    store.restructure(StructureChoice("hnsw"))
+    store.take_structure("hnsw", {})
     store.close()
     monkeypatch.setattr(structure, "MIN_ROWS", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:

@@ -1,8 +1,4 @@
-"""The contract of a store, which keeps the items of an index in a folder or a database engine.
-
-A feature that not every engine supports is a capability. A store declares its capabilities, and
-refuses calls that need a capability it lacks.
-"""
+"""The contract of a store, which keeps the items of an index in a folder or a database engine."""
 
 from __future__ import annotations
 
@@ -32,25 +28,11 @@ from retrieval.serving.store.items import spans_of as spans_of
 from retrieval.serving.store.items import stop_at as stop_at
 from retrieval.serving.store.items import widths_of as widths_of
 
-Capability = Literal["atomic", "ordered", "filters", "originals", "left_out", "compact", "snapshot"]
-"""An optional feature of a store; see `Store.capabilities`."""
+Capability = Literal["atomic", "ordered", "filters"]
+"""A promise that not every engine can keep; see `Store.capabilities`."""
 
 MARGIN = 8
 """Extra candidates beyond those requested, since others may be (nearly) as near as the last."""
-
-_LACKING: dict[Capability, str] = {
-    "atomic": "does not write all items of a call at once: a search may see only some of them",
-    "ordered": "does not list items in the order of their ids",
-    "filters": (
-        "supports only =, in, and, or, not, and <, <=, >, >= on numbers; an index in a folder"
-        " supports every filter"
-    ),
-    "originals": "stores no originals: add the items with keep='reference' or keep='nothing'",
-    "left_out": "cannot store an item without its vector",
-    "compact": "gives back room by itself: there is nothing to compact",
-    "snapshot": "writes no snapshots: use the backup of its database engine",
-}
-"""Ends of the sentence "This store …." by the capability that the store lacks."""
 
 
 class Superseded(StoreError):
@@ -81,27 +63,16 @@ class Store(ABC):
     without being reopened once the connection is back.
 
     Attributes:
-        capabilities: optional features that this store supports:
+        capabilities: further promises that this store keeps:
 
             - "atomic": a call that writes becomes visible as a whole, and a call that reads sees
               one consistent state;
             - "ordered": `scan` sorts items by the code points of their ids;
             - "filters": the store evaluates every filter; without this capability, some filters
-              raise `DataError`;
-            - "originals": the store keeps the bytes of originals;
-            - "left_out": a generation may lack the arrays of some items (see `embed`);
-            - "compact" and "snapshot": the methods of these names are implemented.
-
-        structures: names of built-in back ends that `take_structure` accepts; empty if the store
-            chooses its search structure by itself.
+              raise `DataError`.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    structures: ClassVar[tuple[str, ...]] = ()
-
-    def refusal(self, capability: Capability) -> StoreError:
-        """Return the error for a call that needs a capability which this store lacks."""
-        return StoreError(f"This store {_LACKING[capability]}.")
 
     # Items
 
@@ -263,7 +234,7 @@ class Store(ABC):
         Raises:
             DataError: an array is invalid (see `upsert`), an item was not pending, or a pending
                 item is neither in `items` nor in `left_out`.
-            StoreError: the generation was dropped, or the store lacks the capability "left_out".
+            StoreError: the generation was dropped.
         """
 
     @abstractmethod
@@ -291,51 +262,20 @@ class Store(ABC):
             report: called with the number of items done and the total.
 
         Raises:
-            StoreError: the store lacks this capability, or it cannot be written to.
+            StoreError: the store has nothing to compact, or it cannot be written to.
         """
-        raise self.refusal("compact")
+        raise StoreError("This store gives back room by itself: there is nothing to compact.")
 
-    def take_structure(
-        self,
-        backend: str,
-        options: Mapping[str, Any],
-        report: Callable[[int, int], object] = lambda done, total: None,
-    ) -> None:
-        """Build another search structure and search with it from now on.
-
-        Args:
-            backend: name of a back end, one of `structures`.
-            options: parameters of the back end.
-            report: called with the number of items done and the total.
-
-        Raises:
-            StoreError: the store has no structures, or it cannot be written to.
-        """
-        raise StoreError(
-            "This store chooses its search structure itself: there is nothing to tune."
-        )
-
-    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:  # noqa: B027 (a store need not)
-        """Store the measurements of a tuning run; `stats` returns them as "tuned".
-
-        By default a store ignores them.
-
-        Args:
-            tuned: a JSON object.
-
-        Raises:
-            StoreError: see `upsert`.
-        """
-
+    @abstractmethod
     def snapshot(self, target: Path) -> None:
-        """Write a consistent copy to a new folder, while searches and writes go on.
+        """Write a copy to a new folder, while searches and writes go on.
 
-        The copy is an index in a folder. It holds the served generation.
+        The copy is an index in a folder. It holds the served generation. An "atomic" store copies
+        one consistent state.
 
         Raises:
-            StoreError: the store lacks this capability, `target` exists, or the disk fails.
+            StoreError: `target` exists, or the disk fails.
         """
-        raise self.refusal("snapshot")
 
     @abstractmethod
     def stats(self) -> Stats:
@@ -354,7 +294,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the store after running searches have ended."""
+        """Close the store. A running call of another thread ends first, or raises `StoreError`."""
 
     def __enter__(self) -> Self:
         return self

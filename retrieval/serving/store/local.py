@@ -25,7 +25,6 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError, listed, printable
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, to_sql
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index_backend import recall_at_10
@@ -101,7 +100,6 @@ class LocalStore(Store):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
-    structures = ("flat", "hnsw", "ivf", "ivfpq")
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
         self.folder, self._plugins, self._background = folder, plugins, upkeep
@@ -465,32 +463,20 @@ class LocalStore(Store):
         self._begin_to_write()
         self.upkeep.compact(report)
 
-    def take_structure(
-        self,
-        backend: str,
-        options: Mapping[str, Any],
-        report: Callable[[int, int], object] = lambda done, total: None,
-    ) -> None:
-        """Build another search structure; see `Store`."""
-        self.restructure(StructureChoice(backend, dict(options)))
-        self.compact(report)
+    def take_structure(self, backend: str, options: Mapping[str, Any]) -> None:
+        """Choose another search structure, which `compact` or the upkeep thread builds.
 
-    def restructure(self, structure: StructureChoice) -> None:
-        """Choose another structure, which the upkeep thread or `compact` builds."""
-        if structure.backend != "auto":
-            make_backend(structure.backend, structure.options, self.views.plugins)
-        self._set("structure", structure.text())
-        self.upkeep.wake()
-
-    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
-        """Store the measurements of a tuning run; see `Store`."""
-        self._set("tuned", json.dumps(tuned))
-
-    def _set(self, key: str, text: str) -> None:
-        """Write one setting to the record."""
+        Args:
+            backend: name of a back end; "auto" chooses by the size of the index.
+            options: parameters of the back end.
+        """
+        if backend != "auto":
+            make_backend(backend, options, self.views.plugins)
         self._begin_to_write()
+        choice = StructureChoice(backend, dict(options)).text()
         with self.record.writing() as (connection, _):
-            connection.execute("insert or replace into state values (?, ?)", (key, text))
+            connection.execute("update state set value = ? where key = 'structure'", (choice,))
+        self.upkeep.wake()
 
     def chosen_structure(self) -> StructureChoice:
         """Return the structure that the index is configured to have."""
@@ -528,14 +514,6 @@ class LocalStore(Store):
                 "covered": structure.rows if structure else 0,
                 "transactions": view.seq,
             }
-            tuned = value(connection, "select value from state where key = 'tuned'")
-            if tuned is not None:
-                try:
-                    details["tuned"] = strict_loads(tuned)
-                except (TypeError, ValueError) as fault:
-                    raise StoreError(
-                        f"The index {self.folder} is damaged: its tuning is not JSON ({fault})."
-                    ) from fault
             count = int(value(connection, "select count(*) from items"))
             generations = all_of(connection)
         return Stats(count, generations, bytes_of(self.folder), details)

@@ -81,7 +81,6 @@ class RemoteStore(Store):
         lists: metadata fields that have ever held a list, directly or nested.
     """
 
-    capabilities = frozenset({"originals", "left_out", "snapshot"})
     engine: ClassVar[str]
     errors: ClassVar[tuple[type[Exception], ...]]
     timeout: float
@@ -245,7 +244,10 @@ class RemoteStore(Store):
             condition = self._condition(where.field, where.op, where.values)
         if condition is None:
             name = where.field if isinstance(where.field, str) else ".".join(where.field)
-            raise DataError(f"{self.engine} cannot decide on '{name}': {self.refusal('filters')}")
+            raise DataError(
+                f"{self.engine} cannot decide on '{name}'. This store supports only =, in, and, or,"
+                " not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
+            )
         return condition
 
     # The whole

@@ -175,11 +175,10 @@ class Bench:
             alike(item, state[item.id])
 
 
-def needs(store: Store, *capabilities: Capability) -> None:
-    """Skip the test if the store lacks one of the capabilities."""
-    for capability in capabilities:
-        if capability not in store.capabilities:
-            raise unittest.SkipTest(str(store.refusal(capability)))
+def needs(store: Store, capability: Capability) -> None:
+    """Skip the test if the store lacks a capability."""
+    if capability not in store.capabilities:
+        raise unittest.SkipTest(f"The store lacks the capability '{capability}'.")
 
 
 def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count: int) -> set[str]:

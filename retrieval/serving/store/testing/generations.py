@@ -23,7 +23,6 @@ from retrieval.serving.store.testing.bench import (
     State,
     equal,
     item,
-    needs,
     normal,
     refused,
     some,
@@ -179,7 +178,6 @@ class GenerationCases(Bench):
         The old generation still has their arrays.
         """
         store, state = self.store(), State()
-        needs(store, "left_out")
         self.put(store, state, some(30))
         (first,) = store.generations()
         second = store.begin(self.other, widths_of(self.other))

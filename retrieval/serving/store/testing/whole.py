@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 from unittest.mock import patch
 
@@ -84,22 +85,14 @@ class WholeCases(Bench):
         equal(stats.generations, store.generations(), "generations")
         assert stats.bytes is None or stats.bytes > 0, f"{stats.bytes} bytes"
 
-    def test_compacting_and_structures(self) -> None:
-        """Compacting and structures change no search result; a store may refuse either."""
+    def test_compacting(self) -> None:
+        """Compacting changes no search result; a store may refuse it."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         self.remove(store, state, ["id 3", "id 5"])
-        if "compact" in store.capabilities:
+        with suppress(StoreError):
             store.compact()
-        else:
-            with refused(StoreError):
-                store.compact()
         self.check(store, state)
-        if store.structures:
-            store.take_structure(store.structures[0], {})
-        else:
-            with refused(StoreError):
-                store.take_structure("flat", {})
         self.check(self.again(store), state)
 
     # Snapshots
@@ -110,7 +103,6 @@ class WholeCases(Bench):
         with self.store_at(self.place).create(
             opened(), widths_of(opened()), identity="an id"
         ) as store:
-            needs(store, "snapshot")
             self.put(store, state, some(80))
             self.remove(store, state, ["id 7"])
             store.snapshot(target)
@@ -136,7 +128,6 @@ class WholeCases(Bench):
     def test_a_snapshot_holds_every_item(self) -> None:
         """A snapshot holds items with originals, and items without arrays."""
         store, other = self.store(), opened(seed=1)
-        needs(store, "snapshot", "originals", "left_out")
         store.upsert([*some(4), item("kept", keep="copy", original=b"bytes")], opened().sha256)
         began = store.begin(other, widths_of(other))
         pending = store.pending(began, 10)
@@ -156,7 +147,7 @@ class WholeCases(Bench):
     def test_a_snapshot_while_another_thread_writes(self) -> None:
         """A snapshot during writes holds one consistent state."""
         store, bundle = self.store(), opened()
-        needs(store, "snapshot", "atomic")
+        needs(store, "atomic")
         targets = [self.place.parent / f"copy {number}" for number in range(3)]
         stop = threading.Event()
 
