@@ -1,4 +1,4 @@
-"""Store plugin for Qdrant: `qdrant://host:6333/photos`, or `qdrant_local:///data/photos`."""
+"""Store plugin for Qdrant: `qdrant://host:6333/photos`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from retrieval.plugin import Factories, hookimpl
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """Qdrant, on a server or in a local folder."""
-    from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
+    """Qdrant: an index that any number of processes and machines share."""
+    from retrieval_qdrant.place import QdrantPlace
 
-    return {"qdrant": QdrantPlace, "qdrant_local": QdrantLocalPlace}
+    return {"qdrant": QdrantPlace}

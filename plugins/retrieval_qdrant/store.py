@@ -39,7 +39,7 @@ def point_of(text: str) -> str:
 
 
 class QdrantStore(stores.RemoteStore):
-    """A store in Qdrant: on a server, or in this process if `local` is True."""
+    """A store in Qdrant."""
 
     engine, errors = "Qdrant", (ApiException, ValueError)
     separator = "~"
@@ -51,12 +51,10 @@ class QdrantStore(stores.RemoteStore):
         name: str,
         timeout: float = 30.0,
         exact: bool = True,
-        local: bool = False,
     ) -> None:
         super().__init__(address, name)
         self._client, self.timeout = client, timeout
-        self._search_params = models.SearchParams(exact=True) if exact and not local else None
-        self._consistency = None if local else models.ReadConsistencyType.ALL
+        self._search_params = models.SearchParams(exact=True) if exact else None
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
         text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
@@ -128,7 +126,7 @@ class QdrantStore(stores.RemoteStore):
             points,
             with_payload=True if arrays else PLAIN,
             with_vectors=arrays,
-            consistency=self._consistency,
+            consistency=models.ReadConsistencyType.ALL,
         )
         return records
 
@@ -164,7 +162,7 @@ class QdrantStore(stores.RemoteStore):
             limit=limit + 1,
             with_payload=True if arrays else PLAIN,
             with_vectors=arrays,
-            consistency=self._consistency,
+            consistency=models.ReadConsistencyType.ALL,
         )
         return [_row(point) for point in points if point.id != start][:limit]
 
@@ -190,7 +188,7 @@ class QdrantStore(stores.RemoteStore):
             self._client.query_batch_points,
             self.collection(generation.number),
             requests,
-            consistency=self._consistency,
+            consistency=models.ReadConsistencyType.ALL,
         )
         return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 

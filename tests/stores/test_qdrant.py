@@ -2,9 +2,8 @@
 
 import hashlib
 import os
-import tempfile
+import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,35 +16,49 @@ from retrieval.serving.store.testing.bench import item, some
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
-from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
+from qdrant_client import QdrantClient
+
+from retrieval_qdrant.place import QdrantPlace
+from retrieval_qdrant.store import QdrantStore
 
 NEXT = opened(seed=1, width=WIDTH + 5)
 
 
-@pytest.fixture(scope="module")
-def memory():
-    """A folder in memory, where that can be: the in-process mode waits for the disk once for every
-    row.
-    """
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
+class Memory:
+    """Qdrant's in-process mode in memory, which threads use in turn. It outlives its stores."""
+
+    def __init__(self) -> None:
+        self._client, self._turn = QdrantClient(":memory:"), threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments, **named):
+            with self._turn:
+                return getattr(self._client, name)(*arguments, **named)
+
+        return call
+
+    def close(self) -> None:
+        pass
 
 
-class TestQdrantLocal(testing.StoreSuite):
-    """The in-process mode, which is Python throughout and takes milliseconds for an item: fewer
-    items than of others.
-    """
+MEMORY: Any = Memory()
+
+
+class InProcess(stores.RemotePlace):
+    """An index in Qdrant's in-process mode."""
+
+    def store(self):
+        name = hashlib.sha256(self.address.path.encode()).hexdigest()[:16]
+        return QdrantStore(MEMORY, str(self.address), name, exact=False)
+
+
+class TestQdrantInProcess(testing.StoreSuite):
+    """The in-process mode takes milliseconds for an item: fewer items than of others."""
 
     many, filtered, searched = 1000, 120, 300
-    folder: Path
-
-    @pytest.fixture(autouse=True)
-    def _memory(self, memory):
-        type(self).folder = memory
 
     def store_at(self, place):
-        return QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{self.folder}{place}/items"))
+        return InProcess(stores.Address.parse(f"memory://{place}"))
 
 
 @pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="QDRANT_URL names no server")
@@ -60,7 +73,7 @@ class TestQdrantServer(testing.StoreSuite):
 
 @pytest.fixture
 def index(tmp_path):
-    place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
+    place = InProcess(stores.Address.parse(f"memory://{tmp_path}"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
 
@@ -69,11 +82,6 @@ def index(tmp_path):
 @given(data=st.data())
 def test_filters_agree_with_the_language(index, data):
     agree(index, data)
-
-
-def test_one_process_opens_a_folder(index, process):
-    result = process("-m", "retrieval.cli", "index", "list", index.address)
-    assert result.code == 2 and "allows only one" in result.err and "Traceback" not in result.err
 
 
 def test_names_and_servers_that_are_not_there(cli):
@@ -87,7 +95,7 @@ def test_names_and_servers_that_are_not_there(cli):
 @pytest.fixture
 def two(index):
     """A store of 20 items, the same opened once more, and a generation that has them all."""
-    other = QdrantLocalPlace(stores.Address.parse(index.address)).open()
+    other = InProcess(stores.Address.parse(index.address)).open()
     index.upsert(some(20), opened().sha256)
     generation = index.begin(NEXT, stores.widths_of(NEXT))
     _fill(index, generation)
