@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import ssl
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from retrieval.errors import MissingDependency, StoreError
@@ -51,6 +51,8 @@ class MilvusPlace(stores.RemotePlace):
             raise StoreError(
                 f"{address} has the option 'ca' without 'tls'. Write ?tls=true&ca=FILE."
             )
+        if ca and not Path(ca).is_file():
+            raise StoreError(f"{address}: there is no file {ca}. Name a PEM file with ca=FILE.")
         self._database, self._tls, self._ca = database, tls, ca
         self._timeout, self._exact = timeout, exact
 
@@ -61,6 +63,7 @@ class MilvusPlace(stores.RemotePlace):
                 "The store milvus needs a package. Install it with: pip install"
                 " 'embedding-retrieval[milvus]'"
             )
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the error has what it would print
         from retrieval_milvus.store import MilvusStore
 
         host, port = self.address.host or "localhost", self.address.port or 19530
@@ -71,37 +74,8 @@ class MilvusPlace(stores.RemotePlace):
         if self._tls:
             # If the system has no list of authorities, the client uses the list that it contains.
             ca = self._ca or ssl.get_default_verify_paths().cafile or ""
-            self._shake_hands(host, port, ca)
             server |= {"secure": True, "server_pem_path": ca}
         host = f"[{host}]" if ":" in host else host
         server["uri"] = f"{'https' if self._tls else 'http'}://{host}:{port}"
         name = self.address.name
         return MilvusStore(server, str(self.address), name, self._timeout, self._exact)
-
-    def _shake_hands(self, host: str, port: int, ca: str) -> None:
-        """Try a TLS handshake, because Milvus's client does not say why a handshake fails."""
-        try:
-            context = ssl.create_default_context(cafile=ca or None)
-        except (OSError, ssl.SSLError) as fault:
-            raise StoreError(f"The certificates {ca} cannot be read: {_reason(fault)}.") from None
-        try:
-            with socket.create_connection((host, port), self._timeout) as plain:
-                context.wrap_socket(plain, server_hostname=host).close()
-        except ssl.SSLCertVerificationError as fault:
-            raise StoreError(
-                f"{self.address}: the certificate of {host}:{port} is not trusted:"
-                f" {fault.verify_message}. Name the file of the authority that signed it:"
-                " ?tls=true&ca=FILE."
-            ) from None
-        except ssl.SSLError as fault:
-            raise StoreError(
-                f"{self.address}: {host}:{port} does not speak TLS correctly ({_reason(fault)})."
-                " If it does not use TLS, remove '?tls=true'."
-            ) from None
-        except OSError:
-            return
-
-
-def _reason(fault: Exception) -> str:
-    reason = getattr(fault, "reason", None) or getattr(fault, "strerror", None) or str(fault)
-    return str(reason).replace("_", " ").lower()

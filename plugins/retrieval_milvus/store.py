@@ -44,6 +44,7 @@ AWAY_WORDS = re.compile(
     "|unhealthy|initializing|not serving|channel not|rate limit|retry",
     re.IGNORECASE,
 )
+BAD_TLS = re.compile("WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|security handshaker|Hostname")
 EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 """Text and names that need no escaping in an expression; filters with any other are refused."""
@@ -90,6 +91,14 @@ class MilvusStore(stores.RemoteStore):
             away = code in AWAY or (isinstance(code, grpc.StatusCode) and code not in REFUSALS)
             away = away or bool(AWAY_WORDS.search(str(error)))
         text = " ".join(str(message).split())[:300].rstrip(".") or type(error).__name__
+        if BAD_TLS.search(text):
+            away, hint = (
+                False,
+                (
+                    " Name the PEM file of the authority that signed the server's certificate with"
+                    " ?tls=true&ca=FILE. If the server does not use TLS, remove '?tls=true'."
+                ),
+            )
         if away:
             hint += " Try again in a moment."
             if "Socket closed" in text and "secure" not in self._server:

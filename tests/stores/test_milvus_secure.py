@@ -47,7 +47,7 @@ def certify(folder: Path) -> tuple[Path, Path]:
 
 def test_tls_where_there_is_none(milvus, cli):
     result = cli("index", "list", f"milvus://{milvus.place}/photos?tls=true")
-    assert result.code == 2 and "does not speak TLS" in result.err and "Traceback" not in result.err
+    assert result.code == 2 and "remove '?tls=true'" in result.err and "Traceback" not in result.err
 
 
 @pytest.fixture(scope="module")
@@ -107,54 +107,28 @@ def test_an_index_in_a_database_over_tls(guarded, token, cli):
         assert not entry.exists()
 
 
-@pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", "", "nonsense"])
+@pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", ""])
 def test_a_token_that_is_refused(text, guarded, cli, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", text)
     result = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
-    assert (
-        result.code == 2
-        and "Milvus refuses" in result.err
-        and "RETRIEVAL_MILVUS_TOKEN must hold" in result.err
-    )
+    assert result.code == 2 and "Milvus refuses" in result.err
+    assert "RETRIEVAL_MILVUS_TOKEN must hold" in result.err
     assert "Traceback" not in result.err and (not text or text not in result.err)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("host", "options", "sentence"),
     [
-        (
-            "?tls=true",
-            (
-                "the certificate of localhost:{port} is not trusted: self-signed certificate. Name"
-                " the file"
-            ),
-        ),
-        (
-            "?tls=true&ca={folder}/none.pem",
-            "The certificates {folder}/none.pem cannot be read: no such file",
-        ),
-        (
-            "?tls=true&ca={folder}/nonsense.pem",
-            "The certificates {folder}/nonsense.pem cannot be read: ",
-        ),
-        ("?ca={ca}", "Write ?tls=true&ca=FILE."),
-        ("?timeout=1", "If the server speaks TLS, write ?tls=true."),
-        ("?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
+        ("localhost", "?tls=true", "self signed certificate"),
+        ("localhost", "?tls=true&ca={ca}.none", "there is no file {ca}.none."),
+        ("localhost", "?ca={ca}", "Write ?tls=true&ca=FILE."),
+        ("localhost", "?timeout=1", "If the server speaks TLS, write ?tls=true."),
+        ("localhost", "?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
+        ("127.0.0.1", "?tls=true&ca={ca}", "Hostname Verification Check failed"),
     ],
 )
-def test_what_is_refused(options, said, guarded, token, cli, tmp_path):
-    (tmp_path / "nonsense.pem").write_text("nonsense")
-    words = {"folder": tmp_path, "ca": guarded.ca, "port": guarded.place.partition(":")[2]}
-    result = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
-    assert (
-        result.code == 2 and said.format(**words) in result.err and "Traceback" not in result.err
-    ), result.err
-
-
-def test_another_hosts_certificate(guarded, token, cli):
-    result = cli(
-        "index",
-        "list",
-        f"milvus://127.0.0.1:{guarded.place.partition(':')[2]}/photos{guarded.options}",
-    )
-    assert result.code == 2 and "is not trusted: IP address mismatch" in result.err
+def test_what_is_refused(host, options, sentence, guarded, token, cli):
+    port = guarded.place.partition(":")[2]
+    result = cli("index", "list", f"milvus://{host}:{port}/photos{options.format(ca=guarded.ca)}")
+    assert result.code == 2 and sentence.format(ca=guarded.ca) in result.err, result.err
+    assert "Traceback" not in result.err
