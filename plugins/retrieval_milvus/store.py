@@ -32,7 +32,6 @@ REQUEST_BYTES = 2 << 20  # size of a request that writes rows
 KEYS = 500  # maximum number of keys per request
 KEY_BYTES, TEXT_BYTES = 8100, 65_000  # maximum sizes; a key has two digits per byte of an id
 REFUSALS = (
-    grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -67,6 +66,7 @@ class MilvusStore(stores.RemoteStore):
         self._server, self.timeout, self._exact = server, timeout, exact
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
+        self._place = self._client._get_connection().server_address
         if server["db_name"] != "default":
             self._collections()  # raises if the database does not exist
 
@@ -75,35 +75,31 @@ class MilvusStore(stores.RemoteStore):
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
         rpc: Any = error if isinstance(error, grpc.RpcError) else error.__cause__
-        code = getattr(error, "code", None)
-        message, hint = getattr(error, "message", None) or error, ""
+        code: Any = getattr(error, "code", None)
+        message = getattr(error, "message", None) or error
         if isinstance(rpc, grpc.RpcError):
             code, message = rpc.code(), rpc.details()
-            away = code not in REFUSALS
-            if code is grpc.StatusCode.UNAUTHENTICATED:
-                hint = (
-                    " The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or"
-                    " an API key."
-                )
-        elif isinstance(error, ValueError):
-            away = "closed channel" in str(error)
-        else:
-            away = code in AWAY or (isinstance(code, grpc.StatusCode) and code not in REFUSALS)
-            away = away or bool(AWAY_WORDS.search(str(error)))
         text = " ".join(str(message).split())[:300].rstrip(".") or type(error).__name__
         if BAD_TLS.search(text):
-            away, hint = (
-                False,
-                (
-                    " Name the PEM file of the authority that signed the server's certificate with"
-                    " ?tls=true&ca=FILE. If the server does not use TLS, remove '?tls=true'."
-                ),
+            return False, (
+                f"{text}. Name the PEM file of the authority that signed the server's certificate"
+                " with ?tls=true&ca=FILE. If the server does not use TLS, remove '?tls=true'."
             )
-        if away:
-            hint += " Try again in a moment."
-            if "Socket closed" in text and "secure" not in self._server:
-                hint += " If the server speaks TLS, write ?tls=true."  # it closes plain connections
-        return away, f"{text}.{hint}"
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return False, (
+                f"{text}. The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password,"
+                " or an API key."
+            )
+        if isinstance(code, grpc.StatusCode):
+            away = code not in REFUSALS
+        elif isinstance(error, ValueError):
+            away = "closed channel" in text
+        else:
+            away = code in AWAY or bool(AWAY_WORDS.search(str(error)))
+        advice = " Try again in a moment." if away else ""
+        if away and "Socket closed" in text and "secure" not in self._server:
+            advice += " If the server speaks TLS, write ?tls=true."  # it closes plain connections
+        return away, f"{text}.{advice}"
 
     # Collections
 
@@ -141,14 +137,6 @@ class MilvusStore(stores.RemoteStore):
         self._set(self.collection(0), {})
 
     def _make(self, generation: Generation) -> None:
-        packed = sum(generation.widths.values())  # numbers stored as base64 beside the vector
-        if len(generation.spans) == 1:
-            packed -= generation.widths["vector"]
-        if packed * 16 / 3 > TEXT_BYTES:
-            raise StoreError(
-                f"{self.address}: Milvus cannot store an item with arrays of {packed:,} numbers in"
-                " all. Use a bundle with smaller arrays."
-            )
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
         schema.add_field("space", DataType.INT64)
@@ -232,8 +220,7 @@ class MilvusStore(stores.RemoteStore):
 
     def _own(self, name: str) -> int:
         """Return the time of the last write of this process to a collection, or 0."""
-        server = self._client._get_connection().server_address
-        return int(get_collection_ts(name, server, self._server["db_name"]) or 0)
+        return int(get_collection_ts(name, self._place, self._server["db_name"]) or 0)
 
     def _level(self, name: str) -> dict[str, Any]:
         """Return the consistency of a read: after the last known write, or strong, the slower."""
@@ -263,13 +250,12 @@ class MilvusStore(stores.RemoteStore):
         ]
 
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+        self, generation: Generation, where: Where, after: str | None, limit: int
     ) -> list[Row]:
         chosen = ["space <= 0", *where]
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
-        fields = ["key", "record", *(["space", "arrays", "vector"] if arrays else [])]
-        rows = self._query(generation, _joined(chosen, "and"), fields, limit=limit)
+        rows = self._query(generation, _joined(chosen, "and"), ["key", "record"], limit=limit)
         return [_row(row, generation) for row in sorted(rows, key=lambda row: str(row["key"]))]
 
     def _count(self, generation: Generation, where: Where) -> int:

@@ -151,7 +151,7 @@ class QdrantStore(stores.RemoteStore):
         ]
 
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+        self, generation: Generation, where: Where, after: str | None, limit: int
     ) -> list[Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
@@ -160,8 +160,7 @@ class QdrantStore(stores.RemoteStore):
             models.Filter(must=list(where)),
             offset=start,  # Qdrant includes this point, if it exists
             limit=limit + 1,
-            with_payload=True if arrays else PLAIN,
-            with_vectors=arrays,
+            with_payload=PLAIN,
             consistency=models.ReadConsistencyType.ALL,
         )
         return [_row(point) for point in points if point.id != start][:limit]

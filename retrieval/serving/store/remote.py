@@ -18,7 +18,6 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,8 +93,7 @@ class RemoteStore(Store):
         self._fields: set[str] = set()
         self._queues: dict[int, list[str]] = {}
         self._pending: dict[int, dict[str, Row]] = {}
-        self._turn = threading.RLock()
-        self._state, self._inside, self._closed = threading.Condition(), list[int](), False
+        self._turn, self._closed = threading.RLock(), False
 
     # What a subclass implements
 
@@ -141,9 +139,9 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+        self, generation: Generation, where: Where, after: str | None, limit: int
     ) -> list[Row]:
-        """Return the `limit` rows after an id in a stable order; only the last page has fewer."""
+        """Return up to `limit` rows after an id, without arrays, in a stable order."""
 
     @abstractmethod
     def _count(self, generation: Generation, where: Where) -> int:
@@ -194,7 +192,7 @@ class RemoteStore(Store):
         began, pause = time.monotonic(), 0.05
         while True:
             now = time.monotonic()
-            if self._closed and threading.get_ident() not in self._inside:
+            if self._closed:
                 raise self._closed_error()
             if now > stop_at():
                 raise TooSlow(f"A call to {self.address} takes too long. Request less.")
@@ -203,6 +201,8 @@ class RemoteStore(Store):
                 return question(*arguments, **named, **self._limit(max(0.5, left)))
             except self.errors as error:
                 away, text = self._fault(error)
+                if self._closed:
+                    raise self._closed_error() from None
                 if not away:
                     raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
                 if time.monotonic() - began + pause > self.timeout:
@@ -211,20 +211,6 @@ class RemoteStore(Store):
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Context manager of a call that `close` waits for."""
-        with self._state:
-            if self._closed:
-                raise self._closed_error()
-            self._inside.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            with self._state:
-                self._inside.remove(threading.get_ident())
-                self._state.notify_all()
 
     def _closed_error(self) -> StoreError:
         return StoreError(f"{self.address} was closed.")
@@ -315,13 +301,10 @@ class RemoteStore(Store):
         return {"fields": sorted(self._fields), "backend": self._details()["backend"]}
 
     def close(self) -> None:
-        """Close the connection after running calls have ended; see `Store`."""
-        with self._state:
-            if self._closed:
-                return
+        """Close the connection; see `Store`."""
+        if not self._closed:
             self._closed = True
-            self._state.wait_for(lambda: not self._inside)
-        self._hang_up()
+            self._hang_up()
 
     # Writing
 
@@ -343,7 +326,7 @@ class RemoteStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
-        with self._running(), self._turn:
+        with self._turn:
             served = self._writable()
             if served.bundle != bundle:
                 raise self._superseded()
@@ -391,7 +374,7 @@ class RemoteStore(Store):
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         named, deleted = usable(dict.fromkeys(ids)), set[str]()
-        with self._running(), self._turn:
+        with self._turn:
             while True:
                 served = self._writable()
                 rows = self._rows(served, named, False)
@@ -426,7 +409,7 @@ class RemoteStore(Store):
     def _all_rows(self, generation: Generation, where: Where = ()) -> Iterator[Row]:
         """Yield all rows that match, without arrays."""
         after: str | None = None
-        while rows := self._page(generation, where, after, PAGE, False):
+        while rows := self._page(generation, where, after, PAGE):
             yield from rows
             if len(rows) < PAGE:
                 return
@@ -439,15 +422,14 @@ class RemoteStore(Store):
         if after is not None and not usable([after]):
             raise DataError(f"{after[:80]!r} is not an id that an item can have.")
         page: list[Item] = []
-        with self._running():
-            served, conditions = self._current(), self._where(where)
-            while limit > len(page):
-                most = min(PAGE, limit - len(page))
-                rows = self._page(served, conditions, after, most, False)
-                page += [row.item() for row in rows]
-                if len(rows) < most:
-                    break
-                after = page[-1].id
+        served, conditions = self._current(), self._where(where)
+        while limit > len(page):
+            most = min(PAGE, limit - len(page))
+            rows = self._page(served, conditions, after, most)
+            page += [row.item() for row in rows]
+            if len(rows) < most:
+                break
+            after = page[-1].id
         return page
 
     def count(self, where: Filter | None = None) -> int:
@@ -459,18 +441,17 @@ class RemoteStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
-        with self._running():
-            served = self._current()
-            if served.bundle != bundle:
-                raise self._superseded()
-            queries = np.asarray(queries, np.float32)
-            check_queries(queries, served)
-            try:
-                return self._search(served, queries, count, self._where(where))
-            except StoreError:
-                if self._current().number != served.number:  # the old generation may be dropped
-                    raise self._superseded() from None
-                raise
+        served = self._current()
+        if served.bundle != bundle:
+            raise self._superseded()
+        queries = np.asarray(queries, np.float32)
+        check_queries(queries, served)
+        try:
+            return self._search(served, queries, count, self._where(where))
+        except StoreError:
+            if self._current().number != served.number:  # the old generation may be dropped
+                raise self._superseded() from None
+            raise
 
     def _search(
         self, served: Generation, queries: Floats, count: int, where: Where
@@ -582,7 +563,7 @@ class RemoteStore(Store):
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
         """Add arrays to a generation; see `Store`."""
-        with self._running(), self._turn:
+        with self._turn:
             target = self._latest(generation)
             pending = self._pending.get(target.number, {})
             checked(items, target.widths)
@@ -602,7 +583,7 @@ class RemoteStore(Store):
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
-        with self._running(), self._turn:
+        with self._turn:
             notes = self._notes()
             target, served = self._latest(generation, notes), self._current(notes)
             if target.state == "served":
