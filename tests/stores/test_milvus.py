@@ -77,12 +77,8 @@ def spares(milvus):
 
 
 class TestMilvus(testing.StoreSuite):
-    """`retrieval.plugin.testing` holds the cases.
+    """`retrieval.plugin.testing` holds the cases."""
 
-    More items than an answer has rows (1,000 with their text) are enough for all but `many`.
-    """
-
-    searched = 1200
     milvus: Any
     spares: Spares
     taken: dict[Path, stores.Address]

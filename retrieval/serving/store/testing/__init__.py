@@ -13,15 +13,13 @@ Run the subclass with pytest. The tests write small bundles, so they need the pa
 """
 
 from retrieval.serving.store.testing.bundles import make_bundle
-from retrieval.serving.store.testing.generations import GenerationCases
+from retrieval.serving.store.testing.generations import GenerationCases, WholeCases
 from retrieval.serving.store.testing.items import ItemCases
-from retrieval.serving.store.testing.searches import SearchCases
-from retrieval.serving.store.testing.whole import WholeCases
 
 __all__ = ["StoreSuite", "make_bundle"]
 
 
-class StoreSuite(ItemCases, SearchCases, GenerationCases, WholeCases):
+class StoreSuite(ItemCases, GenerationCases, WholeCases):
     """All tests of the contract of a store.
 
     A subclass implements `store_at`, and its name begins with `Test`, so that pytest collects it.

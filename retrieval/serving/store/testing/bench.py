@@ -39,14 +39,12 @@ class Bench:
     Attributes:
         recall: minimum share of the nearest items that a search must propose; 1 for exact search.
         many: number of items in one large call, at least 200.
-        filtered: number of items that filters are tested on, at least 100.
-        searched: number of items that are searched while the store is being closed.
         place: empty folder of the current test. Its path is unique, so a remote store can derive
             the name of its index from the path.
     """
 
     recall = 1.0
-    many, filtered, searched = 10_000, 300, 3000
+    many = 10_000
     place: Path
 
     def store_at(self, place: Path) -> StorePlace:
