@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from retrieval.serving.index.index import open_index
 from retrieval.serving.store.contract import (
     FEATURES,
     VECTOR,
+    Floats,
     Generation,
     Item,
     Store,
@@ -39,20 +40,15 @@ from retrieval.serving.store.testing.bench import (
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
-def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:
-    """Return items with the arrays that `bench.item` returns for a bundle."""
-    return [replace(entry, arrays=item(entry.id, seed, bundle).arrays) for entry in items]
-
-
 def fill(
     store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64
 ) -> None:
     """Embed all pending items, in the store and in `state`, its expected content."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} pending items returned, {limit} requested"
-        created = embedded(items, bundle)
-        store.embed(generation, created)
-        state.update((entry.id, replace(state[entry.id], arrays=entry.arrays)) for entry in created)
+        arrays = {entry.id: item(entry.id, 0, bundle).arrays for entry in items}
+        store.embed(generation, [replace(entry, arrays=arrays[entry.id]) for entry in items])
+        state.update((id, replace(state[id], arrays=arrays[id])) for id in arrays)
 
 
 class GenerationCases(Bench):
@@ -65,33 +61,33 @@ class GenerationCases(Bench):
         super().setup_method()
         self.other = opened(seed=1, width=WIDTH + 5)
 
+    def begin(self, store: Store) -> Generation:
+        """Begin a generation of the second bundle."""
+        return store.begin(self.other, widths_of(self.other))
+
+    def embedded(self, items: Sequence[Item], seed: int = 0) -> list[Item]:
+        """Return items with their arrays of the second bundle."""
+        return [replace(entry, arrays=self.arrays(entry.id, seed)) for entry in items]
+
+    def arrays(self, id: str, seed: int = 0) -> Mapping[str, Floats]:
+        """Return the arrays that the second bundle gives an item."""
+        return item(id, seed, self.other).arrays
+
     def test_the_first_generation(self) -> None:
         """A new store serves one generation; an empty store can switch to another at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
-        properties = (
-            served.bundle,
-            served.variant,
-            dict(served.widths),
-            served.spans,
-            served.state,
+        expected = Generation(
+            served.number, bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"
         )
-        equal(
-            properties,
-            (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"),
-            "generation",
-        )
-        equal(
-            Bundle.open(store.bundle(served), threads=1).sha256,
-            bundle.sha256,
-            "bundle that is kept",
-        )
+        equal(served, expected, "generation")
+        kept = Bundle.open(store.bundle(served), threads=1)
+        equal(kept.sha256, bundle.sha256, "bundle that is kept")
         equal(store.begin(bundle, widths_of(bundle)), served, "beginning the one that is served")
         equal(store.pending(served, 10), [], "pending of the one that is served")
-        began = store.begin(self.other, widths_of(self.other))
-        equal(
-            (store.pending(began, 10), store.switch(began)), ([], True), "switch without any item"
-        )
+        began = self.begin(store)
+        equal(store.pending(began, 10), [], "pending without any item")
+        equal(store.switch(began), True, "switch without any item")
         state = State()
         self.check(store, state, self.other)
         self.put(store, state, [item("a", 0, self.other)], self.other)
@@ -101,21 +97,18 @@ class GenerationCases(Bench):
         """A generation is filled while another is served; it can serve once no item is pending."""
         store, state = self.store(), State()
         self.put(store, state, some(150))
-        began = store.begin(self.other, widths_of(self.other))
+        began = self.begin(store)
         equal((began.state, began.bundle), ("building", self.other.sha256), "generation")
-        equal(store.begin(self.other, widths_of(self.other)), began, "begun twice")
+        equal(self.begin(store), began, "begun twice")
         numbers = [generation.number for generation in store.generations()]
         equal(numbers, sorted(set(numbers)), "numbers")
         equal(store.switch(began), False, "switch while all is pending")
         items = store.pending(began, 100)
-        store.embed(began, embedded(items, self.other))
+        store.embed(began, self.embedded(items))
         equal(store.switch(began), False, "switch while some are pending")
         self.check(store, state)
-        after = {
-            entry.id: replace(state[entry.id], arrays=item(entry.id, 0, self.other).arrays)
-            for entry in items
-        }
-        fill(store, began, (after := {**state, **after}), self.other)
+        done = {id: replace(state[id], arrays=self.arrays(id)) for id in (e.id for e in items)}
+        fill(store, began, (after := {**state, **done}), self.other)
         self.check(store, state)
         equal(store.switch(began), True, "switch")
         self.check(store, after, self.other)
@@ -131,21 +124,21 @@ class GenerationCases(Bench):
         """Items added or changed meanwhile are pending; others are not, even after reopening."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
-        began = store.begin(self.other, widths_of(self.other))
+        began = self.begin(store)
         items = store.pending(began, 40)
         changed, gone, stays = items[0].id, items[1].id, items[2].id
         self.put(store, state, [item(changed, 7), item("came")])
         self.remove(store, state, [gone])
-        store.embed(began, embedded(items, self.other, seed=5))
+        store.embed(began, self.embedded(items, 5))
         store = self.again(store)
-        begun = store.begin(self.other, widths_of(self.other))
+        begun = self.begin(store)
         equal(begun.number, began.number, "the generation that was begun")
         left = {entry.id for entry in store.pending(began, 1000)}
         assert {changed, "came"} <= left, f"pending items lack a changed item: {left}"
         assert not {gone, stays} & left, f"pending items have a deleted or embedded item: {left}"
         after = dict(state)
         done = [entry.id for entry in items if entry.id not in (changed, gone)]
-        after.update((id, replace(state[id], arrays=item(id, 5, self.other).arrays)) for id in done)
+        after.update((id, replace(state[id], arrays=self.arrays(id, 5))) for id in done)
         fill(store, began, after, self.other)
         self.put(store, state, [item("late")])
         equal(store.switch(began), False, "switch with a late item")
@@ -160,7 +153,7 @@ class GenerationCases(Bench):
         store, state = self.store(), State()
         self.put(store, state, some(50))
         (first,) = store.generations()
-        second = store.begin(self.other, widths_of(self.other))
+        second = self.begin(store)
         after = dict(state)
         fill(store, second, after, self.other)
         equal(store.switch(second), True, "switch")
@@ -189,26 +182,24 @@ class GenerationCases(Bench):
         store, state = self.store(), State()
         self.put(store, state, some(30))
         (first,) = store.generations()
-        second = store.begin(self.other, widths_of(self.other))
+        second = self.begin(store)
         items = store.pending(second, 100)
         out = [entry.id for entry in items[:5]]
-        store.embed(second, embedded(items[5:], self.other), out)
+        store.embed(second, self.embedded(items[5:]), out)
         equal(store.pending(second, 100), [], "pending")
         equal(store.switch(second), True, "switch")
         after = {
-            id: replace(entry, arrays=item(id, 0, self.other).arrays)
+            id: replace(entry, arrays=self.arrays(id))
             for id, entry in state.items()
             if id not in out
         }
-        for query, hits in zip(
-            q := normal(3, WIDTH + 5, 0), store.search(q, 100, self.other.sha256), strict=True
-        ):
+        queries = normal(3, WIDTH + 5, 0)
+        answers = store.search(queries, 100, self.other.sha256)
+        for query, hits in zip(queries, answers, strict=True):
             self.check_answer(query, hits, after, self.other, 100)
         equal(set(store.get(state)), set(state), "items are kept")
         read = store.get(out, arrays=True)
-        assert all(not entry.arrays for entry in read.values()), (
-            "arrays of an item that was left out"
-        )
+        assert not any(entry.arrays for entry in read.values()), "arrays of a left-out item"
         store.upsert([item(out[0], 3, self.other)], self.other.sha256)
         (hits,) = store.search(item(out[0], 3, self.other).vector[None], 1, self.other.sha256)
         equal([entry.id for entry in hits], [out[0]], "found once it was embedded")
@@ -248,24 +239,22 @@ class GenerationCases(Bench):
         """`embed` refuses invalid arrays and missing or unknown items; then nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(6))
-        began = store.begin(self.other, widths_of(self.other))
+        began = self.begin(store)
         bad: dict[str, Callable[[Item], Item]] = {
             "the old bundle's": lambda entry: item(entry.id),
-            "NaN": lambda entry: replace(
-                entry, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}
-            ),
+            "NaN": lambda entry: replace(entry, arrays={VECTOR: np.full(WIDTH + 5, np.nan)}),
             "none": lambda entry: replace(entry, arrays={}),
         }
         for what, spoilt in bad.items():
             items = store.pending(began, 10)
             equal(len(items), 6, f"pending, before {what}")
             with refused(DataError):
-                store.embed(began, [*embedded(items[1:], self.other), spoilt(items[0])])
+                store.embed(began, [*self.embedded(items[1:]), spoilt(items[0])])
         items = store.pending(began, 10)
         with refused(DataError, saying=items[2].id):
-            store.embed(began, embedded([*items[:2], *items[3:]], self.other))
+            store.embed(began, self.embedded([*items[:2], *items[3:]]))
         with refused(DataError, saying="stranger"):
-            store.embed(began, [*embedded(items, self.other), item("stranger", 0, self.other)])
+            store.embed(began, [*self.embedded(items), item("stranger", 0, self.other)])
         equal(len(store.pending(began, 10)), 6, "pending")
         self.check(store, state)
         fill(store, began, state, self.other)
@@ -279,8 +268,8 @@ class GenerationCases(Bench):
         (first,) = store.generations()
         with refused(StoreError):
             store.drop(first)
-        began = store.begin(self.other, widths_of(self.other))
-        store.embed(began, embedded(store.pending(began, 10), self.other), [])
+        began = self.begin(store)
+        store.embed(began, self.embedded(store.pending(began, 10)), [])
         store.drop(began)
         equal([entry.number for entry in store.generations()], [first.number], "generations")
         for call in (
@@ -292,7 +281,7 @@ class GenerationCases(Bench):
             with refused(StoreError):
                 call()
         self.check(store, state)
-        again = store.begin(self.other, widths_of(self.other))
+        again = self.begin(store)
         assert again.number > began.number, "numbers count up"
         fill(store, again, state, self.other)
         equal(store.switch(again), True, "switch")
@@ -343,11 +332,8 @@ class WholeCases(Bench):
                 if folder.is_relative_to(cache_folder()):
                     (folder / "encoder.onnx").write_bytes(b"altered")
                     folder = store.bundle(generation)
-                    equal(
-                        Bundle.open(folder, threads=1).sha256,
-                        generation.bundle,
-                        "bundle, once more",
-                    )
+                    again = Bundle.open(folder, threads=1)
+                    equal(again.sha256, generation.bundle, "bundle, once more")
 
     def test_figures(self) -> None:
         """`stats` counts items and lists generations."""
@@ -376,24 +362,22 @@ class WholeCases(Bench):
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
         """A snapshot has the identity and content of the index; later changes do not affect it."""
         target, state = self.place.parent / "copy", State()
-        with self.store_at(self.place).create(
-            opened(), widths_of(opened()), identity="an id"
-        ) as store:
+        place, widths = self.store_at(self.place), widths_of(opened())
+        with place.create(opened(), widths, identity="an id") as store:
             self.put(store, state, some(80))
             self.remove(store, state, ["id 7"])
             store.snapshot(target)
             then = dict(state)
             queries = normal(3, WIDTH, 2)
             answers = store.search(queries, 5, opened().sha256)
+            expected = [{entry.id for entry in items} for items in answers]
             self.put(store, state, [item("later"), item("id 1", 5)])
             with open_index(target, threads=1) as copy:
                 equal(copy.identity, "an id", "identity of the snapshot")
                 equal(len(copy), len(then), "items of the snapshot")
                 equal(copy.bundle.sha256, opened().sha256, "bundle of the snapshot")
-                for hits, items in zip(
-                    copy.search(Encoded(queries, queries), 5), answers, strict=True
-                ):
-                    equal({hit.id for hit in hits}, {entry.id for entry in items}, "nearest")
+                hits = copy.search(Encoded(queries, queries), 5)
+                equal([{hit.id for hit in entry} for entry in hits], expected, "nearest")
                 alike(copy.get("id 3", arrays=True)["id 3"], then["id 3"])
             self.check(store, state)
             with refused(StoreError):
@@ -411,12 +395,11 @@ class WholeCases(Bench):
         equal(store.switch(began), True, "switch")
         store.snapshot(self.place.parent / "copy")
         with open_index(self.place.parent / "copy", threads=1) as copy:
-            equal(
-                [entry.id for entry in copy.scan()], sorted(entry.id for entry in pending), "items"
-            )
+            ids = [entry.id for entry in copy.scan()]
+            equal(ids, sorted(entry.id for entry in pending), "items")
             equal(copy.store.original("kept"), b"bytes", "original")
             equal(copy.bundle.sha256, other.sha256, "bundle")
-            read = copy.get([entry.id for entry in pending], arrays=True)
+            read = copy.get(ids, arrays=True)
             without = [id for id, entry in read.items() if not entry.arrays]
             equal(without, [pending[0].id], "items without arrays")
 
@@ -430,9 +413,7 @@ class WholeCases(Bench):
         def write() -> None:
             number = 0
             while not stop.is_set():
-                store.upsert(
-                    [item(f"{side} {number}") for side in ("left", "right")], bundle.sha256
-                )
+                store.upsert([item(f"left {number}"), item(f"right {number}")], bundle.sha256)
                 number += 1
 
         def copy() -> None:
