@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from retrieval.errors import StoreError
@@ -45,10 +46,9 @@ def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle):
         assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
     assert len(questions) == 1
     for path in sorted(kept_bundle(bundle.sha256, give).iterdir()):
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-        assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
-        path.unlink()
-        assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
+        for spoil in (lambda path: path.write_bytes(b"?"), Path.unlink):
+            spoil(path)
+            assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
 
 
 def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
@@ -63,14 +63,10 @@ def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
     files = [(path.name, path.read_bytes()) for path in sorted(plain_bundle.iterdir())]
     for what, content in {
         "another bundle": b"".join(bundle_pieces(Bundle.open(other_bundle, threads=1))),
-        "nothing": b"",
         "noise": b"no bundle" * 1000,
         "half": whole[: len(whole) // 2],
-        "one bit": whole[:-9000] + bytes([whole[-9000] ^ 1]) + whole[-8999:]
-        if whole[-9000]
-        else whole[:700] + b"?" + whole[701:],
+        "one byte": whole[:700] + b"?" + whole[701:],
         "outside": packed(("../outside", b"x"), *files),
-        "absolute": packed((str(tmp_path / "outside"), b"x"), *files),
         "a link": packed(("encoder.onnx", b""), change=link),
         "twice": packed(*files, *files),
         "many": packed(*[(f"f{n}", b"") for n in range(1200)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -73,10 +74,17 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
             whole_folder(folder, replace=True, exists_error=occupied) as fresh,
             tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as packed,
         ):
-            _fetch(pieces(), packed)
-            _unpack(packed, fresh, sha256)
-            if not _is_intact(fresh, sha256):
-                raise _damaged(sha256)
+            for piece in pieces():
+                if packed.tell() + len(piece) > BUNDLE_BYTES:
+                    limit = f"{BUNDLE_BYTES / 1e9:.1f} GB"
+                    raise StoreError(f"The store returned a bundle of more than {limit}.")
+                packed.write(piece)
+            packed.seek(0)
+            if not (_unpack(packed, fresh) and _is_intact(fresh, sha256)):
+                raise StoreError(
+                    f"The store's copy of the bundle {sha256[:16]}… is damaged: its checksums do"
+                    " not match."
+                )
     except OSError as fault:
         raise StoreError(
             f"The bundle of the index cannot be stored in {folder.parent}: "
@@ -93,32 +101,19 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > BUNDLE_BYTES:
-            raise StoreError(
-                f"The store returned a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is"
-                " the limit."
-            )
-        packed.write(piece)
-    packed.seek(0)
-
-
-def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
-    """Unpack a bundle; since the store is not trusted, accept only plain names of regular files."""
+def _unpack(packed: IO[bytes], folder: Path) -> bool:
+    """Unpack a bundle; return False unless it has only plain names of regular files."""
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for count, info in enumerate(tar):
                 content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
                 if content is None or count >= _MAX_FILES or not is_plain(info.name):
-                    raise _damaged(sha256)
+                    return False
                 with (folder / info.name).open("xb") as file:
-                    while piece := content.read(PIECE):
-                        file.write(piece)
+                    shutil.copyfileobj(content, file)
     except (tarfile.TarError, ValueError, EOFError, FileExistsError):
-        raise _damaged(sha256) from None
+        return False
+    return True
 
 
 def _is_intact(folder: Path, sha256: str) -> bool:
@@ -137,9 +132,3 @@ def _is_intact(folder: Path, sha256: str) -> bool:
         return opened_whole(folder, whole)
     except RetrievalError:
         return False
-
-
-def _damaged(sha256: str) -> StoreError:
-    return StoreError(
-        f"The store's copy of the bundle {sha256[:16]}… is damaged: its checksums do not match."
-    )

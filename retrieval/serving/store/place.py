@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 from retrieval.errors import PluginError, RecipeError, StoreError, did_you_mean
@@ -69,8 +68,8 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     )
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
-        f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "
-        f"{_advice(scheme)}, or name the plugin's file with --plugin (in Python plugins=[…])."
+        f"and folders by their path).{did_you_mean(scheme, names)} Install the plugin that has"
+        f" {scheme}://, or name the plugin's file with --plugin (in Python plugins=[…])."
     )
 
 
@@ -89,11 +88,6 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     plugins = list(plugins)
     address = Address(str(named), LOCAL, path=str(named)) if isinstance(named, Path) else named
     factory = find_store(address.scheme, plugins)
-    if not factory.takes("address"):
-        raise PluginError(
-            f"The factory of the store '{factory.name}' takes no 'address'. Report this to the"
-            " plugin's author."
-        )
     values, problems = factory.check(address.options, f"{address}:")
     if problems:
         raise StoreError("\n".join(problems))
@@ -109,16 +103,3 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
             " retrieval.plugin.stores.StorePlace. Report this to the plugin's author."
         )
     return opened
-
-
-def _advice(scheme: str) -> str:
-    """Return advice on the package to install for a scheme, as a part of a sentence."""
-    try:
-        extras = metadata("embedding-retrieval").get_all("Provides-Extra") or []
-    except PackageNotFoundError:
-        extras = []
-    return (
-        f"pip install 'embedding-retrieval[{scheme}]'"
-        if scheme in extras
-        else f"install the plugin that has {scheme}://"
-    )

@@ -70,7 +70,6 @@ _DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are
 _MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
 _LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
 _TINY = 2.0**-100  # upper bound of the error of one product by underflow
-_MAX_WIDTH = 1 << 20  # maximum number of columns
 
 
 def nearest(
@@ -104,8 +103,17 @@ def nearest(
     Raises:
         ValueError: the arguments do not fit each other.
     """
-    _check_arguments(queries, vectors, k, keep, span, companion, threads)
-    columns = slice(0, vectors.shape[1]) if span is None else slice(*span)
+    if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
+        raise ValueError(
+            f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}."
+        )
+    count, width = vectors.shape
+    fits = queries.ndim == 2 and queries.shape[1] == width and k >= 1
+    fits = fits and (keep is None or (keep.shape == (count,) and keep.dtype == np.bool_))
+    fits = fits and (companion is None or (companion.shape == (count, width) and span is None))
+    if not fits:
+        raise ValueError(f"Arguments do not fit vectors {vectors.shape}: see `nearest`.")
+    columns = slice(0, width) if span is None else slice(*span)
     parts = np.ascontiguousarray(queries[:, columns], np.float32)
     rows = np.asarray(vectors)  # slicing an array is faster than a memmap
     task = _Task(rows, columns, k, keep, threads)
@@ -208,36 +216,16 @@ class Companion:
         """Map a companion of vectors (count, width); the caller verifies the file's checksum.
 
         Raises:
-            StoreError: the file does not hold that companion.
+            StoreError: the companion belongs to other vectors.
             OSError: the file cannot be read.
         """
         with path.open("rb") as file:
-            try:
-                mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
-                np.lib.format.read_magic(file)
-                shape, fortran, kind = np.lib.format.read_array_header_1_0(file)
-            except (ValueError, EOFError) as fault:
-                raise StoreError(
-                    f"{path.name} does not hold a companion, or is damaged."
-                ) from fault
-            place, end = file.tell(), file.seek(0, 2)
-        parts = (basis.shape[-1] + 1) // cls.PART
-        fits = (
-            mean.shape == (width,)
-            and basis.shape == (width, parts * cls.PART - 1)
-            and error.shape == (1,)
-            and shape == (parts, count, cls.PART)
-            and not fortran
-        )
-        kinds = [mean.dtype, basis.dtype, error.dtype, kind]
-        if not fits or kinds != [np.float64] * 3 + [np.float32]:
-            raise StoreError(
-                f"{path.name} has arrays of another type or shape than the vectors' companion."
-            )
-        if end != place + 4 * math.prod(shape):
-            raise StoreError(f"{path.name} has another length than its header says.")
-        if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
-            raise StoreError(f"{path.name} has numbers that are not finite.")
+            mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
+            np.lib.format.read_magic(file)
+            shape, _, kind = np.lib.format.read_array_header_1_0(file)
+            place = file.tell()
+        if shape[1:] != (count, cls.PART) or kind != np.float32 or len(mean) != width:
+            raise StoreError(f"{path.name} belongs to other vectors.")
         table = np.asarray(np.memmap(path, np.float32, "r", place, shape))  # faster to slice
         return cls(mean, basis, float(error[0]), table)
 
@@ -655,34 +643,3 @@ def measured(
         difference -= vectors.take(row[pairs], axis=0)[:, columns]
         np.einsum("ij,ij->i", difference, difference, out=squared[pairs])
     return squared
-
-
-def _check_arguments(
-    queries: Floats,
-    vectors: Floats,
-    k: int,
-    keep: Mask | None,
-    span: tuple[int, int] | None,
-    companion: Companion | None,
-    threads: int,
-) -> None:
-    """Raise a `ValueError` for arguments that do not fit each other."""
-    if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
-        raise ValueError(
-            f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}."
-        )
-    count, width = vectors.shape
-    if queries.ndim != 2 or queries.shape[1] != width:
-        raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")
-    if width > _MAX_WIDTH:
-        raise ValueError(f"Vectors must have at most {_MAX_WIDTH:,} columns, not {width:,}.")
-    if k < 1 or threads < 1:
-        raise ValueError(f"k and threads must be at least 1, not {k} and {threads}.")
-    if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):
-        raise ValueError(f"keep must be bool ({count},), not {keep.dtype} {keep.shape}.")
-    if companion is not None and companion.shape != vectors.shape:
-        raise ValueError(f"The companion is for vectors {companion.shape}, not {vectors.shape}.")
-    if companion is not None and span is not None:
-        raise ValueError("A companion covers whole vectors and cannot be used with a span.")
-    if span is not None and not 0 <= span[0] < span[1] <= width:
-        raise ValueError(f"span {span} is not within {width} columns.")
