@@ -1,4 +1,6 @@
 import os
+import shutil
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,24 @@ def bundle(plain_bundle):
 @pytest.fixture
 def other(other_bundle):
     return Bundle.open(other_bundle, threads=1)
+
+
+@pytest.fixture
+def mount():
+    """Mount something at a folder until the test ends; skip the test where nothing may be."""
+    folders = []
+
+    def call(*words, at):
+        at.mkdir()
+        line = ["mount", *words, at]
+        if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
+            pytest.skip("nothing may be mounted here")
+        folders.append(at)
+        return at
+
+    yield call
+    for folder in folders:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -108,15 +106,9 @@ def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, othe
 
 
 @pytest.fixture
-def disk(tmp_path):
+def disk(tmp_path, mount):
     """A disk of its own, of 20 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    line = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", folder]
-    if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
-        pytest.skip("nothing may be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    return mount("-t", "tmpfs", "-o", "size=20m", "tmpfs", at=tmp_path / "disk")
 
 
 @contextmanager
@@ -131,6 +123,7 @@ def room(disk: Path, left: int) -> Iterator[None]:
         (disk / "ballast").unlink()
 
 
+wait = partial(wire.until, seconds=60)
 LEFT = (0, 4096, 20_000, 50_000, 150_000, 8_000_000)
 WHOLE = range(1500)
 
@@ -207,18 +200,15 @@ def test_a_reader_that_finds_no_room_says_so(disk, bundle):
         holds(again, bundle, {f"id{n}" for n in range(100)})
 
 
-wait = partial(wire.until, seconds=60)
-
-
-VERBS: dict[str, tuple[str, ...]] = {
-    "create": ("create", "{disk}/new.index", "{photos}", "--bundle", "{bundle}"),
-    "add": ("add", "{disk}/i.index", "{more}"),
-    "delete": ("delete", "{disk}/i.index", "--where", "label = '3'"),
-    "migrate": ("migrate", "{disk}/i.index", "{other}"),
-    "rollback": ("rollback", "{disk}/i.index"),
-    "compact": ("compact", "{disk}/i.index"),
-    "snapshot": ("snapshot", "{disk}/i.index", "{disk}/copy.index"),
-    "restore": ("restore", "{disk}/copy.index", "{disk}/back.index"),
+VERBS = {
+    "create": ("{disk}/new.index", "{photos}", "--bundle", "{bundle}"),
+    "add": ("{disk}/i.index", "{more}"),
+    "delete": ("{disk}/i.index", "--where", "label = '3'"),
+    "migrate": ("{disk}/i.index", "{other}"),
+    "rollback": ("{disk}/i.index",),
+    "compact": ("{disk}/i.index",),
+    "snapshot": ("{disk}/i.index", "{disk}/copy.index"),
+    "restore": ("{disk}/copy.index", "{disk}/back.index"),
 }
 
 
@@ -232,13 +222,11 @@ def test_each_command_says_that_the_disk_is_full_and_does_it_later(
     words = (disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle)
     assert cli("index", "create", *words).code == 0
     for verb, words in VERBS.items():
-        line = [word.format(**names) for word in words]
+        line = [word.format(**names) for word in (verb, *words)]
         with room(disk, 0):
             result = cli("index", *line)
         assert result.code == 2, verb
-        for text in ("the disk is full", "Free some space and try again"):
-            assert text in result.err, result.err
-        assert "Traceback" not in result.err, result.err
+        assert "the disk is full" in result.err and "Free some space and try" in result.err
         assert len(result.err.strip().splitlines()) == 1, result.err
         assert cli("index", *line).code == 0, verb
         assert cli("index", "check", disk / "i.index").code == 0

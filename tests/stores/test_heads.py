@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,17 +300,3 @@ def test_after_a_kill_the_same_call_goes_on(path, split, photos, point, killed, 
             assert [entry.state for entry in store.generations()] == ["kept", "served"]
     assert check_index(path) == ([], [])
     assert len(list((path / "arrays").iterdir())) == 4
-
-
-def test_the_backbone_runs_once_for_an_item(photos, split, tmp_path, monkeypatch):
-    counts = Counter()
-    for name in ("features", "encode"):
-        genuine = getattr(Bundle, name)
-
-        def counted(self, inputs, name=name, genuine=genuine, **more):
-            counts[name] += len(inputs)
-            return genuine(self, inputs, **more)
-
-        monkeypatch.setattr(Bundle, name, counted)
-    create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)
-    assert counts == {"features": COUNT}

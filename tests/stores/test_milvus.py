@@ -2,10 +2,7 @@
 
 import hashlib
 import itertools
-import json
 import os
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,10 @@ import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from retrieval.client import Client, Retries
+from retrieval.errors import ServerError
 from retrieval.plugin import stores, testing
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, normal, some
 from retrieval.serving.store.testing.bundles import opened
@@ -175,107 +175,46 @@ def test_more_items_than_milvus_finds(index, monkeypatch):
         index.search(normal(1, 12, 0), 6, opened().sha256)
 
 
-@pytest.fixture
-def verb(milvus, tmp_path, cli, makers, plain_bundle):
-    """The verb of `retrieval index` at an index of thirty digits, as JSON where it gives that."""
-    makers.write_digits(tmp_path / "digits", 30)
-    where = str(address(milvus, str(tmp_path)))
-
-    def call(verb, *words, code=0, json_=True):
-        done = cli("index", verb, where, *words, *(["--json"] if json_ else []))
-        assert done.code == code, done.err
-        return json.loads(done.out) if json_ and code == 0 else done
-
-    call.address = where
-    created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
-    assert "Indexed 30 items" in created.out and where in created.out
-    yield call
-    MilvusPlace(stores.Address.parse(where)).drop()
-
-
-def _nearest(url: str, image: Path) -> dict[str, Any]:
-    body = (
-        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-        + image.read_bytes()
-    )
-    kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{url}v1/search", body + b"\r\n--x--\r\n", kind), timeout=60
-    ) as done:
-        hits: dict[str, Any] = json.load(done)["results"][0]
-        return hits
-
-
-def test_the_verbs_of_the_command_line(verb, tmp_path, cli, plain_bundle, other_bundle):
-    digits = sorted((tmp_path / "digits").rglob("*.png"))
-    again = verb("add", tmp_path / "digits")
-    assert (again["index"], again["added"], again["unchanged"]) == (verb.address, 0, 30)
-    first = verb("list", "--limit", 1)["items"][0]["id"]
-    assert len(verb("show", first)["vector"]) == 16 and verb("show")["items"] == 30
-    hits = cli("search", verb.address, digits[4], "-k", "1", "--json")
-    (hit,) = json.loads(hits.out)[0]["results"]
-    assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
-    assert verb("delete", first)["deleted"] == 1 and verb("list")["count"] == 29
-    assert verb("add", tmp_path / "digits")["added"] == 1 and verb("check")["damaged"] == []
-    assert "gives back room by itself" in verb("compact", code=2, json_=False).err
-    assert "items: 30" in (shown := verb("show", json_=False).out) and "None" not in shown
-    verb("snapshot", tmp_path / "s.index")
-    assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
-    for name, words, message in [
-        ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
-        ("show", ("nobody",), "has no item 'nobody'"),
-    ]:
-        result = verb(name, *words, code=2, json_=False)
-        assert message in result.err and "Traceback" not in result.err, (name, result.err)
-    verb("migrate", other_bundle)
-    assert verb("rollback")["generation"] == 1
-    assert (
-        verb("migrate", other_bundle, "--drop-old")["generation"] == 2
-        and len(verb("show")["generations"]) == 1
-    )
-
-
 def test_nobody_answers(cli):
     result = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
     assert result.code == 2 and "does not answer" in result.err and "Traceback" not in result.err
-    with pytest.raises(stores.StoreUnavailable):
-        MilvusPlace(
-            stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1
-        ).exists()
 
 
-def test_a_server_that_goes_away_comes_back(milvus, verb, tmp_path):
+def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bundle):
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
-    image = sorted((tmp_path / "digits").rglob("*.png"))[3]
-    place = MilvusPlace(stores.Address.parse(verb.address), timeout=2)
+    image = makers.write_digits(tmp_path / "digits", 30)[3]
+    where = str(address(milvus, str(tmp_path)))
+    retrieval.Index.create(where, [tmp_path / "digits"], model=plain_bundle, progress=False)
+    place = MilvusPlace(stores.Address.parse(where), timeout=2)
     with (
-        retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served,
+        retrieval.serve(f"{where}?timeout=2", port=0, wait=False) as served,
+        Client(served.url, retries=Retries(times=0)) as client,
         place.open() as store,
     ):
-        sha256 = store.generations()[0].bundle
-        bundle = retrieval.load(store.bundle(store.generations()[0])).bundle
-        store.upsert([item("late", 0, bundle)], sha256)
+        bundle = Bundle.open(plain_bundle, threads=1)
+        store.upsert([item("late", 0, bundle)], bundle.sha256)
         milvus.kill()
         with pytest.raises(stores.StoreUnavailable, match="does not answer"):
             store.count()
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            _nearest(served.url, image)
-        with refused.value as answer:
-            assert answer.code == 503
+        with pytest.raises(ServerError) as refused:
+            client.search(image, k=1)
+        assert refused.value.status == 503
         milvus.start()
         store.timeout = 60.0
         ids = {entry.id for entry in store.scan()}
         assert len(ids) == 31 and "late" in ids and store.count() == 31
-        (hits,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)
+        (hits,) = store.search(item("late", 0, bundle).vector[None], 40, bundle.sha256)
         assert {entry.id for entry in hits} == ids
-        store.upsert([item("later", 0, bundle)], sha256)
+        store.upsert([item("later", 0, bundle)], bundle.sha256)
         assert {entry.id for entry in store.scan()} == ids | {"later"}
-        assert str(image).endswith(_nearest(served.url, image)["key"])
+        assert str(image).endswith(client.search(image, k=1).results[0].key)
         for at in range(KILLS - 1):  # the last thing that it was told is kept, whatever it is
-            store.delete(["later"]) if at else store.upsert([item("last", 0, bundle)], sha256)
+            store.delete(["later"]) if at else store.upsert(
+                [item("last", 0, bundle)], bundle.sha256
+            )
             milvus.kill()
             milvus.start()
-            assert {entry.id for entry in store.scan()} == ids | (
-                {"last"} if at else {"last", "later"}
-            )
+            last = {"last"} if at else {"last", "later"}
+            assert {entry.id for entry in store.scan()} == ids | last
+    place.drop()

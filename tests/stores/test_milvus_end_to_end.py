@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +42,44 @@ def serving(address: str, folder: Path) -> Iterator[str]:
         process.stdout.close()
 
 
-@dataclass
-class Load:
+class Load(threading.Thread):
     """Searches of one process, one after another, until it is stopped.
 
-    Attributes:
-        url: of the process.
-        queries: images.
-        answers: to each search: the place of the query, and what was found; or the status of the
-            refusal.
-        said: sentences of refusals.
+    `answers` has, of each search, the number of the query, and the ids that were found or the
+    status of the refusal; `sentences` has those of refusals.
     """
 
-    url: str
-    queries: list[Path]
-    answers: list[tuple[int, list[str] | int]] = field(default_factory=list)
-    message: set[str] = field(default_factory=set)
-    stopped: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, url: str, queries: list[Path]) -> None:
+        super().__init__()
+        self.url, self.queries, self.stopped = url, queries, False
+        self.answers: list[tuple[int, list[str] | int]] = []
+        self.sentences: set[str] = set()
 
     def run(self) -> None:
         with Client(self.url, retries=Retries(times=0)) as client:
-            while not self.stopped.is_set():
+            while not self.stopped:
                 at = len(self.answers) % len(self.queries)
                 try:
                     hits = client.search(self.queries[at], k=5, filter=CHOSEN)
                     self.answers.append((at, [hit.id for hit in hits.results]))
                 except ServerError as fault:
                     self.answers.append((at, fault.status or 0))
-                    self.message.add(str(fault))
+                    self.sentences.add(str(fault))
                     time.sleep(0.05)
 
 
 @contextmanager
-def running(*loads: Load) -> Iterator[None]:
-    threads = [threading.Thread(target=load.run) for load in loads]
-    for thread in threads:
-        thread.start()
+def loaded(urls: list[str], queries: list[Path]) -> Iterator[list[Load]]:
+    """Search the processes at some urls meanwhile."""
+    loads = [Load(url, queries) for url in urls]
+    for load in loads:
+        load.start()
     try:
-        yield
+        yield loads
     finally:
         for load in loads:
-            load.stopped.set()
-        for thread in threads:
-            thread.join()
+            load.stopped = True
+            load.join()
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -108,18 +102,14 @@ def copy(images: list[Path], folder: Path) -> None:
 
 
 class Writer(threading.Thread):
-    """Adds one image after another to a folder and the folder to an index: again, where that fails.
-
-    Args:
-        index: opened.
-        folder: of the images that it has.
-        more: images to come.
+    """Adds one image after another to a folder and the folder to an index: again, where that
+    fails. `kept` has the ids that the index said it has.
     """
 
     def __init__(self, index: Any, folder: Path, more: list[Path]) -> None:
         super().__init__()
         self.index, self.folder, self.more = index, folder, more
-        self.kept: set[str] = set()  # ids that the index said it has
+        self.kept: set[str] = set()
         self.refused = 0
 
     def run(self) -> None:
@@ -134,100 +124,13 @@ class Writer(threading.Thread):
             self.kept.add(f"{image.parent.name}/{image.name}")
 
 
-@dataclass
-class Scene:
-    """What the acts of the test have in common.
-
-    Attributes:
-        milvus: the server.
-        index: in Milvus, opened.
-        local: the same in a folder, opened.
-        urls: of the processes that serve the index in Milvus.
-        queries: images.
-    """
-
-    milvus: Any
-    index: Any
-    local: Any
-    urls: list[str]
-    queries: list[Path]
-
-    def loads(self) -> list[Load]:
-        return [Load(url, self.queries) for url in self.urls]
-
-    def migrates(self, bundle: Path) -> None:
-        """No search fails, and each finds what the one or the other generation has."""
-        before = answers(self.local, self.queries)
-        assert answers(self.index, self.queries) == before
-        self.local.migrate(bundle, progress=False)
-        after = answers(self.local, self.queries)
-        assert before != after
-        loads = self.loads()
-        with running(*loads):
-            until(lambda: all(len(load.answers) > 10 for load in loads))
-            self.index.migrate(bundle, progress=False)
-            done = [len(load.answers) for load in loads]
-            until(
-                lambda: all(
-                    len(load.answers) > 20 + at for load, at in zip(loads, done, strict=True)
-                )
-            )
-        for load, at in zip(loads, done, strict=True):
-            assert all(hits in (before[query], after[query]) for query, hits in load.answers)
-            assert all(hits == after[query] for query, hits in load.answers[at + 1 :])
-        self.index.drop_old()
-
-    def takes(self, folder: Path) -> None:
-        """No search fails while a folder is added."""
-        loads = self.loads()
-        with running(*loads):
-            self.index.add(folder, progress=False)
-        assert all(isinstance(hits, list) for load in loads for _, hits in load.answers)
-
-    def migrates_as_the_server_ends(self, bundle: Path, writer: Writer) -> None:
-        """Searches and writes are refused meanwhile, and go on."""
-        loads, ended = self.loads(), threading.Event()
-
-        def end(what, done, total):
-            if what == "embedding" and not ended.is_set():
-                ended.set()
-                writer.start()
-                until(lambda: len(writer.kept) > 2)
-                self.milvus.kill()
-                for load in loads:
-                    until(lambda load=load: load.answers[-1][1] == 503)
-                self.milvus.start()
-
-        with running(*loads):
-            self.index.migrate(bundle, progress=end)
-            writer.join()
-            until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
-        assert ended.is_set() and writer.refused
-        for load in loads:
-            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}, (
-                load.message
-            )
-            assert all(
-                "The store of this index cannot be reached now." in entry for entry in load.message
-            ), load.message
-
-    def agrees(self) -> None:
-        """The index, and whoever serves it, finds what the folder finds."""
-        expected = answers(self.local, self.queries)
-        assert answers(self.index, self.queries) == expected
-        for url in self.urls:
-            with Client(url) as client:
-                hits = [client.search(query, k=5, filter=CHOSEN).results for query in self.queries]
-            assert [[hit.id for hit in entry] for entry in hits] == expected
-
-
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
     milvus, makers, plain_bundle, other_bundle, tmp_path
 ):
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
     images = makers.write_digits(tmp_path / "all", 60)
-    folder, late = tmp_path / "digits", tmp_path / "late"
+    folder, late, queries = tmp_path / "digits", tmp_path / "late", images[40:46]
     copy(images[:40], folder)
     copy(images[46:], late)
     address = f"milvus://{milvus.place}/end_to_end"
@@ -239,19 +142,64 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         index = stack.enter_context(retrieval.Index.open(f"{address}?timeout={SECONDS}"))
         writing = stack.enter_context(retrieval.Index.open(f"{address}?timeout=2"))
         urls = [stack.enter_context(serving(f"{address}?timeout=2", tmp_path)) for _ in range(2)]
-        scene = Scene(milvus, index, local, urls, images[40:46])
 
-        scene.migrates(other_bundle)
-        scene.takes(late)
+        # It migrates: no search fails, and each finds what the one or the other generation has.
+        before = answers(local, queries)
+        assert answers(index, queries) == before
+        local.migrate(other_bundle, progress=False)
+        after = answers(local, queries)
+        assert before != after
+        with loaded(urls, queries) as loads:
+            until(lambda: all(len(load.answers) > 10 for load in loads))
+            index.migrate(other_bundle, progress=False)
+            done = [len(load.answers) for load in loads]
+            for load, at in zip(loads, done, strict=True):
+                until(lambda load=load, at=at: len(load.answers) > 20 + at)
+        for load, at in zip(loads, done, strict=True):
+            assert all(hits in (before[query], after[query]) for query, hits in load.answers)
+            assert all(hits == after[query] for query, hits in load.answers[at + 1 :])
+        index.drop_old()
+
+        # A folder is added: no search fails.
+        with loaded(urls, queries) as loads:
+            index.add(late, progress=False)
+        assert all(isinstance(hits, list) for load in loads for _, hits in load.answers)
         kept = {f"{image.parent.name}/{image.name}" for image in images[46:]}
         assert kept <= {item.id for item in index.store.scan()}
-        writer = Writer(writing, folder, images[40:46])
-        scene.migrates_as_the_server_ends(plain_bundle, writer)
+
+        # The server ends while it migrates: searches and writes are refused meanwhile, and go on.
+        writer, ended = Writer(writing, folder, queries), threading.Event()
+
+        def end(what, done, total):
+            if what == "embedding" and not ended.is_set():
+                ended.set()
+                writer.start()
+                until(lambda: len(writer.kept) > 2)
+                milvus.kill()
+                for load in loads:
+                    until(lambda load=load: load.answers[-1][1] == 503)
+                milvus.start()
+
+        with loaded(urls, queries) as loads:
+            index.migrate(plain_bundle, progress=end)
+            writer.join()
+            until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
+        assert ended.is_set() and writer.refused
+        for load in loads:
+            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}
+            for sentence in load.sentences:
+                assert "The store of this index cannot be reached now." in sentence
         ids = {item.id for item in index.store.scan()}
         assert writer.kept | kept <= ids and len(ids) == 60 == index.store.count()
         assert len(writer.kept | kept) == 20
 
+        # The index, and whoever serves it, finds what the folder finds.
         copy(images[46:], folder)
         local.add(folder, progress=False)
         local.migrate(plain_bundle, progress=False)
-        scene.agrees()
+        expected = answers(local, queries)
+        assert answers(index, queries) == expected
+        for url in urls:
+            with Client(url) as client:
+                hits = [client.search(query, k=5, filter=CHOSEN).results for query in queries]
+            assert [[hit.id for hit in entry] for entry in hits] == expected

@@ -2,13 +2,11 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import retrieval
 from retrieval.errors import StoreError
@@ -42,11 +40,8 @@ def journal(tmp_path, monkeypatch, cli, makers, plain_bundle):
     return call
 
 
-def nearest_to(url: str, image: Path) -> tuple[str, str, bytes, str]:
-    """A search for an image, as `_asked` takes it."""
-    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-    body = head + image.read_bytes() + b"\r\n--x--\r\n"
-    return f"{url}v1/search", "POST", body, "multipart/form-data; boundary=x"
+def nearest_to(url: str, image: Path) -> httpx.Response:
+    return httpx.post(f"{url}v1/search", files={"image": image.read_bytes()}, timeout=60)
 
 
 def test_the_verbs_of_the_command_line(journal, tmp_path, cli, plain_bundle):
@@ -148,10 +143,10 @@ def test_two_servers_of_one_address_follow_a_migration(
     old, new = (Bundle.open(path, threads=1).sha256 for path in (plain_bundle, other_bundle))
 
     def nearest(url):
-        while (answer := _asked(*nearest_to(url, image)))[0] == 503:  # busy: pytest bounds this
+        while (answer := nearest_to(url, image)).status_code == 503:  # busy: pytest bounds this
             time.sleep(0.2)
-        assert answer[0] == 200, answer
-        return answer[2]["results"][0]
+        assert answer.status_code == 200, answer.text
+        return answer.json()["results"][0]
 
     settings = {"port": 0, "plugins": ["retrieval_acme"], "wait": False}
     with (
@@ -185,12 +180,12 @@ from retrieval.serving.store.local import LocalStore
 def asked(name):
     def call(self, *given, **named):
         if self.folder.with_name("away").exists():
-            raise stores.StoreUnavailable(f"flaky://{self.folder} does not answer: connection refused.")
+            raise stores.StoreUnavailable("flaky:// does not answer: connection refused.")
         return getattr(LocalStore, name)(self, *given, **named)
     return call
 
-NAMES = ["upsert", "delete", "get", "original", "scan", "count", "search", "propose", "generations", "stats", "changed", "snapshot", "answered"]
-Flaky = type("Flaky", (LocalStore,), {name: asked(name) for name in NAMES})
+NAMES = "upsert delete get original scan count search propose generations stats changed snapshot"
+Flaky = type("Flaky", (LocalStore,), {name: asked(name) for name in NAMES.split()})
 
 class FlakyPlace(LocalPlace):
     '''A folder whose engine goes away.'''
@@ -200,19 +195,7 @@ class FlakyPlace(LocalPlace):
 @hookimpl
 def retrieval_stores():
     return {"flaky": FlakyPlace}
-"""  # noqa: E501
-
-
-def _asked(
-    url: str, method: str = "GET", content: Any = None, kind: str = "application/json"
-) -> tuple[int, Message, Any]:
-    body = content if isinstance(content, bytes | None) else json.dumps(content).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": kind}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as done:
-            return done.status, done.headers, json.load(done)
-    except urllib.error.HTTPError as refused:
-        return refused.code, refused.headers, json.load(refused)
+"""
 
 
 def test_a_store_that_goes_away_is_503_until_it_is_back(
@@ -228,34 +211,34 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
     options = {"plugins": [str(plugin)], "settings": Settings(open="write"), "wait": False}
     with retrieval.serve(address, port=0, **options) as server:
         url = f"{server.url}v1"
-        first = _asked(f"{url}/items?limit=1")[2]["items"][0]["id"]
-        requests = {
-            "search": nearest_to(server.url, min(digits.rglob("*.png"))),
-            "items": (f"{url}/items?limit=1",),
-            "item": (f"{url}/items/{first}",),
-            "put": (f"{url}/items/mine", "PUT", {"vector": [0.0] * 16}),
-            "index": (f"{url}/index",),
+        first = httpx.get(f"{url}/items?limit=1").json()["items"][0]["id"]
+        requests: dict[str, Callable[[], httpx.Response]] = {
+            "search": lambda: nearest_to(server.url, min(digits.rglob("*.png"))),
+            "items": lambda: httpx.get(f"{url}/items?limit=1"),
+            "item": lambda: httpx.get(f"{url}/items/{first}"),
+            "put": lambda: httpx.put(f"{url}/items/mine", json={"vector": [0.0] * 16}),
+            "index": lambda: httpx.get(f"{url}/index"),
         }
 
         def all_answered():
             for name, request in requests.items():
-                assert _asked(*request)[0] in (200, 201), name
-            while _asked(f"{server.url}readyz")[0] != 200:
+                assert request().status_code in (200, 201), name
+            while httpx.get(f"{server.url}readyz").status_code != 200:
                 time.sleep(0.05)
 
         all_answered()
         away.touch()
         for name, request in requests.items():
-            status, headers, message = _asked(*request)
-            assert (status, headers["Retry-After"]) == (503, "1"), (name, message)
-            detail = message["detail"]
+            refused = request()
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1"), name
+            detail = refused.json()["detail"]
             assert "cannot be reached now" in detail and "try again" in detail, (name, detail)
             assert "it is damaged" not in detail and "disk" not in detail, (name, detail)
-        while (ready := _asked(f"{server.url}readyz"))[0] == 200:
+        while (ready := httpx.get(f"{server.url}readyz")).status_code == 200:
             time.sleep(0.05)
-        assert "cannot be reached now" in ready[2]["checks"]["search"], ready
-        with urllib.request.urlopen(f"{server.url}metrics", timeout=60) as figures:
-            assert 'retrieval_refused_total{reason="unreachable"}' in figures.read().decode()
+        assert "cannot be reached now" in ready.json()["checks"]["search"], ready.text
+        metrics = httpx.get(f"{server.url}metrics").text
+        assert 'retrieval_refused_total{reason="unreachable"}' in metrics
         result = cli("index", "list", address, "--plugin", plugin)
         assert result.code == 2 and "does not answer: connection refused" in result.err
         away.unlink()
