@@ -53,8 +53,6 @@ def test_everything_else_is_a_folder():
     for text in ("local://", "local:///a?x=1"):
         with pytest.raises(StoreError, match="names no folder"):
             place_of(text)
-    with pytest.raises(StoreError, match="drops a slash"):
-        place_of(Path("milvus://host/photos"))
 
 
 SECRETS = [
@@ -84,8 +82,7 @@ def test_a_secret_is_refused_and_not_repeated(cli):
         ("milvus://host/a#b", "in a name as %23"),
         ("milvus://host/a?b", "name=value"),
         ("milvus://host/a?b=1&b=2", "has the option 'b' twice"),
-        ("milvus://host/a\x1b[2J", "printable characters"),
-        (f"milvus://host/{'a' * 3000}", "at most 2,000"),
+        ("milvus://host/a\x1b[2J", "not printable"),
     ],
 )
 def test_what_cannot_be_read_is_a_sentence(text, said):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,12 +17,9 @@ from retrieval.serving.files.places import StrPath
 LOCAL = "local"
 """Scheme of folders: `local:///data/photos.index` names the folder `/data/photos.index`."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
-_PATH_OF_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
 _SECRET = re.compile(
     r"token|passw|pwd|secret|credential|auth|user|(^|[_-])key$|apikey", re.IGNORECASE
 )
-_MAX_CHARACTERS = 2000
-_MAX_OPTIONS = 50
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,8 @@ class Address:
         scheme, rest = match[1], match[2]
         _refuse_secrets(scheme, rest)
         where, _, query = rest.partition("?")
-        if len(text) > _MAX_CHARACTERS or not text.isprintable():
-            raise StoreError(
-                f"An address has at most {_MAX_CHARACTERS:,} printable characters; this {scheme}://"
-                " address is longer, or has a character that is not printable."
-            )
+        if not text.isprintable():
+            raise StoreError(f"This {scheme}:// address has a character that is not printable.")
         authority, slash, path = where.partition("/")
         try:
             parts = urlsplit(f"//{authority}")
@@ -102,8 +96,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
         place: path of a folder, as text or `Path`, or an address as text.
 
     Raises:
-        StoreError: the address is invalid (see `Address.parse`), or it was passed as a `Path`,
-            which drops one of its slashes.
+        StoreError: the address is invalid; see `Address.parse`.
     """
     if isinstance(place, Address):
         return place
@@ -114,17 +107,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
         if mark or not path:
             raise StoreError(f"{place} names no folder. Write {LOCAL}:///PATH, or the path alone.")
         return Path(unquote(path))
-    path_text = os.fspath(place)
-    if (
-        not isinstance(place, str)
-        and _PATH_OF_ADDRESS.match(path_text)
-        and not Path(path_text).parent.exists()
-    ):
-        raise StoreError(
-            f"'{path_text}' looks like an address that was converted to a Path, which drops a"
-            " slash. Pass the address as text."
-        )
-    return Path(path_text)
+    return Path(place)
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:
@@ -140,27 +123,18 @@ def _refuse_secrets(scheme: str, rest: str) -> None:
 
 
 def _options(text: str, query: str) -> dict[str, Any]:
-    """Parse the query string of an address."""
-    if not query:
-        return {}
+    """Parse the query string of an address: numbers, true, false, null and text."""
     try:
-        pairs = parse_qsl(
-            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_MAX_OPTIONS
-        )
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError:
         raise StoreError(f"{text}: write the options after '?' as name=value&name=value.") from None
     options: dict[str, Any] = {}
     for name, value in pairs:
         if name in options:
             raise StoreError(f"{text} has the option '{name}' twice.")
-        options[name] = _value(value)
+        options[name] = value
+        with suppress(ValueError, RecursionError):
+            plain = json.loads(value, parse_constant=lambda word: word)
+            if plain is None or isinstance(plain, bool | int | float):
+                options[name] = plain
     return options
-
-
-def _value(text: str) -> Any:
-    """Parse a number, true, false or null; return anything else as text."""
-    try:
-        value = json.loads(text, parse_constant=lambda word: text)
-    except (ValueError, RecursionError):
-        return text
-    return value if value is None or isinstance(value, bool | int | float) else text

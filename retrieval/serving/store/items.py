@@ -39,7 +39,6 @@ _KEEPS = get_args(Keep)
 _EXACT = 1 << 53  # float64 represents every whole number up to here exactly
 _INT64_LIMIT = 1 << 63
 _MAX_SHOWN = 20  # field names in an error message
-_NO_FILE = (None,) * 6
 _CONTAINERS = (dict, list)
 _CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call
 
@@ -204,20 +203,17 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
         DataError: some items are invalid; the message names each of them.
     """
     problems, texts, seen = [], [], set()
-    valid = {name for name, width in widths.items() if _are_valid(items, name, width)}
-    faulty = {name: width for name, width in widths.items() if name not in valid}
+    faulty = {name: width for name, width in widths.items() if not _are_valid(items, name, width)}
     for number, item in enumerate(items):
         text, faults = _problems(item, faulty)
+        texts.append(text)
+        name = f"item {number}"
         if isinstance(item.id, str):
             if item.id in seen:
                 faults.append("repeats the id of an earlier item of this call")
             seen.add(item.id)
-        if faults:
-            name = f"item {number}" + (
-                f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else ""
-            )
-            problems += [f"{name} {fault}." for fault in faults]
-        texts.append(text)
+            name = f"{name} ({printable(item.id)[:80]!r})" if faults else name
+        problems += [f"{name} {fault}." for fault in faults]
     if problems:
         raise DataError(listed("The list of items", problems))
     return texts
@@ -229,14 +225,19 @@ def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
         try:
             rows = [item.arrays[name] for item in items[start : start + _CHECKED_AT_ONCE]]
             stacked = np.array(rows)
-            if stacked.shape != (len(rows), width) or stacked.dtype.kind not in "fiu":
+            if stacked.shape != (len(rows), width) or not _is_finite(stacked):
                 return False
-            with np.errstate(over="ignore"):
-                if not np.isfinite(stacked.astype(np.float32, copy=False)).all():
-                    return False
         except (KeyError, ValueError, TypeError, AttributeError):
             return False
     return True
+
+
+def _is_finite(array: Any) -> bool:
+    """Return whether an array has only real numbers that are finite as float32."""
+    with np.errstate(over="ignore"):
+        return array.dtype.kind in "fiu" and bool(
+            np.isfinite(array.astype(np.float32, copy=False)).all()
+        )
 
 
 def own(value: Any) -> Any:
@@ -270,10 +271,11 @@ def usable(ids: Iterable[object]) -> list[str]:
 def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     """Return an item's metadata as JSON and its problems, each as the end of "The item …"."""
     faults = [fault] if (fault := check_id(item.id)) else []
-    if item.label is not None and not isinstance(item.label, str):
-        faults.append(f"has a label that is not text, but {type(item.label).__name__}")
-    elif item.label is not None and (fault := _text_fault(item.label)):
-        faults.append(f"has a label that {fault}")
+    for name, entry in (("label", item.label), ("stamp", item.stamp)):
+        if entry is not None and not isinstance(entry, str):
+            faults.append(f"has a {name} that is not text, but {type(entry).__name__}")
+        elif entry is not None and (fault := _text_fault(entry)):
+            faults.append(f"has a {name} that {fault}")
     text = ""
     try:
         text = _as_json(item.metadata)
@@ -290,39 +292,25 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
     if item.keep not in _KEEPS:
         faults.append(f"has keep = {item.keep!r}; it must be one of {', '.join(_KEEPS)}")
-    if (item.path, item.stamp, item.original, item.bytes, item.width, item.height) != _NO_FILE:
-        faults += _file_problems(item)
-    for name, width in widths.items():
-        array = item.arrays.get(name)
-        if array is None:
-            faults.append(f"has no {name}")
-        elif getattr(array, "shape", None) != (width,) or array.dtype.kind not in "fiu":
-            faults.append(
-                f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers"
-            )
-        else:
-            with np.errstate(over="ignore"):
-                finite = np.isfinite(np.asarray(array, np.float32)).all()
-            if not finite:
-                faults.append(f"has a {name} with NaN, infinity or a number beyond float32")
-    return text, faults
-
-
-def _file_problems(item: Item) -> list[str]:
-    """Return the problems of the fields that describe the item's original file."""
-    faults = []
-    if item.original is not None and not isinstance(item.original, bytes):
-        faults.append(f"has an original that is not bytes, but {type(item.original).__name__}")
-    elif item.original is not None and len(item.original) > ORIGINAL_BYTES:
-        faults.append(f"has an original of more than {ORIGINAL_BYTES:,} bytes")
+    original = item.original
+    if original is not None and not (
+        isinstance(original, bytes) and len(original) <= ORIGINAL_BYTES
+    ):
+        faults.append(f"has an original that is not bytes, or has more than {ORIGINAL_BYTES:,}")
     if item.path is not None and (not isinstance(item.path, Path) or "\0" in str(item.path)):
         faults.append("has a path that no file can have")
-    if item.stamp is not None and (not isinstance(item.stamp, str) or _text_fault(item.stamp)):
-        faults.append("has a stamp that is not valid text")
     for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
         if size is not None and not (isinstance(size, int) and 0 <= size < _INT64_LIMIT):
             faults.append(f"has {name} = {size!r}; it must be a whole number from 0 to 2⁶³ - 1")
-    return faults
+    for name, width in widths.items():
+        array = item.arrays.get(name)
+        if array is None or getattr(array, "shape", None) != (width,) or not _is_finite(array):
+            shape = getattr(array, "shape", "none")
+            faults.append(
+                f"needs as its {name} {width} numbers, none NaN, infinite or beyond float32; its"
+                f" shape is {shape}"
+            )
+    return text, faults
 
 
 def _as_json(metadata: Mapping[str, Any]) -> str:

@@ -218,7 +218,9 @@ class Upkeep:
     @_missing_files_named()
     def step(self) -> bool:
         """Do one piece of work that is due; return False if there was none."""
-        for generation in self._generations():
+        with self.record.reading() as connection:
+            generations = all_of(connection)
+        for generation in generations:
             with self._turn:
                 rows = self._current(generation)
                 dead = rows is not None and rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
@@ -237,10 +239,6 @@ class Upkeep:
         if self._thread is not None:
             self._thread.join()
 
-    def _generations(self) -> tuple[Generation, ...]:
-        with self.record.reading() as connection:
-            return all_of(connection)
-
     def _current(self, generation: Generation) -> Rows | None:
         """Return the current rows of a generation, or None if it was dropped or is incomplete."""
         with self.record.reading() as connection:
@@ -251,26 +249,22 @@ class Upkeep:
             self._rows[known.number] = rows
             return rows
 
-    def _lacks_structure(self, rows: Rows) -> bool:
-        """Return whether rows need a structure that they do not have yet."""
-        choice = self._choice(rows.generation, rows.rows)
-        if choice is None:
-            return False
-        if (
-            rows.structure_text is None
-            or self.views.loaded.get(rows.structure_text, "unknown") is None  # unusable
-        ):
-            return True
-        structure = Structure.parse(rows.structure_text)
-        different = (structure.backend, structure.options) != choice
-        return different or structure.outgrown(rows.rows)
-
     def _choice(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
         """Return the back end and options for `count` rows of a generation, or None."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
             choice = StructureChoice.parse(value(connection, sql))
         return choice.of(count, generation.widths[VECTOR], len(generation.spans))
+
+    def _lacks_structure(self, rows: Rows) -> bool:
+        """Return whether rows need a structure that they do not have yet."""
+        text, choice = rows.structure_text, self._choice(rows.generation, rows.rows)
+        if choice is None or text is None:
+            return choice is not None
+        structure = Structure.parse(text)
+        unusable = text in self.views.loaded and self.views.loaded[text] is None
+        different = (structure.backend, structure.options) != choice
+        return unusable or different or structure.outgrown(rows.rows)
 
     # In the caller's thread
 
@@ -280,7 +274,9 @@ class Upkeep:
         with self._turn:
             tidy(self.record)
             compacted_at: dict[int, int] = {}
-            for generation in self._generations():
+            with self.record.reading() as connection:
+                generations = all_of(connection)
+            for generation in generations:
                 with Claim(self.record, _WAIT, report) as claim:
                     compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
