@@ -59,14 +59,6 @@ class Bench:
         """Return a new, empty store whose served generation has `bundle` and `widths`."""
         return self.store_at(place).create(bundle, widths)
 
-    def reopen(self, place: Path) -> Store:
-        """Open the store that `create` created in `place`, which was closed meanwhile."""
-        return self.store_at(place).open()
-
-    def destroy(self, place: Path) -> None:
-        """Delete the store that `create` created in `place`, after it was closed."""
-        self.store_at(place).drop()
-
     def setup_method(self) -> None:
         """Create the folder of a test; pytest calls this."""
         self._folder = Path(tempfile.mkdtemp(prefix="store-"))
@@ -78,7 +70,7 @@ class Bench:
         """Close and delete the stores of a test; pytest calls this."""
         for store in self._stores:
             store.close()
-        self.destroy(self.place)
+        self.store_at(self.place).drop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def store(self, bundle: Bundle | None = None, features: int | None = None) -> Store:
@@ -91,8 +83,8 @@ class Bench:
     def again(self, store: Store) -> Store:
         """Close a store and open it again."""
         store.close()
-        self._stores.append(opened_again := self.reopen(self.place))
-        return opened_again
+        self._stores.append(self.store_at(self.place).open())
+        return self._stores[-1]
 
     def put(
         self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None

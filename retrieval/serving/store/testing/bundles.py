@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.errors import MissingDependency
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import (
     DistanceEntry,
@@ -50,12 +49,10 @@ def make_bundle(
 
     Returns:
         The folder.
-
-    Raises:
-        MissingDependency: onnx is not installed.
     """
     folder.mkdir(parents=True)
-    helper, proto = _onnx()
+    from onnx import TensorProto, helper
+
     projection = np.random.default_rng(seed).integers(-9, 10, (features, width)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["input", "projection"], ["vector"])]
     names = ["vector"]
@@ -63,14 +60,13 @@ def make_bundle(
         nodes.append(helper.make_node("Identity", ["vector"], ["code"]))
         names.append("code")
         write_rescorer(folder / "rescorer.onnx", width)
-    graph_input = helper.make_tensor_value_info("input", proto.FLOAT, ["N", features])
-    outputs = [helper.make_tensor_value_info(name, proto.FLOAT, ["N", width]) for name in names]
+    graph_input = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", features])
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width]) for name in names
+    ]
     save_graph(folder / "encoder.onnx", nodes, [graph_input], outputs, {"projection": projection})
-    middle = width // 3
-    spaces = (
-        SubspaceEntry(name="left", start=0, stop=middle),
-        SubspaceEntry(name="right", start=middle, stop=width),
-    )
+    left = SubspaceEntry(name="left", start=0, stop=width // 3)
+    right = SubspaceEntry(name="right", start=width // 3, stop=width)
     write_manifest(
         folder,
         Manifest(
@@ -88,7 +84,7 @@ def make_bundle(
                 exact=not (rescorer or subspaces),
                 measure="euclidean",
             ),
-            subspaces=spaces if subspaces else (),
+            subspaces=(left, right) if subspaces else (),
             rescorer=RescorerEntry(file="rescorer.onnx", candidates=50) if rescorer else None,
             variants={},
             verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
@@ -111,23 +107,13 @@ def _home() -> Path:
     return folder
 
 
-def _onnx() -> tuple[Any, Any]:
-    try:
-        from onnx import TensorProto, helper
-    except ImportError:
-        raise MissingDependency(
-            "The tests of a store write their bundles with onnx, which is not installed. "
-            "Install it with: pip install onnx"
-        ) from None
-    return helper, TensorProto
-
-
 def write_rescorer(path: Path, width: int) -> None:
     """Write a rescorer that computes the Manhattan distance between codes (width,)."""
-    helper, proto = _onnx()
-    query = helper.make_tensor_value_info("query", proto.FLOAT, ["Q", width])
-    items = helper.make_tensor_value_info("items", proto.FLOAT, ["N", width])
-    distance = helper.make_tensor_value_info("distance", proto.FLOAT, ["Q", "N"])
+    from onnx import TensorProto, helper
+
+    query = helper.make_tensor_value_info("query", TensorProto.FLOAT, ["Q", width])
+    items = helper.make_tensor_value_info("items", TensorProto.FLOAT, ["N", width])
+    distance = helper.make_tensor_value_info("distance", TensorProto.FLOAT, ["Q", "N"])
     nodes = [
         helper.make_node("Unsqueeze", ["query", "one"], ["q"]),
         helper.make_node("Unsqueeze", ["items", "zero"], ["i"]),
@@ -135,10 +121,7 @@ def write_rescorer(path: Path, width: int) -> None:
         helper.make_node("Abs", ["difference"], ["absolute"]),
         helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
     ]
-    axes = {
-        name: np.array([axis], dtype=np.int64)
-        for name, axis in (("zero", 0), ("one", 1), ("two", 2))
-    }
+    axes = {name: np.array([axis]) for name, axis in (("zero", 0), ("one", 1), ("two", 2))}
     save_graph(path, nodes, [query, items], [distance], axes)
 
 

@@ -382,7 +382,7 @@ class WholeCases(Bench):
             self.check(store, state)
             with refused(StoreError):
                 store.snapshot(target)
-        with self.reopen(self.place) as again:
+        with self.store_at(self.place).open() as again:
             equal(again.identity(), "an id", "identity after reopening")
 
     def test_a_snapshot_holds_every_item(self) -> None:

@@ -388,7 +388,7 @@ class ItemCases(Bench):
             for query, hits in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
                 self.check_answer(query, hits, state, opened(), 7)
             store.close()
-            self.destroy(self.place)
+            self.store_at(self.place).drop()
             self.place.mkdir(exist_ok=True)
 
     def test_subspaces(self) -> None:
@@ -481,7 +481,7 @@ class ItemCases(Bench):
             except AssertionError as fault:
                 raise AssertionError(f"{name}: {fault}") from fault
         store.close()
-        with self.reopen(self.place) as again:
+        with self.store_at(self.place).open() as again:
             again.upsert([replace(item("a"), label="b")], bundle.sha256)
             equal(again.count(), 4, "count")
 
