@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -26,12 +25,13 @@ QUICK = {
     "queryCoord.checkIndexInterval": 500,
     "queryCoord.distPullInterval": 50,
     "indexCoord.scheduler.interval": 50,
+    "common.session.ttl": 3,
     "log.level": "warn",
     "log.stdout": False,
 }
 """How often it looks after its work, in milliseconds: tests wait for that.
 
-And a tenth of what it would write to its log.
+One that was killed is waited for that many seconds; and a tenth of what it would write to its log.
 """
 _SECONDS = 120.0
 
@@ -69,14 +69,12 @@ class MilvusServer:
         self._write_etcd(port, peers)
         self._write({**QUICK, **(settings or {})})
         self._process: subprocess.Popen[bytes] | None = None
-        self._leases: list[str] = []
 
     def _write_etcd(self, port: int, peers: int) -> None:
         """The etcd inside it takes its ports from no other place; without this, two servers of a
         machine would meet at 2379.
         """
         asked_at, peers_at = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
-        self._etcd_at = asked_at
         message = {
             "name": "default",
             "listen-client-urls": asked_at,
@@ -118,7 +116,6 @@ class MilvusServer:
             assert time.monotonic() < until, (
                 f"the server of Milvus does not start: see {self.folder}/logs"
             )
-            self._revoke()
             time.sleep(0.05)
 
     def _well(self) -> bool:
@@ -130,27 +127,9 @@ class MilvusServer:
         except OSError:
             return False
 
-    def _revoke(self) -> None:
-        """Take back the leases of what was killed, by which a new one would wait until they end:
-        half a minute.
-        """
-        with suppress(OSError):
-            while self._leases:
-                self._ask_etcd("lease/revoke", ID=self._leases[-1])
-                self._leases.pop()
-
-    def _ask_etcd(self, what: str, **message: str) -> Any:
-        request = urllib.request.Request(f"{self._etcd_at}/v3/{what}", json.dumps(message).encode())
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.load(answer)
-
     def kill(self) -> None:
         """End it at once, by SIGKILL."""
         if self._process is not None:
-            with suppress(OSError):
-                self._leases = [
-                    entry["ID"] for entry in self._ask_etcd("lease/leases").get("leases", [])
-                ]
             self._process.kill()
             self._process.wait()
             self._process = None

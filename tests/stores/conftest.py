@@ -2,13 +2,10 @@ import os
 import shutil
 import subprocess
 from types import SimpleNamespace
-from typing import Any
 
 import makers
 import pytest
 from retrieval.serving.bundle import Bundle
-
-_running: list[Any] = []
 
 
 @pytest.fixture(scope="session")
@@ -65,12 +62,10 @@ def milvus(tmp_path_factory):
     from milvus_server import MilvusServer
 
     server = MilvusServer(tmp_path_factory.mktemp("milvus"))
-    _running.append(server)
     try:
         server.start()
         yield server
     finally:
-        _running.remove(server)
         server.stop()
 
 
@@ -79,21 +74,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "milvus" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    for server in _running if _of_milvus(item) else ():
-        server.start()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if _of_milvus(item) and nextitem is not None and not _of_milvus(nextitem):
-        for (
-            server
-        ) in _running:  # a tenth of a core, and more the more it holds, until the session's end
-            server.kill()
-
-
-def _of_milvus(item: pytest.Item) -> bool:
-    return item.path.name.startswith("test_milvus")

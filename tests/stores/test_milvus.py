@@ -1,10 +1,7 @@
 """Milvus as a store, on a real server that also goes away."""
 
 import hashlib
-import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,72 +34,24 @@ def address(milvus: Any, *words: object, options: str = "") -> stores.Address:
     return stores.Address.parse(f"milvus://{milvus.place}/{name}{options}")
 
 
-class Spares:
-    """Empty indexes, made several at a time: Milvus looks once a second for collections that are
-    loaded by now, and a test would wait for two such looks.
-
-    Args:
-        milvus: the server.
-    """
-
-    def __init__(self, milvus: Any) -> None:
-        self._milvus, self._numbers = milvus, itertools.count()
-        self._left: list[stores.Address] = []
-
-    def take(self) -> stores.Address:
-        """Return the address of one that nobody has."""
-        if not self._left:
-            self._left = [
-                address(self._milvus, "spare", os.getpid(), next(self._numbers)) for _ in range(8)
-            ]
-            bundle = opened()
-            widths = stores.widths_of(bundle)
-            with ThreadPoolExecutor(8) as pool:
-                list(
-                    pool.map(lambda at: MilvusPlace(at).create(bundle, widths).close(), self._left)
-                )
-        return self._left.pop()
-
-    def drop(self) -> None:
-        """Delete those that were not taken."""
-        for at in self._left:
-            MilvusPlace(at).drop()
-
-
-@pytest.fixture(scope="module")
-def spares(milvus):
-    created = Spares(milvus)
-    yield created
-    created.drop()
-
-
 class TestMilvus(testing.StoreSuite):
     """`retrieval.plugin.testing` holds the cases."""
 
     milvus: Any
-    spares: Spares
-    taken: dict[Path, stores.Address]
 
     @pytest.fixture(autouse=True)
-    def _server(self, milvus, spares):
-        type(self).milvus, type(self).spares, type(self).taken = milvus, spares, {}
+    def _server(self, milvus):
+        type(self).milvus = milvus
 
     def store_at(self, place):
-        return MilvusPlace(self.taken.get(place) or address(self.milvus, str(place)))
-
-    def create(self, place, bundle, widths):
-        plain = (bundle.sha256, widths) == (opened().sha256, stores.widths_of(opened()))
-        if not plain or place in self.taken:
-            return super().create(place, bundle, widths)
-        self.taken[place] = self.spares.take()
-        return self.store_at(place).open()
+        return MilvusPlace(address(self.milvus, str(place)))
 
 
 @pytest.fixture
-def index(spares):
+def index(milvus, tmp_path):
     """An empty index."""
-    place = MilvusPlace(spares.take())
-    with place.open() as store:
+    place = MilvusPlace(address(milvus, str(tmp_path)))
+    with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
     place.drop()
 

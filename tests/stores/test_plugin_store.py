@@ -1,6 +1,8 @@
 """A store that a plugin brings: every verb of the command line, and HTTP."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from retrieval.host.scaffold import write_package
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http import readiness
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.index import adding
 from retrieval.serving.index.index import create_index
 
 Call = Callable[..., Any]
@@ -93,36 +96,25 @@ def test_snapshots_go_both_ways(journal, tmp_path, cli):
     assert result.code == 2 and "exists already" in result.err
 
 
-KILLED = """
-import os, sys
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index import adding
-from retrieval.serving.index.index import create_index
-
-encode, seen = Bundle.encode, []
-def counted(self, *given, **named):
-    seen.append(1)
-    if len(seen) == 3:
-        os._exit(9)
-    return encode(self, *given, **named)
-
-Bundle.encode, adding._SECONDS = counted, 0.0
-create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"], batch=8, progress=False)
-"""  # noqa: E501
-
-
 def test_what_a_killed_create_left_is_added_to(
-    journal, tmp_path, plain_bundle, monkeypatch, process
+    journal, tmp_path, plain_bundle, monkeypatch, killed
 ):
     address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, []
     digits, options = tmp_path / "digits", {"plugins": ["retrieval_acme"], "progress": False}
-    path = tmp_path / "package"
-    assert process("-c", KILLED, address, plain_bundle, digits, path=path).code == 9
 
     def counted(self, inputs, *given, **named):
         encoded.append(len(inputs))
         return encode(self, inputs, *given, **named)
 
+    def until_the_third(self, *given, **named):
+        if len(encoded) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return counted(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bundle, "encode", until_the_third)
+        patch.setattr(adding, "_SECONDS", 0.0)
+        killed(lambda: create_index(address, plain_bundle, [digits], batch=8, **options))
     monkeypatch.setattr(Bundle, "encode", counted)
     with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
         create_index(address, plain_bundle, [digits], **options)
