@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    from retrieval.serving.filters import And as And
-    from retrieval.serving.filters import Compare as Compare
-    from retrieval.serving.filters import Exists as Exists
     from retrieval.serving.filters import Filter as Filter
-    from retrieval.serving.filters import In as In
-    from retrieval.serving.filters import Not as Not
-    from retrieval.serving.filters import Or as Or
     from retrieval.serving.filters import matches as matches
     from retrieval.serving.store.address import Address as Address
     from retrieval.serving.store.bundles import bundle_pieces as bundle_pieces
     from retrieval.serving.store.bundles import kept_bundle as kept_bundle
-    from retrieval.serving.store.contract import Capability as Capability
     from retrieval.serving.store.contract import Store as Store
     from retrieval.serving.store.contract import StorePlace as StorePlace
     from retrieval.serving.store.contract import StoreUnavailable as StoreUnavailable
@@ -46,20 +39,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval.serving.filters": [
-            "And",
-            "Compare",
-            "Exists",
-            "Filter",
-            "In",
-            "Not",
-            "Or",
-            "matches",
-        ],
+        "retrieval.serving.filters": ["Filter", "matches"],
         "retrieval.serving.store.address": ["Address"],
         "retrieval.serving.store.bundles": ["bundle_pieces", "kept_bundle"],
         "retrieval.serving.store.contract": [
-            "Capability",
             "Store",
             "StorePlace",
             "StoreUnavailable",

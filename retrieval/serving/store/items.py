@@ -219,6 +219,22 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     return texts
 
 
+def check_embedded(
+    items: Sequence[Item],
+    left_out: Iterable[str],
+    pending: Iterable[str],
+    widths: Mapping[str, int],
+) -> None:
+    """Raise a `DataError` unless items are valid and, with those left out, are the pending ones."""
+    checked(items, widths)
+    embedded, expected = {item.id for item in items}, set(pending)
+    faults = [f"{id} was not pending." for id in sorted(embedded - expected)]
+    missing = expected - embedded - set(left_out)
+    faults += [f"{id} is neither embedded nor left out." for id in sorted(missing)]
+    if faults:
+        raise DataError(listed("The list of embedded items", faults))
+
+
 def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
     """Return whether the array `name` of all items is valid, checked for many items at a time."""
     for start in range(0, len(items), _CHECKED_AT_ONCE):

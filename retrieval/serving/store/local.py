@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast, get_args
 import apsw
 import numpy as np
 
-from retrieval.errors import DataError, StoreError, listed, printable
+from retrieval.errors import DataError, StoreError, printable
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, to_sql
 from retrieval.serving.index.backends import make_backend
@@ -50,6 +50,7 @@ from retrieval.serving.store.items import (
     Generation,
     Item,
     Stats,
+    check_embedded,
     check_queries,
     checked,
     from_row,
@@ -397,13 +398,8 @@ class LocalStore(Store):
         """Add arrays to a generation; see `Store`."""
         self._begin_to_write()
         numbers = self._pending.get(generation.number, {})
-        checked(items, generation.widths)
+        check_embedded(items, left_out, numbers, generation.widths)
         embedded = {item.id: item for item in items}
-        missing = numbers.keys() - embedded.keys() - set(left_out)
-        faults = [f"{id} was not pending." for id in embedded if id not in numbers]
-        faults += [f"{id} is neither embedded nor left out." for id in missing]
-        if faults:
-            raise DataError(listed("The list of embedded items", sorted(faults)))
         if not numbers:
             return
         with self.record.writing() as (connection, _):

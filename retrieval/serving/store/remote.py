@@ -45,6 +45,7 @@ from retrieval.serving.store.items import (
     Floats,
     Generation,
     Item,
+    check_embedded,
     check_queries,
     checked,
     refuse_fields,
@@ -566,17 +567,12 @@ class RemoteStore(Store):
         with self._turn:
             target = self._latest(generation)
             pending = self._pending.get(target.number, {})
-            checked(items, target.widths)
-            arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
-            arrays |= {item.id: Row.of(item).arrays for item in items}
-            faults = [f"'{item.id}' was not pending." for item in items if item.id not in pending]
-            faults += [
-                f"'{id}' is neither embedded nor left out." for id in pending if id not in arrays
-            ]
-            if faults:
-                raise DataError("\n".join(faults))
+            check_embedded(items, left_out, pending, target.widths)
+            arrays = {item.id: Row.of(item).arrays for item in items}
             if pending:
-                self._put(target, [Row(row.record, arrays[id]) for id, row in pending.items()])
+                self._put(
+                    target, [Row(row.record, arrays.get(id, {})) for id, row in pending.items()]
+                )
             queue = self._queues.get(target.number, [])
             self._queues[target.number] = [id for id in queue if id not in pending]
             self._pending.pop(target.number, None)
