@@ -184,13 +184,10 @@ def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tm
     store.close()
     with LocalStore(tmp_path / "i", upkeep=False) as running:
         running.upsert(items(range(100, 101)), bundle.sha256)
-        shutil.copytree(tmp_path / "i", tmp_path / "copy")  # as a process that was killed leaves it
-    with LocalStore(tmp_path / "copy", upkeep=False) as whole:
+        for name in ("whole", "copy"):  # as a process that was killed leaves it
+            shutil.copytree(tmp_path / "i", tmp_path / name)
+    with LocalStore(tmp_path / "whole", upkeep=False) as whole:
         assert whole.original("id59") == kept[59].original and whole.count() == 61
-    shutil.rmtree(tmp_path / "copy")
-    with LocalStore(tmp_path / "i", upkeep=False) as running:
-        running.upsert(items(range(101, 102)), bundle.sha256)
-        shutil.copytree(tmp_path / "i", tmp_path / "copy")
     record = tmp_path / "copy" / "items.sqlite"
     os.truncate(record, record.stat().st_size // 2 // 4096 * 4096)
     with pytest.raises(StoreError, match=r"items.sqlite was cut short"):

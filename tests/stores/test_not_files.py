@@ -5,33 +5,23 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import open_index
 from retrieval.serving.store import structure
-from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
+from stored import items
 
-VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def link(path: Path) -> None:
-    path.symlink_to(path.parent.parent / "moved")
-
-
-KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
+KINDS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to(path.parent.parent / "moved"),
+    "folder": Path.mkdir,
+}
 
 
 @pytest.fixture
@@ -40,8 +30,7 @@ def index(tmp_path, plain_bundle, monkeypatch):
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw", {}))
     with LocalStore(tmp_path / "i", upkeep=False) as store:
-        items = [Item(f"id{n}", arrays={"vector": vector}) for n, vector in enumerate(VECTORS)]
-        store.upsert(items, bundle.sha256)
+        store.upsert(items(range(2000)), bundle.sha256)
         store.compact()
         for left in (tmp_path / "i").glob("items.sqlite-*"):
             shutil.copy(left, tmp_path / left.name)
@@ -51,7 +40,7 @@ def index(tmp_path, plain_bundle, monkeypatch):
     return tmp_path / "i"
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_is_not_read(kind, index, tmp_path):
     def answers():
         with open_index(index, threads=1) as opened:
@@ -65,7 +54,7 @@ def test_what_is_no_file_is_not_read(kind, index, tmp_path):
     for name in names:
         path = index / name
         path.rename(index.parent / "moved")
-        kind(path)
+        KINDS[kind](path)
         try:
             assert answers() == before  # what is not needed, or is made again
         except (BundleError, StoreError) as fault:
