@@ -4,7 +4,6 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import apsw
 import numpy as np
 import pytest
 from retrieval.errors import PluginError, StoreError
@@ -36,16 +35,6 @@ def test_a_field_stays_known_when_its_last_item_goes(living):
         assert living.scan("discount > 1") == [] and living.count("not exists(discount)") == 1
         assert living.delete(where="discount > 1") == 0
         living.store.compact()
-
-
-def test_a_record_with_other_tables_says_what_to_do(living, tmp_path):
-    living.close()
-    file = tmp_path / "i" / "items.sqlite"
-    with apsw.Connection(str(file), vfs="cksmvfs") as connection:
-        connection.execute("alter table items drop column source")
-    connection.close()
-    with pytest.raises(StoreError, match=r"open it with that version\. Otherwise create the index"):
-        open_index(tmp_path / "i")
 
 
 class Hasty(Flat):

@@ -71,7 +71,6 @@ create table left_out (g integer not null, n integer not null, primary key (g, n
 create table unsynced (n integer primary key, file text not null, start integer not null,
  content blob not null) strict;
 """
-TABLES = {sql.split()[2]: sql.strip() for sql in _SCHEMA.split(";") if sql.strip()}
 """SQL of the record's tables.
 
 An item that changes gets a new number `n`; `removed` holds the old number. `g` is the number of a
@@ -129,8 +128,7 @@ class Record:
             )
             connection.execute("pragma journal_mode = wal").fetchall()
             connection.execute("pragma synchronous = full; begin")
-            for sql in TABLES.values():
-                connection.execute(sql)
+            connection.execute(_SCHEMA)
             connection.execute("insert into state values ('seq', 0); commit")
         finally:
             connection.close()
@@ -147,18 +145,8 @@ class Record:
         with self.reading() as connection:
             if self._is_cut(connection):
                 raise self._damage_error(f"{FILE} was cut short")
-            sql = "select name, sql from sqlite_master where sql is not null and name not like ?"
-            if {name: text.lower() for name, text in ask(connection, sql, ("sqlite_%",))} != TABLES:
-                raise StoreError(
-                    f"{self.path} is not the record of an index as this version of retrieval "
-                    "writes it: its tables differ. If another version wrote it, open it with that "
-                    "version. Otherwise create the index again."
-                )
             if not connection.pragma("checksum_verification"):
-                raise StoreError(
-                    f"{self.path} is not the record of an index: its pages have no checksums. "
-                    "Restore a snapshot."
-                )
+                raise self._damage_error(f"the pages of {FILE} have no checksums")
             if (seq := seq_of(connection)) < acknowledged:
                 raise self._damage_error(
                     f"the last {acknowledged - seq:,} of {acknowledged:,} transactions are missing "
