@@ -307,9 +307,6 @@ class MilvusStore(stores.RemoteStore):
             parts += [f"json_contains({path}, {literal})" for literal in literals]
         return _joined(parts, "or")
 
-    def _hang_up(self) -> None:
-        self._client.close()
-
 
 def _literal(value: Any) -> str | None:
     """Return a value as a literal of Milvus, or None if Milvus might read it differently."""

@@ -210,9 +210,6 @@ class QdrantStore(stores.RemoteStore):
         conditions = [_compared(key, op, value) for value in values]
         return None if None in conditions else self._combined("or", conditions)
 
-    def _hang_up(self) -> None:
-        self._client.close()
-
 
 def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
     if op == "=" and isinstance(value, bool | str):

@@ -65,8 +65,9 @@ Where = Sequence[Any]
 class RemoteStore(Store):
     """A store in a database engine.
 
-    A subclass implements the abstract methods, whose names begin with `_`. These methods take
-    `where` as a list of conditions in the engine's form, all of which must hold.
+    A subclass sets `_client`, the engine's client, and implements the abstract methods, whose names
+    begin with `_`. These methods take `where` as a list of conditions in the engine's form, all of
+    which must hold.
 
     Args:
         address: address of the index, for messages.
@@ -84,6 +85,7 @@ class RemoteStore(Store):
     engine: ClassVar[str]
     errors: ClassVar[tuple[type[Exception], ...]]
     timeout: float
+    _client: Any
     separator = "__"
     most_found = 1 << 31
 
@@ -170,10 +172,6 @@ class RemoteStore(Store):
         Returns:
             The condition, or None if the engine would decide differently from `matches`.
         """
-
-    @abstractmethod
-    def _hang_up(self) -> None:
-        """Close the connection."""
 
     def _fit(self, rows: Sequence[Row]) -> None:
         """Raise a `DataError` if a row is too long for the engine."""
@@ -291,21 +289,18 @@ class RemoteStore(Store):
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
         generations = self.generations()
-        return Stats(self._count(served_of(generations), ()), generations, None, self._details())
-
-    def _details(self) -> dict[str, Any]:
-        return {"backend": "flat"}
+        return Stats(self._count(served_of(generations), ()), generations, None, {})
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the index; see `Store`."""
         self._current()
-        return {"fields": sorted(self._fields), "backend": self._details()["backend"]}
+        return {"fields": sorted(self._fields)}
 
     def close(self) -> None:
         """Close the connection; see `Store`."""
         if not self._closed:
             self._closed = True
-            self._hang_up()
+            self._client.close()
 
     # Writing
 
