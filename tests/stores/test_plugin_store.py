@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from retrieval.serving.http import readiness
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index import adding
 from retrieval.serving.index.index import create_index
+from retrieval.serving.store.contract import StoreUnavailable
+from retrieval.serving.store.local import LocalStore
 
 Call = Callable[..., Any]
 
@@ -160,48 +163,31 @@ def test_two_servers_of_one_address_follow_a_migration(
     assert len(journal("show")["generations"]) == 1
 
 
-# A store that goes away while its index is served, and comes back: a plugin's, which raises
-# `StoreUnavailable`; and the local one, held by another.
+# A store that goes away while its index is served, and comes back.
 
-
-FLAKY = """
-from retrieval.plugin import hookimpl, stores
-from retrieval.serving.store.local import LocalPlace
-from retrieval.serving.store.local import LocalStore
-
-def asked(name):
-    def call(self, *given, **named):
-        if self.folder.with_name("away").exists():
-            raise stores.StoreUnavailable("flaky:// does not answer: connection refused.")
-        return getattr(LocalStore, name)(self, *given, **named)
-    return call
-
-NAMES = "upsert delete get original scan count search propose generations stats changed snapshot"
-Flaky = type("Flaky", (LocalStore,), {name: asked(name) for name in NAMES.split()})
-
-class FlakyPlace(LocalPlace):
-    '''A folder whose engine goes away.'''
-    def open(self):
-        return Flaky(self.folder)
-
-@hookimpl
-def retrieval_stores():
-    return {"flaky": FlakyPlace}
-"""
+METHODS = "upsert delete get original scan count search propose generations stats changed snapshot"
 
 
 def test_a_store_that_goes_away_is_503_until_it_is_back(
     tmp_path, makers, plain_bundle, cli, monkeypatch
 ):
-    digits, away = tmp_path / "digits", tmp_path / "away"
+    digits, away, folder = tmp_path / "digits", threading.Event(), tmp_path / "d.index"
     makers.write_digits(digits, 12)
-    plugin, address = tmp_path / "flaky.py", f"flaky://{tmp_path}/d.index"
-    plugin.write_text(FLAKY)
-    words = (address, digits, "--bundle", plain_bundle, "--plugin", plugin)
-    assert cli("index", "create", *words).code == 0
+    create_index(folder, plain_bundle, [digits], progress=False)
+
+    def leaving(method):
+        def call(self, *given, **named):
+            if away.is_set():
+                raise StoreUnavailable("The engine does not answer: connection refused.")
+            return method(self, *given, **named)
+
+        return call
+
+    for name in METHODS.split():
+        monkeypatch.setattr(LocalStore, name, leaving(getattr(LocalStore, name)))
     monkeypatch.setattr(readiness, "PROBE_SECONDS", 0.2)
-    options = {"plugins": [str(plugin)], "settings": Settings(open="write"), "wait": False}
-    with retrieval.serve(address, port=0, **options) as server:
+    settings = Settings(open="write")
+    with retrieval.serve(folder, port=0, settings=settings, wait=False) as server:
         url = f"{server.url}v1"
         first = httpx.get(f"{url}/items?limit=1").json()["items"][0]["id"]
         requests: dict[str, Callable[[], httpx.Response]] = {
@@ -219,7 +205,7 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
                 time.sleep(0.05)
 
         all_answered()
-        away.touch()
+        away.set()
         for name, request in requests.items():
             refused = request()
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1"), name
@@ -231,7 +217,7 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
         assert "cannot be reached now" in ready.json()["checks"]["search"], ready.text
         metrics = httpx.get(f"{server.url}metrics").text
         assert 'retrieval_refused_total{reason="unreachable"}' in metrics
-        result = cli("index", "list", address, "--plugin", plugin)
+        result = cli("index", "list", folder)
         assert result.code == 2 and "does not answer: connection refused" in result.err
-        away.unlink()
+        away.clear()
         all_answered()
