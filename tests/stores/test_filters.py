@@ -14,8 +14,8 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
-SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2**53, 1e300, 5e-324, "7", "shoe", "", "é💥"]
-SCALARS += [True, False, None]
+SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2.0**53, 2**53 + 1, 1e300, 5e-324, True, False, None]
+SCALARS += ["7", "shoe", "", "é💥"]
 KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7}]
 
 

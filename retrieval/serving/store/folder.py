@@ -210,15 +210,13 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
                 except RetrievalError as fault:
                     faults.append(str(fault))
                 report(1)
+            text = rows.structure_text
             rebuilt += [
                 f"{ARRAYS}/{name} is missing or was altered; the next writer builds it again."
-                for name in (
-                    Structure.parse(rows.structure_text).damaged(folder)
-                    if rows.structure_text
-                    else ()
-                )
+                for name in (Structure.parse(text).damaged(folder) if text else ())
             ]
-            faults += _without_vectors(connection, generation, rows)
+            if missing := _without_vectors(connection, generation, rows):
+                faults.append(f"Generation {generation.number}: {missing:,} items have no vector.")
             path = folder / BUNDLES / generation.bundle[:16]
             try:
                 bundle = Bundle.open(path, variant=generation.variant, device="cpu")
@@ -229,18 +227,15 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
     return faults, rebuilt
 
 
-def _without_vectors(
-    connection: apsw.Connection, generation: Generation, rows: Rows
-) -> Iterator[str]:
-    """Yield a sentence if a generation lacks vectors of its items."""
+def _without_vectors(connection: apsw.Connection, generation: Generation, rows: Rows) -> int:
+    """Return the number of items that should have vectors in a generation and have none."""
     g = generation.number
     upto = value(connection, "select upto from generations where g = ?", (g,))
     if generation.state == "served":
         upto = value(connection, "select max(n) from items") or 0
     sql = "select n from items where n <= ? and n not in (select n from left_out where g = ?)"
     numbers = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
-    if missing := int(np.count_nonzero(rows.runs.rows_of(numbers) < 0)):
-        yield f"Generation {g}: {missing:,} items have no vector."
+    return int(np.count_nonzero(rows.runs.rows_of(numbers) < 0))
 
 
 def write_snapshot(
