@@ -1,11 +1,15 @@
-"""Items of a store of vectors of 16 numbers."""
+"""Items of a store of vectors of 16 numbers, and a process that writes some."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -15,3 +19,28 @@ def items(numbers: Iterable[int]) -> list[Item]:
     return [
         Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
     ]
+
+
+def write(folder: Path, who: str, count: int, reopen: bool, seconds: float = 3.0) -> set[str]:
+    """Write to an index, some items at a time; return the ids that it acknowledged to have."""
+    upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 200
+    random, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
+    store, present = LocalStore(folder), set[str]()
+    bundle = store.generations()[0].bundle
+    while time.monotonic() < end:
+        ids = [f"{who} {done + n}" for n in range(count)]
+        store.upsert([Item(id, arrays={"vector": random.normal(size=16)}) for id in ids], bundle)
+        present |= set(ids)
+        done += count
+        if done % (7 * count) == 0:
+            gone = {f"{who} {n}" for n in range(done - 2 * count, done - count)}
+            store.delete(gone)
+            present -= gone
+        if done % (15 * count) == 0:
+            store.compact()
+        if reopen:
+            store.close()
+            store = LocalStore(folder)
+    store.close()
+    assert done
+    return present

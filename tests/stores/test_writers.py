@@ -1,10 +1,12 @@
 """Several processes write to one index, by whichever name: in turn, and nothing is lost."""
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,36 +20,7 @@ from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 from retrieval.serving.store.upkeep import Claim
 from retrieval.serving.store.view import Array
-from stored import VECTORS, items
-
-WRITER = """
-import sys, time
-import numpy as np
-from pathlib import Path
-from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.local import LocalStore
-
-upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 200
-path, who, seconds, count, reopen = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "reopen"
-rng, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
-store = LocalStore(Path(path))
-bundle = store.generations()[0].bundle
-while time.monotonic() < end:
-    items = [Item(f"{who} {done + n}", arrays={"vector": rng.normal(size=16)}) for n in range(count)]
-    store.upsert(items, bundle)
-    done += count
-    print(done, flush=True)  # acknowledged
-    if done % (7 * count) == 0:
-        store.delete([f"{who} {n}" for n in range(done - 2 * count, done - count)])
-        print("-", done - 2 * count, done - count, flush=True)
-    if done % (15 * count) == 0:
-        store.compact()
-    if reopen:
-        store.close()
-        store = LocalStore(Path(path))
-store.close()
-"""  # noqa: E501
+from stored import VECTORS, items, write
 
 
 @pytest.fixture
@@ -56,28 +29,11 @@ def index(tmp_path, bundle):
     return tmp_path / "index"
 
 
-def run(seconds: float, *jobs: tuple[Path, str, int, str]) -> set[str]:
-    """Run writers at a time; return the ids that they were told are there."""
-    line = [sys.executable, "-c", WRITER]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*line, str(path), who, str(seconds), str(count), how], env=environment, **pipes
-        )
-        for path, who, count, how in jobs
-    ]
-    present: set[str] = set()
-    for process, (_, who, count, _) in zip(processes, jobs, strict=True):
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0 and out, err
-        for message in out.splitlines():
-            if message.startswith("-"):
-                start, stop = map(int, message.split()[1:])
-                present -= {f"{who} {n}" for n in range(start, stop)}
-            else:
-                present |= {f"{who} {n}" for n in range(int(message) - count, int(message))}
-    return present
+def run(*jobs: tuple[Path, str, int, bool]) -> set[str]:
+    """Run writers at a time, each in a process; return the ids that they were told are there."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(jobs), mp_context=spawn) as pool:
+        return set().union(*pool.map(write, *zip(*jobs, strict=True), timeout=300))
 
 
 def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
@@ -91,14 +47,14 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
 
 
 def test_processes_write_in_turn_and_nothing_is_lost(index, bundle):
-    once = ((index, "big", 500, "once"), (index, "a", 1, "once"))
-    holds(index, bundle, run(3, *once, (index, "bb", 3, "reopen")))
+    once = ((index, "big", 500, False), (index, "a", 1, False))
+    holds(index, bundle, run(*once, (index, "bb", 3, True)))
 
 
 def test_two_names_of_one_folder(index, bundle, tmp_path, mount):
     """As `docker run -v photos.index:/index` and a command on the host see it."""
     mounted = mount("--bind", index, at=tmp_path / "mounted")
-    holds(index, bundle, run(3, (mounted, "big", 2000, "once"), (index, "small", 1, "reopen")))
+    holds(index, bundle, run((mounted, "big", 2000, False), (index, "small", 1, True)))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
