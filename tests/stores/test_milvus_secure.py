@@ -1,15 +1,11 @@
 """Milvus with a password and over TLS: the token is the environment's."""
 
-import datetime
 import json
-from pathlib import Path
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from retrieval.plugin import stores
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.testing.bench import some
@@ -18,31 +14,10 @@ from retrieval.serving.store.testing.bundles import opened
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from pymilvus import MilvusClient
 
-
-def certify(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate for localhost and its key; return their paths."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    created = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(1))
-        .not_valid_after(now + datetime.timedelta(1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    certificate, private = folder / "server.pem", folder / "server.key"
-    certificate.write_bytes(created.public_bytes(serialization.Encoding.PEM))
-    form = serialization.PrivateFormat.PKCS8
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    )
-    return certificate, private
+CERTIFY = (
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    " -addext subjectAltName=DNS:localhost -out server.pem -keyout server.key"
+)
 
 
 def test_tls_where_there_is_none(milvus, cli):
@@ -53,9 +28,11 @@ def test_tls_where_there_is_none(milvus, cli):
 @pytest.fixture(scope="module")
 def guarded(milvus, tmp_path_factory):
     """A server with users, over TLS: its `place`, its certificate `ca`."""
-    if not hasattr(milvus, "beside"):
-        pytest.skip("the server of MILVUS_URI is not ours to set up")
-    certificate, key = certify(tmp_path_factory.mktemp("tls"))
+    if not hasattr(milvus, "beside") or shutil.which("openssl") is None:
+        pytest.skip("the server of MILVUS_URI is not ours to set up, or openssl is missing")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(CERTIFY.split(), cwd=folder, check=True, capture_output=True)
+    certificate, key = folder / "server.pem", folder / "server.key"
     settings = {
         "common.security.authorizationEnabled": True,
         "common.security.tlsMode": 1,
