@@ -166,11 +166,11 @@ def create(
     """Create INDEX, a folder or an address, from IMAGES, with the vectors of a bundle or a
     pretrained model.
 
-    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
-    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
-    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
-    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
-    command again; for an index at an address, run 'retrieval index add'.
+    IMAGES are files, folders (the folder's name is the label), or CSV files or Parquet tables with
+    a column 'path' (and 'label', 'key', and any others, kept as metadata). For a bundle of features
+    they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is empty. To
+    resume after an interruption, run the same command again; for an index at an address, run
+    'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -408,7 +408,7 @@ def _shown(value: Any) -> str:
 
 
 def _item_facts(item: Item) -> dict[str, Any]:
-    names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
+    names = ("id", "label", "metadata", "path", "keep", "bytes", "width", "height")
     path = None if item.path is None else str(item.path)
     facts = {name: getattr(item, name) for name in names}
     return facts | {"metadata": dict(item.metadata), "path": path}

@@ -75,18 +75,6 @@ def test_a_life(say, makers, bundle_path, cli):
     assert "vector: none" in cli("index", "show", "d.index", f"4/{first.name}").out
 
 
-def test_where_an_item_of_a_table_comes_from(say, makers, bundle_path):
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa
-
-    (image,) = makers.write_digits(Path("digits"), 1)
-    pq.write_table(pa.table({"image": [image.read_bytes()]}), "t.parquet")
-    say("create", "d.index", "t.parquet", "--bundle", bundle_path)
-    (item,) = say("list", "d.index")["items"]
-    assert item["path"] is None and item["source"] == f"{Path.cwd() / 't.parquet'}#0"
-    assert say("show", "d.index", item["id"])["source"] == item["source"]
-
-
 def test_a_mistake_is_a_sentence_all_the_same(cli, tmp_path):
     for verb in ("compact", "rollback"):
         told = cli("index", verb, tmp_path / "nowhere", "--json")

@@ -165,7 +165,7 @@ def add_sources(
             if vectors:
                 results = vectors.embedded(new)
             else:
-                contents = originals(new, collected.features, options.limits.bytes, options.keep)
+                contents = originals(new, collected.features, options.keep)
                 results = _embed_for(index, contents, options, strict=writer.strict)
             writer.take(results, len(new))
             break
@@ -368,23 +368,19 @@ class _Writer:
         self._bytes, self._since = 0, time.monotonic()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
-            try:
-                for batch in results:
-                    for item, fault in batch:
-                        if fault is not None:
-                            self.faults.append(fault)
-                            if not self.strict:
-                                meter.say(f"skipped: {fault}")
-                        elif item.arrays:
-                            self._waiting.append(item)
-                            self._bytes += len(item.original or b"")
-                    meter.update(len(batch))
-                    late = time.monotonic() - self._since > _SECONDS
-                    if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
-                        self._write(bundle)
-            except KeyboardInterrupt:
-                self._write(bundle)
-                raise
+            for batch in results:
+                for item, fault in batch:
+                    if fault is not None:
+                        self.faults.append(fault)
+                        if not self.strict:
+                            meter.say(f"skipped: {fault}")
+                    elif item.arrays:
+                        self._waiting.append(item)
+                        self._bytes += len(item.original or b"")
+                meter.update(len(batch))
+                late = time.monotonic() - self._since > _SECONDS
+                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
+                    self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(
                 self.faults,

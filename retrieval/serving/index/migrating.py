@@ -18,10 +18,8 @@ import numpy as np
 from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, by_name, embed, row_of
-from retrieval.serving.index.locations import Origin, Original
-from retrieval.serving.index.sources import contents
+from retrieval.serving.index.locations import Original
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.items import (
@@ -185,8 +183,7 @@ def _by_originals(
     """
     if bundle.manifest.input.kind == "features":
         return [], _no_features(items)
-    originals = _originals(index, items, Limits().bytes)
-    batches = embed(bundle, originals, Options(), keep_features=keep_features)
+    batches = embed(bundle, _originals(index, items), Options(), keep_features=keep_features)
     results = [result for batch in batches for result in batch]
     arrays = {item.id: item.arrays for item, fault in results if fault is None}
     return (
@@ -195,35 +192,16 @@ def _by_originals(
     )
 
 
-def _originals(
-    index: Index, items: Sequence[Item], max_bytes: int
-) -> Iterator[tuple[Item, str, Original]]:
-    """Yield each item with its id and its original.
-
-    An original is a file's path, bytes from the index, at most `max_bytes` bytes from a table, or
-    an error.
-    """
-
-    def origin(item: Item) -> Origin | None:
-        if item.source is None or item.keep == "copy":
-            return None
-        return Origin.recorded(item.source, item.stamp)
-
-    for item, content in contents(((item, origin(item)) for item in items), max_bytes):
-        original: Original | None = content
-        if isinstance(content, DataError):
-            original = DataError(f"{item.id}: {content}")
-        elif content is None and item.keep == "copy":
+def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str, Original]]:
+    """Yield each item with its id and its original, or an error if that is missing."""
+    for item in items:
+        original: Original | None = item.path
+        if item.keep == "copy":
             original = index.store.original(item.id)
-        elif content is None:
-            original = item.path if item.path and item.path.is_file() else None
+        elif item.path is not None and not item.path.is_file():
+            original = DataError(f"{item.id}: its file {item.path} is gone.")
         if original is None:
-            where = (
-                f"its file {item.path} is gone"
-                if item.path
-                else "the index keeps no original of this item"
-            )
-            original = DataError(f"{item.id}: {where}.")
+            original = DataError(f"{item.id}: the index keeps no original of this item.")
         yield item, item.id, original
 
 
