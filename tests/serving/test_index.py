@@ -191,11 +191,10 @@ class Brute(IndexBackend):
         return np.take_along_axis(distances, rows, axis=1), rows
 
     def save(self, path):
-        with path.open("wb") as file:
-            np.save(file, self.vectors)
+        path.touch()
 
-    def load(self, path):
-        self.vectors = np.load(path, allow_pickle=False)
+    def load(self, path, vectors):
+        self.vectors = vectors
 
 @hookimpl
 def retrieval_indexes():
@@ -229,13 +228,12 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     [
         ("build", "self.vectors = np.array(vectors)"),
         ("search", "BREAK"),
-        ("save", 'with path.open("wb") as file:'),
-        ("load", "self.vectors = np.load(path, allow_pickle=False)"),
+        ("save", "path.touch()"),
+        ("load", "self.vectors = vectors"),
     ],
 )
 def test_a_back_end_that_raises_is_named(method, given, bundle_path, photos, tmp_path, caplog):
-    broken = "if {}['no such key']:" if method == "save" else "raise KeyError('no such key')"
-    text = PLUGIN.replace(given, broken).replace("BREAK", "pass")
+    text = PLUGIN.replace(given, "raise KeyError('no such key')").replace("BREAK", "pass")
     line = next(n for n, line in enumerate(text.splitlines(), 1) if "no such key" in line)
     (tmp_path / "mine.py").write_text(text)
     options = {"backend": "mine.brute", "plugins": [str(tmp_path / "mine.py")], "progress": False}
