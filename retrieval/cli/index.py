@@ -418,17 +418,15 @@ def _item_facts(item: Item) -> dict[str, Any]:
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
-    """Check every file of INDEX against its checksum, and all parts against each other.
+    """Check every file of INDEX, a folder, against its checksum, and all parts against each other."""
+    from retrieval.serving.index.checking import check_index
 
-    At an address, read every item and bundle.
-    """
-    from retrieval.serving.index.checking import check_index, check_store
-
-    if isinstance(path, Path):
-        damaged, rebuilt = check_index(path)
-    else:
-        with opened_store(path) as store:
-            damaged, rebuilt = check_store(store), []
+    if not isinstance(path, Path):
+        raise StoreError(
+            f"Only an index in a folder can be checked. Copy {path} with 'retrieval index"
+            " snapshot', and check the copy."
+        )
+    damaged, rebuilt = check_index(path)
     if as_json:
         say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
         if damaged:

@@ -68,7 +68,10 @@ def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
     if isinstance(value, str):
         return parse_filter(value)
     if isinstance(value, Mapping):
-        return filter_from_json(value)
+        try:
+            return filter_from_json(value)
+        except RecursionError:
+            raise DataError("The filter nests too many objects and lists.") from None
     raise DataError(
         f"A filter is text or an object such as {{'label': 'shoe'}}, not a {type(value).__name__}."
     )

@@ -162,9 +162,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         if actual in ("'", '"'):
             what = "text" if actual == "'" else "name"
             return position, f"the {what} that begins here has no end. Add {actual} to close it."
-        before = _parser().parse_interactive(text[:position])
-        before.exhaust_lexer()
-        tokens = set(before.accepts())  # type: ignore[no-untyped-call]
+        tokens = set(fault.allowed)
     else:
         assert isinstance(fault, UnexpectedToken)
         tokens, actual = set(fault.accepts or fault.expected), str(fault.token)
