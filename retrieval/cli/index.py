@@ -418,7 +418,10 @@ def _item_facts(item: Item) -> dict[str, Any]:
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
-    """Check every file of INDEX, a folder, against its checksum, and all parts against each other."""
+    """Check every file of INDEX against its checksum, and all parts against each other.
+
+    INDEX is a folder.
+    """
     from retrieval.serving.index.checking import check_index
 
     if not isinstance(path, Path):
