@@ -1,6 +1,5 @@
 """A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
 
-import asyncio
 import io
 import shutil
 import threading
@@ -12,10 +11,6 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
-from retrieval.serving.http.models import Options, Query, QueryInput
-from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item
 
@@ -142,17 +137,15 @@ def test_filters(living, photos, served):
     assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
-        ({}, 400, "empty object"),
         ([], 400, "must be text or an object"),
         ({"lable": "3"}, 422, "No item of this index has a field 'lable'"),
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
         ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
-        ("(" * 9000, 400, "filter"),
     ):
         answer = post(server, filter=where)
         assert answer.status_code == status, (where, answer.text)
         assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
-    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
+    for where in ('{"label": "3", "label": "4"}', '{"a":' * 5000, b"\xff"):
         assert form(where).status_code == 400, where
     nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
     kind = {"Content-Type": "application/json"}
@@ -173,18 +166,6 @@ def test_an_empty_index_is_ready(empty, served, photos):
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
     wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
-
-
-def test_damage_is_said_without_a_path(living, served):
-    (segment,) = (living / "arrays").glob("*.vector")
-    content = bytearray(segment.read_bytes())
-    content[500] ^= 1
-    segment.write_bytes(content)
-    server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
-    wire.until(lambda: "damaged" in server.client.get("/readyz").text)
-    answer = server.client.get("/readyz")
-    assert answer.status_code == 503
-    assert str(living) not in answer.text and segment.name not in answer.text
 
 
 def test_damage_found_while_serving(empty, served):
@@ -222,8 +203,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, serv
 
 def test_queries_together_are_answered_as_one_by_one(empty):
     random = np.random.default_rng(0)
-    vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
-    vectors[30:] = vectors[:30]
+    vectors = np.tile(random.integers(-2, 3, (30, WIDTH)).astype(np.float32), (2, 1))
     with Index.open(empty, threads=1) as index:
         index.upsert(
             [
@@ -232,13 +212,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
             ]
         )
         queries = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
-        for where, k, count in (
-            (None, 7, 7),
-            ("n < 11", 5, 5),
-            ("n < 3", 10, 3),
-            ("n < 0", 4, 0),
-            (None, 100, 60),
-        ):
+        for where, k, count in ((None, 7, 7), ("n < 3", 10, 3), ("n < 0", 4, 0), (None, 100, 60)):
             together = index.search(queries, k, where=where)
             assert together == [index.search(query, k, where=where) for query in queries]
             assert {len(hits) for hits in together} == {count}
@@ -306,32 +280,3 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
     with Index.open(living, threads=1) as index:
         index.upsert([item])
         assert index.get("new")
-
-
-@pytest.mark.parametrize("does", ["search", "read"])
-def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
-    does, living, bundle_path, photos, monkeypatch
-):
-    """Two requests meet the old folder; the second finds the new one served already."""
-    count = len(list((photos / "1").iterdir()))
-    old = Index.open(living, threads=1)
-    create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
-    workers = Workers(Settings())
-    searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
-
-    def late(*given, **more):
-        assert searcher.take_up() is None  # as the other request does
-        raise StoreError("The folder was replaced or removed.")
-
-    monkeypatch.setattr(old, "search", late)
-    query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
-    try:
-        if does == "search":
-            work = searcher.search(query, lambda query, hits, index: b"%d" % len(hits[0]))
-        else:
-            work = searcher.read(lambda index: late() if index is old else len(index))
-        assert int(asyncio.run(work)) == count
-        assert searcher.index is not old
-    finally:
-        searcher.index.close()
-        workers.close()
