@@ -1,5 +1,6 @@
 """A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
 
+import asyncio
 import io
 import shutil
 import threading
@@ -11,6 +12,10 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
+from retrieval.serving.http.models import Options, Query, QueryInput
+from retrieval.serving.http.served import Served
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item
 
@@ -280,3 +285,32 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
     with Index.open(living, threads=1) as index:
         index.upsert([item])
         assert index.get("new")
+
+
+@pytest.mark.parametrize("does", ["search", "read"])
+def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
+    does, living, bundle_path, photos, monkeypatch
+):
+    """Two requests meet the old folder; the second finds the new one served already."""
+    count = len(list((photos / "1").iterdir()))
+    old = Index.open(living, threads=1)
+    create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
+    workers = Workers(Settings())
+    searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
+
+    def late(*given, **more):
+        assert searcher.take_up() is None  # as the other request does
+        raise StoreError("The folder was replaced or removed.")
+
+    monkeypatch.setattr(old, "search", late)
+    query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
+    try:
+        if does == "search":
+            work = searcher.search(query, lambda query, hits, index: b"%d" % len(hits[0]))
+        else:
+            work = searcher.read(lambda index: late() if index is old else len(index))
+        assert int(asyncio.run(work)) == count
+        assert searcher.index is not old
+    finally:
+        searcher.index.close()
+        workers.close()

@@ -185,9 +185,6 @@ def _digest_of(sources: Sources) -> str:
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
         total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
-    if sources.features is not None:
-        for start in range(0, len(sources.features), 4096):
-            total.update(sources.features[start : start + 4096].tobytes())
     return total.hexdigest()
 
 

@@ -32,8 +32,6 @@ _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
 _ENTRY_POINTS = 32
 """Random vectors from which the CPU starts to search a graph without upper levels."""
-_TRAINING_VECTORS = 65_536
-"""Most vectors that a structure is trained on; inverted lists use 256 per list if that is more."""
 _ADDED_AT_ONCE = 8192
 _READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
@@ -107,16 +105,13 @@ class FaissBackend(IndexBackend):
         self._gpu_index: Any = None
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Train on a sample of the vectors, then add them all; see `IndexBackend`."""
+        """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = self._empty(*vectors.shape)
-        if not self._index.is_trained:
-            lists = faiss.try_extract_index_ivf(self._index)
-            if lists is not None:
-                lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
-            most = _TRAINING_VECTORS if lists is None else max(_TRAINING_VECTORS, 256 * lists.nlist)
-            self._index.train(sample_of(vectors, most))
+        if (lists := faiss.try_extract_index_ivf(self._index)) is not None:
+            lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
+            lists.train(vectors)
         # Add the vectors in pieces, so that progress is shown and Ctrl-C works in between.
         for start in range(0, len(vectors), _ADDED_AT_ONCE):
             piece = vectors[start : start + _ADDED_AT_ONCE]
@@ -447,14 +442,6 @@ class IvfPq(ListsBackend):
 
     def _fits_gpu(self, index: Any) -> bool:
         return index.pq.nbits == 8 and index.pq.M in _GPU_PARTS and index.pq.dsub in _GPU_WIDTHS
-
-
-def sample_of(vectors: Floats, most: int) -> Floats:
-    """Return at most `most` of the vectors, sampled with a fixed seed."""
-    if len(vectors) <= most:
-        return vectors
-    rows = np.sort(np.random.default_rng(0).choice(len(vectors), most, replace=False))
-    return np.ascontiguousarray(vectors[rows])
 
 
 def check_lists(index: Any, code_size: int) -> None:
