@@ -43,23 +43,16 @@ def refuses(says: str, work, *words, **options) -> None:
         work(*words, **options)
 
 
-def test_tables_and_manifests_are_embedded_alike(photos, bundle_path, tmp_path):
-    paths = sorted(photos.rglob("*.png"))[:40]
-    table, manifest = tmp_path / "t.parquet", tmp_path / "m.csv"
-    columns = {"path": list(map(str, paths)), "price": list(range(40))}
-    pq.write_table(pa.table(columns), table)
+def test_each_image_of_a_manifest_is_embedded_once(photos, bundle_path, tmp_path):
+    paths, manifest = sorted(photos.rglob("*.png"))[:40], tmp_path / "m.csv"
     manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
     bundle = Bundle.open(bundle_path, threads=1)
-    wanted = bundle.encode_images(paths, progress=False)
-    for number, source in enumerate((table, manifest)):
-        done = embedded(bundle_path, [source], tmp_path / str(number))
-        found = whole(tmp_path / str(number))
-        assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
-        assert np.allclose(found["vector"], wanted, atol=1e-6)
-        assert set(found["bundle"]) == {bundle.sha256}
-        assert [json.loads(text) for text in found["metadata"]] == [
-            {"price": at} for at in range(40)
-        ]
+    done = embedded(bundle_path, [manifest], tmp_path / "v")
+    found = whole(tmp_path / "v")
+    assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
+    assert np.allclose(found["vector"], bundle.encode_images(paths, progress=False), atol=1e-6)
+    assert set(found["bundle"]) == {bundle.sha256}
+    assert [json.loads(text) for text in found["metadata"]] == [{"price": at} for at in range(40)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "rescorer", "features"])

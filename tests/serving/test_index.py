@@ -11,7 +11,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
 from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.index_backend import recall_at_10
-from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import structure
 
 
@@ -248,12 +247,3 @@ def test_a_back_end_that_raises_is_named(method, given, bundle_path, photos, tmp
         with pytest.raises(PluginError, match=named):
             create_index(tmp_path / "i", bundle_path, [photos], **options)
         assert not list(tmp_path.glob("i*"))
-
-
-def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
-    bundle = makers.make_bundle(tmp_path / "b")
-    manifest = read_manifest(bundle)
-    create_index(tmp_path / "i", bundle, [photos / "1"], progress=False)
-    (bundle / "encoder.onnx").unlink()
-    with open_index(tmp_path / "i", threads=1) as index:
-        assert index.bundle.manifest == manifest
