@@ -140,6 +140,6 @@ def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
 
     monkeypatch.setattr(bundle_module, "decode", counted)
     monkeypatch.setattr(graph, "__call__", encoder)
-    vectors = bundle.encode_images([paths[0]] * 200, batch=4, threads=4, progress=False)
+    vectors = bundle.encode_images([paths[0]] * 200, batch=4, progress=False)
     assert len(vectors) == used == decoded == 200
     assert most <= 3 * 4

@@ -23,7 +23,6 @@ from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, Result, embed, refuse_twice
 from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file, schema_of
 from retrieval.serving.index.locations import PLAN, Source, Sources, paths_of, shown
-from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
@@ -106,7 +105,7 @@ def embed_sources(
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, variant=variant, device=device)
     folder, limits = Path(output).absolute(), limits or Limits()
-    widths = widths_of(bundle, features=features_of(bundle) if features else None)
+    widths = widths_of(bundle, features=bundle.features_width if features else None)
     with showing(progress):
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
         refuse_twice(item.key for item in collected.items)

@@ -130,7 +130,6 @@ class Options:
     keep: Keep = "reference"
     skip_bad: bool = False
     batch: int = 32
-    workers: int | None = None
     limits: Limits = field(default_factory=Limits)
 
 
@@ -451,8 +450,7 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[tuple[Item, str | None, Any]] = map(decoded, items)
     else:
-        workers = options.workers or cores()
-        entries = ahead(decoded, items, workers=workers, most=2 * options.batch)
+        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch)
     for entry in entries:
         failed |= strict and entry[1] is not None
         waiting.append(entry)

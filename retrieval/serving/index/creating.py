@@ -19,7 +19,6 @@ from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Options, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.locations import paths_of
-from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
@@ -58,7 +57,6 @@ def create(
     skip_bad: bool = False,
     replace: bool = False,
     batch: int = 32,
-    workers: int | None = None,
     limits: Limits | None = None,
     progress: Progress = True,
     device: Device = "auto",
@@ -86,7 +84,6 @@ def create(
         skip_bad: leave out images that cannot be used, instead of failing.
         replace: replace an existing index; at an address it is deleted first.
         batch: number of items per batch.
-        workers: number of decoding threads; `None` uses one per core.
         limits: largest images to decode.
         progress: see `Index.add`.
         device: where the encoder runs: "auto", "cpu" or "cuda".
@@ -103,7 +100,7 @@ def create(
     began = time.monotonic()
     place = place_of(path)
     batch = at_least_one("batch", batch)
-    adding = Options(keep, skip_bad, batch, workers, limits or Limits())
+    adding = Options(keep, skip_bad, batch, limits or Limits())
     named = paths_of(sources)
     exports = ExitStack()
 
@@ -115,7 +112,7 @@ def create(
                 exports.enter_context(model.exported()) if isinstance(model, Exports) else model
             )
             loaded = Bundle.open(folder, variant=variant, device=device)
-        return loaded, widths_of(loaded, features=features_of(loaded) if keep_features else None)
+        return loaded, widths_of(loaded, features=loaded.features_width if keep_features else None)
 
     with exports, showing(progress):
         if isinstance(place, Address):

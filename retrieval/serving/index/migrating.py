@@ -66,8 +66,9 @@ def migrate(
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
             opened = _bundle_to_serve(index, opened, Path(folder))
-        keeps = FEATURES in index.generation.widths and gives_features(opened)
-        widths = widths_of(opened, features=features_of(opened) if keeps else None)
+        gives = opened.manifest.input.kind == "features" or opened.backbone_sha256 is not None
+        keeps = FEATURES in index.generation.widths and gives
+        widths = widths_of(opened, features=opened.features_width if keeps else None)
         generation = index.store.begin(opened, widths)
     with showing(progress):
         return _complete(index, opened, generation, skip_bad)
@@ -205,35 +206,6 @@ def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str,
         yield item, item.id, original
 
 
-def features_of(bundle: Bundle) -> int:
-    """Return the number of features per item that an index can store with a bundle.
-
-    Raises:
-        BundleError: the bundle has no features to store.
-    """
-    manifest = bundle.manifest
-    if manifest.input.kind == "features":
-        return manifest.input.shape[0]
-    if bundle.backbone_sha256 is None or manifest.split is None:
-        why, advice = (
-            (
-                "is not split into backbone and head",
-                "Export it with --split (in Python split=True).",
-            )
-            if manifest.split is None
-            else (f"runs its variant '{bundle.variant}'", "Leave the variant out.")
-        )
-        raise BundleError(
-            f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
-        )
-    return manifest.split.features
-
-
-def gives_features(bundle: Bundle) -> bool:
-    """Return whether an index can store features with a bundle."""
-    return bundle.manifest.input.kind == "features" or bundle.backbone_sha256 is not None
-
-
 def applies(head: Bundle, kept: Bundle) -> bool:
     """Return whether a head may be applied to features stored with the bundle `kept`.
 
@@ -263,7 +235,7 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
         BundleError: the widths differ, or a bundle has changed since it was opened.
     """
     split, manifest = backbone.manifest.split, head.manifest
-    width = features_of(backbone)
+    width = backbone.features_width
     assert split is not None
     backbone.copy(folder / "backbone")
     head.copy(folder / "head")
