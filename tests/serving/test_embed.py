@@ -211,7 +211,7 @@ def test_what_is_not_installed(hidden, code, sentence, photos, bundle_path, tmp_
     assert (tmp_path / "v").exists() == (code == 0)
 
 
-def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path, monkeypatch):
+def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path):
     embedded(bundle_path, [photos / "1"], tmp_path / "v")
     part = tmp_path / "v" / "part-000000.parquet"
     sound = pq.read_table(part)
@@ -236,10 +236,6 @@ def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path
             pq.write_table(table, part)
             refuses(says, index.add, tmp_path / "v", progress=False)
         pq.write_table(sound, part)
-        with monkeypatch.context() as patch:
-            patch.setattr("retrieval.serving.index.parquet._GROUP_BYTES", 100)
-            says = "Write the table with smaller row groups"
-            refuses(says, index.add, tmp_path / "v", progress=False)
         part.unlink()
         refuses("cannot be read", index.add, tmp_path / "v", progress=False)
         (tmp_path / "v" / "embedding.json").write_bytes(b" " * 2_000_000)

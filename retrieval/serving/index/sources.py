@@ -17,7 +17,7 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
-from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
+from retrieval.serving.index.parquet import ITEM_CHARACTERS, Table
 from retrieval.serving.store.items import Floats, Item, Keep
 
 
@@ -164,11 +164,6 @@ def _features(places: list[Path]) -> Sources:
         def spool(place: Path, features: Floats) -> None:
             nonlocal count, width
             numbers = features.shape[1]
-            if not 0 < numbers <= MAX_WIDTH:
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
-                    " allowed."
-                )
             if width not in (0, numbers):
                 raise DataError(
                     f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
