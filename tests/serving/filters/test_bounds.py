@@ -60,13 +60,12 @@ def test_a_mistake_is_pointed_at(text, place, sentence):
     [
         ("label.x = 3", "metadata.label"),
         ("price < null", "have an order"),
-        ('"" = 1', "1 to 500 characters"),
+        ('"" = 1', "not be empty"),
         ("a = '\ud800'", "lone surrogate"),
         ("a = '\0'", "NUL"),
         ('"a\\" = 1', "backslashes"),
         ("a = 1e999", "finite"),
         ("a = -" + "9" * 5000, "finite"),
-        (".".join("a" * 17) + " = 1", "at most 16 names"),
     ],
 )
 def test_text_that_means_no_filter_is_refused(text, sentence):
@@ -95,7 +94,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({'"a': 1}, "not a field"),
     ({"a\\": 1}, "backslashes"),
     ({"label.x": 1}, "metadata.label"),
-    ({"x" * 501: 1}, "1 to 500"),
     ({"x" * 10**6: 1}, "not a field"),
     ({"a": "x" * 10_001}, "10,000 characters"),
     ({1: 1}, "not text"),
