@@ -6,13 +6,14 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.files import rename_whole
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.encoder import Encoder
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
@@ -34,20 +35,12 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 
-@runtime_checkable
-class Exports(Protocol):
-    """An object that can be exported as a bundle, such as a `retrieval.Encoder`."""
-
-    def exported(self) -> AbstractContextManager[Path]:
-        """Return a context manager that yields the folder of the exported bundle."""
-
-
 def create(
     cls: type[Index],
     path: StrPath | Address,
     sources: StrPath | Sequence[StrPath] = (),
     *,
-    model: StrPath | Bundle | Exports,
+    model: StrPath | Bundle | Encoder,
     backend: str = "auto",
     options: Mapping[str, Any] | None = None,
     plugins: Sequence[str] = (),
@@ -102,19 +95,20 @@ def create(
     batch = at_least_one("batch", batch)
     adding = Options(keep, skip_bad, batch, limits or Limits())
     named = paths_of(sources)
-    exports = ExitStack()
+    with ExitStack() as stack:
+        stack.enter_context(showing(progress))
 
-    def opened() -> tuple[Bundle, dict[str, int]]:
-        if isinstance(model, Bundle):
-            loaded = model
-        else:
-            folder = (
-                exports.enter_context(model.exported()) if isinstance(model, Exports) else model
+        def opened() -> tuple[Bundle, dict[str, int]]:
+            place = stack.enter_context(model.exported()) if isinstance(model, Encoder) else model
+            loaded = (
+                place
+                if isinstance(place, Bundle)
+                else Bundle.open(place, variant=variant, device=device)
             )
-            loaded = Bundle.open(folder, variant=variant, device=device)
-        return loaded, widths_of(loaded, features=loaded.features_width if keep_features else None)
+            return loaded, widths_of(
+                loaded, features=loaded.features_width if keep_features else None
+            )
 
-    with exports, showing(progress):
         if isinstance(place, Address):
             address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
             loaded, widths = opened()
