@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.address import IndexPlace
-    from retrieval.serving.store.contract import Item, Store
+    from retrieval.serving.store.contract import Item
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
@@ -79,13 +79,6 @@ def opened_index(path: IndexPlace) -> Index:
     from retrieval.serving.index.index import open_index
 
     return open_index(path, plugins=_plugins())
-
-
-def opened_store(path: IndexPlace) -> Store:
-    """Open the store of an index, without its bundle."""
-    from retrieval.serving.index.index import open_store
-
-    return open_store(path, _plugins())
 
 
 def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -450,9 +443,11 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
     """Merge the segments of INDEX, remove deleted items, and free their disk space."""
+    from retrieval.serving.index.index import open_store
     from retrieval.serving.progress import Meter
 
-    with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
+    store = open_store(path, _plugins())  # without its bundle
+    with store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes
