@@ -127,6 +127,17 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
     assert embedded(bundle_path, [folder], out).bad == 5
 
 
+def test_an_item_that_the_encoder_cannot_embed_is_a_bad_one(makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
+    rows = np.random.default_rng(0).normal(size=(40, 64))
+    rows[7] = 3e38 * np.sign(makers.weights()[:, 0])  # its vector is beyond float32
+    np.savez(tmp_path / "f.npz", features=rows)
+    done = embedded(bundle, [tmp_path / "f.npz"], tmp_path / "v")
+    (bad,) = map(json.loads, (tmp_path / "v" / "bad.jsonl").read_text().splitlines())
+    assert (done.items, done.bad) == (39, 1)
+    assert bad["key"] == "f/7" and "NaN or infinity" in bad["fault"]
+
+
 def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):
     out, ones = tmp_path / "v", [photos / "1"]
     embedded(bundle_path, ones, out)

@@ -14,8 +14,6 @@ from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
 from retrieval.serving.index.backends import make_backend
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
 
 def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
     """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""

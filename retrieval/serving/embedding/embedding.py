@@ -196,6 +196,17 @@ def _embed_missing(
         The number of items that cannot be used, and the number of items in parts that existed.
     """
     options = Options(batch=plan.batch, limits=limits)
+
+    def embedded(part: Part) -> list[Result]:
+        contents = originals(part, sources.features)
+        batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
+        try:
+            return [result for batch in batches for result in batch]
+        except DataError as fault:  # the encoder returned NaN for an item; find out for which
+            if len(part) == 1:
+                return [(part[0].item(), f"{part[0].name}: {fault}")]
+            return [result for source in part for result in embedded([source])]
+
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad = {number: faults for number, faults in states.items() if faults is not None}
     resumed = sum(len(plan.rows(number)) for number in bad)
@@ -205,10 +216,7 @@ def _embed_missing(
             for number in (number for number in states if number not in bad):
                 rows = plan.rows(number)
                 part = sources.items[rows.start : rows.stop]
-                contents = originals(part, sources.features)
-                batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
-                results = [result for batch in batches for result in batch]
-                bad[number] = write_part(folder, plan, number, part, results)
+                bad[number] = write_part(folder, plan, number, part, embedded(part))
                 for entry in bad[number][: max(0, _FAULTS_SHOWN - shown_faults)]:
                     meter.say(f"bad: {entry['fault']}")
                 shown_faults += len(bad[number])
