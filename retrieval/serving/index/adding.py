@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
 _ITEMS_PER_READ = 1000
 _ROWS = 4096
-_BYTES = 64_000_000
 _SECONDS = 1.0
-"""Encoded items are written after `_ROWS` items, `_BYTES` of originals or `_SECONDS`.
+"""Encoded items are written after `_ROWS` items or `_SECONDS`.
 
 So a killed process loses at most that much work.
 """
@@ -364,7 +363,7 @@ class _Writer:
             count: number of items, for the progress bar.
         """
         self.faults, self._waiting = [], list[Item]()
-        self._bytes, self._since = 0, time.monotonic()
+        self._since = time.monotonic()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
             for batch in results:
@@ -375,10 +374,9 @@ class _Writer:
                             meter.say(f"skipped: {fault}")
                     elif item.arrays:
                         self._waiting.append(item)
-                        self._bytes += len(item.original or b"")
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
-                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
+                if late or len(self._waiting) >= _ROWS:
                     self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(
@@ -394,7 +392,7 @@ class _Writer:
             changed = self._index.store.upsert(self._waiting, bundle)
             self.changed += changed
             self.added += len(self._waiting) - changed
-            self._waiting, self._bytes = [], 0
+            self._waiting = []
         self._since = time.monotonic()
 
 
