@@ -37,10 +37,10 @@ def measure(name: str, vectors: Any, queries: Any, truth: Any) -> dict[str, Any]
         made = make_backend(name, {})
         made.build(vectors, lambda count: None)
         built = time.process_time() - began
-        made.save_beside(file)
+        made.save(file)
         size = file.stat().st_size
         made = make_backend(name, {})
-        made.load_beside(file, vectors)
+        made.load(file, vectors)
         hits, began = 0, time.process_time()
         for query, wanted in zip(queries, truth, strict=True):
             (rows,) = made.search(query[None], min(made.expand * K, len(vectors)))[1]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.address import IndexPlace
-    from retrieval.serving.store.contract import Item, Store
+    from retrieval.serving.store.contract import Item
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
@@ -79,13 +79,6 @@ def opened_index(path: IndexPlace) -> Index:
     from retrieval.serving.index.index import open_index
 
     return open_index(path, plugins=_plugins())
-
-
-def opened_store(path: IndexPlace) -> Store:
-    """Open the store of an index, without its bundle."""
-    from retrieval.serving.index.index import open_store
-
-    return open_store(path, _plugins())
 
 
 def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,11 +159,11 @@ def create(
     """Create INDEX, a folder or an address, from IMAGES, with the vectors of a bundle or a
     pretrained model.
 
-    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
-    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
-    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
-    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
-    command again; for an index at an address, run 'retrieval index add'.
+    IMAGES are files, folders (the folder's name is the label), or CSV files or Parquet tables with
+    a column 'path' (and 'label', 'key', and any others, kept as metadata). For a bundle of features
+    they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is empty. To
+    resume after an interruption, run the same command again; for an index at an address, run
+    'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -408,7 +401,7 @@ def _shown(value: Any) -> str:
 
 
 def _item_facts(item: Item) -> dict[str, Any]:
-    names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
+    names = ("id", "label", "metadata", "path", "keep", "bytes", "width", "height")
     path = None if item.path is None else str(item.path)
     facts = {name: getattr(item, name) for name in names}
     return facts | {"metadata": dict(item.metadata), "path": path}
@@ -420,15 +413,16 @@ def _item_facts(item: Item) -> dict[str, Any]:
 def check(path: IndexPlace, as_json: bool) -> None:
     """Check every file of INDEX against its checksum, and all parts against each other.
 
-    At an address, read every item and bundle.
+    INDEX is a folder.
     """
-    from retrieval.serving.index.checking import check_index, check_store
+    from retrieval.serving.index.checking import check_index
 
-    if isinstance(path, Path):
-        damaged, rebuilt = check_index(path)
-    else:
-        with opened_store(path) as store:
-            damaged, rebuilt = check_store(store), []
+    if not isinstance(path, Path):
+        raise StoreError(
+            f"Only an index in a folder can be checked. Copy {path} with 'retrieval index"
+            " snapshot', and check the copy."
+        )
+    damaged, rebuilt = check_index(path)
     if as_json:
         say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
         if damaged:
@@ -449,9 +443,11 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
     """Merge the segments of INDEX, remove deleted items, and free their disk space."""
+    from retrieval.serving.index.index import open_store
     from retrieval.serving.progress import Meter
 
-    with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
+    store = open_store(path, _plugins())  # without its bundle
+    with store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes

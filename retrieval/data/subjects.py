@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,10 +13,8 @@ import numpy as np
 from retrieval.data.findings import Subject
 from retrieval.data.near import digest
 from retrieval.data.splits import SIDES, Splits
-from retrieval.errors import DataError
 from retrieval.serving.images import Limits, decode, from_array, read_image
 from retrieval.serving.index.locations import Source, Sources
-from retrieval.serving.index.sources import contents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
     from retrieval.model.contracts import Dataset
 
-Content = bytes | DataError | None
-"""An item's bytes from a Parquet table, the error of reading them, or `None` for any other item."""
 Item = tuple["bytes | None", "Image | NDArray[Any]"]
 """The hash of an item's bytes, or `None` without any, and its decoded image or its vector."""
 
@@ -38,15 +34,14 @@ class Subjects:
         items: the items' names, labels and sides.
         kind: "image" or "features".
         notes: sentences on what was left out.
-        read: yields the numbers that it receives, each with its item's content. Not thread-safe.
-        open: returns an item, from its number and the content that `read` yielded. Thread-safe.
+        open: returns an item by its number; thread-safe. It raises a `DataError` if the item cannot
+            be read.
     """
 
     items: Sequence[Subject]
     kind: Literal["image", "features"]
     notes: Sequence[str]
-    read: Callable[[Sequence[int]], Iterable[tuple[int, Content]]]
-    open: Callable[[int, Content], Item]
+    open: Callable[[int], Item]
 
 
 def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
@@ -69,15 +64,12 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
     ]
     limits = Limits()
 
-    def open_item(row: int, content: Content) -> Item:
+    def open_item(row: int) -> Item:
         if vectors:
             return None, vectors[row]
-        if isinstance(content, DataError):
-            raise content
         item = items[row]
-        if content is None:
-            assert item.path is not None  # an item without a path is a row of a table
-            content = read_image(item.path, limits, item.name)
+        assert item.path is not None  # only items of a folder of embeddings lack a path
+        content = read_image(item.path, limits, item.name)
         return digest(content), decode(content, limits, item.name)
 
     return Subjects(
@@ -88,7 +80,6 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
         ],
         "features" if vectors else "image",
         [note for source in sources for note in source.left_out],
-        lambda rows: contents(((row, items[row].origin) for row in rows), limits.bytes),
         open_item,
     )
 
@@ -107,7 +98,7 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
     # If several items share a file, its bytes do not identify an item.
     files = None if getattr(dataset, "boxes", None) is not None else dataset.files
 
-    def open_item(row: int, content: Content) -> Item:
+    def open_item(row: int) -> Item:
         item = dataset[row]
         if dataset.kind == "image" and isinstance(item, np.ndarray):
             item = from_array(item)
@@ -122,7 +113,6 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
         ],
         dataset.kind,
         [*splits.notes, *dataset.notes],
-        lambda rows: ((row, None) for row in rows),
         open_item,
     )
 

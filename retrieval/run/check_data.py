@@ -21,7 +21,7 @@ from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alik
 from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
 from retrieval.data.near import WIDTH, Fingerprint, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
-from retrieval.data.subjects import Content, Subjects, of_dataset, of_sources
+from retrieval.data.subjects import Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
@@ -208,8 +208,8 @@ class _Scan:
         waiting: list[tuple[int, NDArray[Any]]] = []
         work = partial(_measure, subjects, bundle)
         with Meter("checking", size, "items") as meter:
-            items = subjects.read(range(size))
-            for row, opened in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
+            workers = min(8, cores())
+            for row, opened in ahead(work, range(size), workers=workers, most=2 * _BATCH):
                 meter.update()
                 if isinstance(opened, DataError):
                     self.faults[row] = str(opened)
@@ -284,7 +284,7 @@ class _Scan:
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]
         work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
-        items = self.subjects.read(chosen.tolist())
+        items = chosen.tolist()
         distances = []
         with Meter("measuring copies", len(chosen), "items") as meter:
             for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
@@ -318,13 +318,12 @@ class _Measured(NamedTuple):
 
 
 def _measure(
-    subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, Content]
+    subjects: Subjects, bundle: Bundle | None, row: int
 ) -> tuple[int, _Measured | DataError]:
     """Return an item's row with its measurements, or with the error if it cannot be read."""
-    row, content = numbered
     name = subjects.items[row].name
     try:
-        file, item = subjects.open(row, content)
+        file, item = subjects.open(row)
     except DataError as fault:
         return row, fault
     try:
@@ -354,15 +353,13 @@ def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     ]
 
 
-def _copy(
-    subjects: Subjects, bundle: Bundle, numbered: tuple[int, Content]
-) -> tuple[int, NDArray[Any]]:
+def _copy(subjects: Subjects, bundle: Bundle, row: int) -> tuple[int, NDArray[Any]]:
     """Return an item's row, and the model input of its JPEG copy."""
-    _, item = subjects.open(*numbered)
+    _, item = subjects.open(row)
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
     to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
-    return numbered[0], bundle.preprocess(decode(out.getvalue()))
+    return row, bundle.preprocess(decode(out.getvalue()))
 
 
 MOST = 64

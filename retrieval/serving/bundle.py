@@ -245,11 +245,21 @@ class Bundle:
         input = Input(kind="features", dtype="float32", shape=(width,))
         return self._encoded(self._run(head, self._widths, features, input, batch))
 
+    @property
+    def features_width(self) -> int:
+        """Number of features per item, F; see `features`.
+
+        Raises:
+            BundleError: the encoder is a single graph.
+        """
+        input = self.manifest.input
+        return input.shape[0] if input.kind == "features" else self._split()[1]
+
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
         split, entry = self._sessions.split, self.manifest.split
         if split is None or entry is None:
-            why, advice = f"runs its variant '{self.variant}'", "Open it without a variant."
+            why, advice = f"runs its variant '{self.variant}'", "Leave the variant out."
             if entry is None:
                 why = "has an encoder of one graph"
                 advice = "Export it with --split (in Python split=True)."
@@ -265,7 +275,6 @@ class Bundle:
         images: Sequence[ImageLike] | ImageLike,
         *,
         batch: int = 32,
-        threads: int | None = None,
         progress: Progress = True,
     ) -> Floats:
         """Return the vectors (N, P) of N images, as an index stores them.
@@ -276,7 +285,6 @@ class Bundle:
         Args:
             images: one image or several, as `preprocess` takes them.
             batch: number of items per batch.
-            threads: number of decoding threads. `None` uses one per core.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
 
@@ -287,14 +295,13 @@ class Bundle:
         if isinstance(images, np.ndarray) and images.ndim > 3:
             images = list(images)
         items = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
-        return self.encode_each(items, batch=batch, threads=threads, progress=progress).vector
+        return self.encode_each(items, batch=batch, progress=progress).vector
 
     def encode_each(
         self,
         images: Sequence[ImageLike],
         *,
         batch: int = 32,
-        threads: int | None = None,
         progress: Progress = True,
         name: str = "images",
     ) -> Encoded:
@@ -302,8 +309,7 @@ class Bundle:
 
         See `encode_images`. Error messages name an image by its place in the list `name`.
         """
-        if batch < 1:
-            raise DataError(f"batch must be at least 1, not {batch}.")
+        batch = at_least_one("batch", batch)
 
         def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
             number, image = numbered
@@ -317,7 +323,7 @@ class Bundle:
             except DataError as fault:
                 raise DataError(f"{name}[{number}]: {fault}") from fault
 
-        decoded = ahead(pixels, enumerate(images), workers=threads or cores(), most=2 * batch)
+        decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch)
         with showing(progress), Meter("encoding", len(images), "images") as meter:
 
             def batches() -> Iterator[NDArray[np.uint8]]:

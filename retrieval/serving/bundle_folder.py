@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 from retrieval.errors import BundleError, RetrievalError
 from retrieval.serving.files.places import instead
 from retrieval.serving.files.plain import open_plain
-from retrieval.serving.memory import available_memory
 
 if TYPE_CHECKING:
     from retrieval.serving.manifest import FileRecord
@@ -107,18 +106,8 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
     """Read all recorded files of a bundle and check their sizes and SHA-256.
 
     Raises:
-        BundleError: files are missing or were altered (the message lists them), or do not fit into
-            memory.
+        BundleError: files are missing or were altered; the message lists them.
     """
-    total, room = 0, available_memory()
-    for name in files:
-        with suppress(OSError):
-            total += (folder / name).stat().st_size
-    if total > room:
-        raise BundleError(
-            f"The bundle {folder} needs {total / 1e9:,.1f} GB of memory, but only"
-            f" {room / 1e9:,.1f} GB are available on this machine."
-        )
     contents, problems = dict[str, bytes](), []
     for name, record in files.items():
         try:

@@ -391,7 +391,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])
     subjects = of_dataset(dataset, make_splits(dataset, Split(by="class", validation=0.5)))
     assert {each.side for each in subjects.items} == {"train", "validation", "test"}
-    own, item = subjects.open(3, None)
+    own, item = subjects.open(3)
     assert own is None and np.array_equal(np.asarray(item), digits[3])
     with pytest.raises(DataError, match="No data are named"):
         check_data([], progress=False)

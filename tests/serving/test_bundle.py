@@ -22,6 +22,11 @@ def edited(bundle: Path, folder: Path, change) -> Path:
     return path
 
 
+def refused(says: str, path: Path, **options) -> None:
+    with pytest.raises(BundleError, match=says):
+        Bundle.open(path, **options)
+
+
 def by_loops(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The encoder of makers.py in float64, one number at a time."""
     out = []
@@ -77,8 +82,7 @@ def test_a_variant_runs_instead_of_the_encoder(bundle_path, makers):
     full = Bundle.open(bundle_path, threads=1).encode(pixels).vector
     half = Bundle.open(bundle_path, threads=1, variant="fp16").encode(pixels).vector
     assert 0 < np.abs(full - half).max() < 1e-2
-    with pytest.raises(BundleError, match=r"no variant 'fp61'.*has: fp16.*Did you mean 'fp16'"):
-        Bundle.open(bundle_path, variant="fp61")
+    refused(r"no variant 'fp61'.*has: fp16.*Did you mean 'fp16'", bundle_path, variant="fp61")
 
 
 def test_wrong_inputs_are_sentences(bundle_path, makers, tmp_path):
@@ -119,16 +123,11 @@ def test_any_flipped_bit_of_any_file_is_noticed(makers, tmp_path):
             altered = bytearray(content)
             altered[bit // 8] ^= 1 << (bit % 8)
             (path / name).write_bytes(altered)
-            with pytest.raises(BundleError, match=rf"{name} was altered"):
-                Bundle.open(path)
+            refused(rf"{name} was altered", path)
         (path / name).write_bytes(content[:-1])
-        with pytest.raises(
-            BundleError, match=rf"{name} has {len(content) - 1:,} bytes instead of {len(content):,}"
-        ):
-            Bundle.open(path)
+        refused(rf"{name} has {len(content) - 1:,} bytes instead of {len(content):,}", path)
         (path / name).unlink()
-        with pytest.raises(BundleError, match=rf"{name} is missing"):
-            Bundle.open(path)
+        refused(rf"{name} is missing", path)
         (path / name).write_bytes(content)
     assert Bundle.open(path, threads=1).sha256 == whole
 
@@ -152,10 +151,8 @@ def test_any_change_of_the_manifest_is_noticed(bundle_path, tmp_path):
 
 
 def test_no_bundle_is_a_sentence(tmp_path):
-    with pytest.raises(BundleError, match="no such folder"):
-        Bundle.open(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match="is not a bundle"):
-        Bundle.open(tmp_path)
+    refused("no such folder", tmp_path / "nowhere")
+    refused("is not a bundle", tmp_path)
     broken = (b"\xff\xfe{", b'{"format": 1' + b"[" * 100_000)
     unnumbered = (b"[]", b"{}", b'{"format": "1"}', b'{"format": true}')
     for contents, says in ((broken, "damaged: not JSON"), (unnumbered, "has no 'format' number")):
@@ -167,10 +164,7 @@ def test_no_bundle_is_a_sentence(tmp_path):
 
 def test_another_format_version_is_named(bundle_path, tmp_path):
     path = edited(bundle_path, tmp_path, lambda content: content.update(format=2, surprise=1))
-    with pytest.raises(
-        BundleError, match=r"has format 2; this version of retrieval reads format 1\. Upgrade"
-    ):
-        Bundle.open(path)
+    refused(r"has format 2; this version of retrieval reads format 1\. Upgrade", path)
 
 
 def test_every_problem_of_a_manifest_is_told_at_once(bundle_path, tmp_path):
@@ -226,19 +220,16 @@ def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, makers, tm
     model.opset_import[0].version = 9999
     for content in (b"not a graph", model.SerializeToString()):
         makers.put_graph(path, content)
-        with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
-            Bundle.open(path)
+        refused(r"ONNX Runtime .* cannot load .*encoder\.onnx", path)
 
 
 def test_a_device_that_is_not_there(bundle_path):
     if "CUDAExecutionProvider" in runtime.load_onnxruntime().get_available_providers():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(
-        BundleError, match=r"without CUDA.*pip uninstall -y onnxruntime && pip install"
-    ):
-        Bundle.open(bundle_path, device="cuda")
-    with pytest.raises(BundleError, match="Device 'tpu' is not known"):
-        Bundle.open(bundle_path, device="tpu")
+    refused(
+        r"without CUDA.*pip uninstall -y onnxruntime && pip install", bundle_path, device="cuda"
+    )
+    refused("Device 'tpu' is not known", bundle_path, device="tpu")
 
 
 def distribution(site: Path, name: str) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 from pathlib import Path
 
+import click
 import pytest
+from retrieval.cli.index import index as group
 
 
 @pytest.fixture
@@ -100,19 +102,15 @@ def test_what_is_kept_of_originals(keep, tmp_path, cli, makers, bundle_path):
     assert (done.code == 0) == (keep == "copy"), done.err
 
 
-def test_copies_of_one_moment(photos, cli):
+def test_copies_that_are_damaged_or_in_the_way(photos, cli):
     def index(verb, *names):
         return cli("index", verb, *(photos / name for name in names))
 
     assert index("snapshot", "d.index", "s").code == 0
     assert "exists already" in index("snapshot", "d.index", "s").err
-    cli("index", "delete", photos / "d.index", "--where", "label = '1'")
-    assert "MB now" in index("compact", "d.index").out
-    assert index("restore", "s", "r").code == 0
-    told = index("restore", "s", "r")  # the place that is taken is the target
-    taken = f"{photos / 'r'} exists already. Name a folder that does not exist yet"
+    told = index("restore", "s", "d.index")  # the place that is taken is the target
+    taken = f"{photos / 'd.index'} exists already. Name a folder that does not exist yet"
     assert told.code == 2 and taken in told.err and "for the snapshot" not in told.err
-    assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, photos / "d.index"))
     (segment,) = (photos / "s" / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
     content[500] ^= 4
@@ -128,6 +126,7 @@ def test_copies_of_one_moment(photos, cli):
         (["shwo", "d.index"], "Did you mean 'show'?"),
         (["show", "nowhere"], "nowhere is not an index"),
         (["check", "nowhere"], "nowhere is not an index: there is no such folder"),
+        (["compact", "nowhere", "--json"], "is not an index"),
         (["show", "d.index", "nobody"], "has no item 'nobody'"),
         (["list", "d.index", "--after", "\udcff"], "not an id that an item can have"),
         (["list", "d.index", "--where", "prise <"], "expected a value"),
@@ -136,7 +135,6 @@ def test_copies_of_one_moment(photos, cli):
         (["create", "d.index", "digits", "--bundle", "digits"], "exists already"),
         (["create", "x", "digits"], "either --bundle BUNDLE or --model NAME"),
         (["migrate", "d.index"], "Name the bundle to migrate to"),
-        (["migrate", "d.index", "digits"], "is not a bundle"),
         (["duplicates", "d.index", "--within", "-1"], "--within"),
     ],
 )
@@ -144,3 +142,60 @@ def test_mistakes_are_sentences(words, says, photos, cli, monkeypatch):
     monkeypatch.chdir(photos)
     told = cli("index", *words)
     assert told.code == 2 and says in told.err and "Traceback" not in told.err
+
+
+@pytest.fixture
+def say(tmp_path, cli, monkeypatch):
+    """Run a verb on `d.index` with --json, and return what it prints but the index."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(verb, *words, named="d.index"):
+        done = cli("index", verb, *words, "--json")
+        assert done.code == 0, done.err
+        said = json.loads(done.out)
+        assert next(iter(said.items())) == ("index", named)
+        del said["index"]
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("verb", group.commands)
+def test_every_verb_takes_json(verb):
+    found = group.get_command(click.Context(group), verb)
+    assert any(parameter.name == "as_json" for parameter in found.params)
+
+
+def test_a_life(say, makers, bundle_path, cli):
+    makers.write_digits(Path("digits"), 30)
+    Path("digits/3/bad.png").write_bytes(b"no image")
+    made = say("create", "d.index", "digits", "--bundle", bundle_path, "--skip-bad")
+    facts = [made[name] for name in ("count", "backend", "recall_at_10", "resumed")]
+    assert facts == [30, "flat", None, 0]
+    (fault,) = made["skipped"]
+    assert "bad.png" in fault and made["seconds"] > 0
+
+    assert say("snapshot", "d.index", "s.index") == {"snapshot": "s.index"}
+    assert say("restore", "s.index", "r.index", named="r.index") == {"snapshot": "s.index"}
+    count = say("list", "r.index", "--where", "label = '3'", named="r.index")["count"]
+    assert say("delete", "d.index", "--where", "label = '3'") == {"deleted": count} and count > 0
+    freed = say("compact", "d.index")
+    assert freed.keys() == {"bytes_before", "bytes"}
+    assert freed["bytes"] == say("show", "d.index")["bytes"]
+
+    other = makers.make_bundle(Path("other"), seed=5)
+    moved = say("migrate", "d.index", other)
+    assert moved == {"generation": 2, "embedded": 30 - count, "skipped": [], "from_features": 0}
+    assert say("rollback", "d.index") == moved | {"generation": 1, "embedded": 0}
+    first = sorted(Path("digits/4").iterdir())[0]
+    first.unlink()
+    third = makers.make_bundle(Path("third"), seed=6)
+    again = say("migrate", "d.index", third, "--skip-bad", "--drop-old")
+    assert (again["dropped"], again["embedded"]) == (2, 29 - count)
+    assert first.name in again["skipped"][0]
+    assert say("migrate", "d.index", "--drop-old") == {"dropped": 0}
+    assert say("check", "d.index") == {"damaged": [], "rebuilt": []}
+    left = say("show", "d.index", f"4/{first.name}")
+    assert left["id"] == f"4/{first.name}" and left["vector"] is None
+    assert say("duplicates", "d.index", "--within", "0") == {"groups": []}
+    assert "vector: none" in cli("index", "show", "d.index", f"4/{first.name}").out

@@ -142,17 +142,15 @@ def test_filters(living, photos, served):
     assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
-        ({}, 400, "empty object"),
         ([], 400, "must be text or an object"),
         ({"lable": "3"}, 422, "No item of this index has a field 'lable'"),
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
         ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
-        ("(" * 9000, 400, "filter"),
     ):
         answer = post(server, filter=where)
         assert answer.status_code == status, (where, answer.text)
         assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
-    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
+    for where in ('{"label": "3", "label": "4"}', '{"a":' * 5000, b"\xff"):
         assert form(where).status_code == 400, where
     nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
     kind = {"Content-Type": "application/json"}
@@ -173,18 +171,6 @@ def test_an_empty_index_is_ready(empty, served, photos):
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
     wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
-
-
-def test_damage_is_said_without_a_path(living, served):
-    (segment,) = (living / "arrays").glob("*.vector")
-    content = bytearray(segment.read_bytes())
-    content[500] ^= 1
-    segment.write_bytes(content)
-    server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
-    wire.until(lambda: "damaged" in server.client.get("/readyz").text)
-    answer = server.client.get("/readyz")
-    assert answer.status_code == 503
-    assert str(living) not in answer.text and segment.name not in answer.text
 
 
 def test_damage_found_while_serving(empty, served):
@@ -222,8 +208,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, serv
 
 def test_queries_together_are_answered_as_one_by_one(empty):
     random = np.random.default_rng(0)
-    vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
-    vectors[30:] = vectors[:30]
+    vectors = np.tile(random.integers(-2, 3, (30, WIDTH)).astype(np.float32), (2, 1))
     with Index.open(empty, threads=1) as index:
         index.upsert(
             [
@@ -232,13 +217,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
             ]
         )
         queries = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
-        for where, k, count in (
-            (None, 7, 7),
-            ("n < 11", 5, 5),
-            ("n < 3", 10, 3),
-            ("n < 0", 4, 0),
-            (None, 100, 60),
-        ):
+        for where, k, count in ((None, 7, 7), ("n < 3", 10, 3), ("n < 0", 4, 0), (None, 100, 60)):
             together = index.search(queries, k, where=where)
             assert together == [index.search(query, k, where=where) for query in queries]
             assert {len(hits) for hits in together} == {count}

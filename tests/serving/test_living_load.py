@@ -18,11 +18,11 @@ from retrieval.serving.index.index import Index
 index_path, other, extra, rounds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 for number in range(rounds):
     with Index.open(index_path, threads=1) as index:
-        index.add([extra], progress=False, workers=1)
+        index.add([extra], progress=False)
         index.migrate(other, progress=False)
         index.delete(where="label = '1'")
         index.store.compact()
-        index.add([extra], progress=False, workers=1)
+        index.add([extra], progress=False)
         index.rollback(progress=False)
         index.delete(where="label = '1'")
         index.drop_old()

@@ -81,15 +81,12 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
         ([paths[0], vector], r"queries\[1\] is a vector, but queries\[0\] is an image"),
         ([vector, paths[0]], r"queries\[1\] is an image, but queries\[0\] is a vector"),
         ([paths[0], None], r"queries\[1\]: a query is an image's path, .* not None"),
-        ([paths[0], {}], "not an object of type dict"),
         ([paths[0], tmp_path / "bad.png"], r"queries\[1\]: .*bad\.png is not an image"),
         ([paths[0], tmp_path / "none.png"], r"queries\[1\]: .*none\.png cannot be read"),
         ([vector, vector[:5]], r"queries\[1\]: a vector for this index has 16 numbers"),
         ([vector, vector * np.nan], r"queries\[1\]: a vector must hold finite"),
         (None, "not None"),
-        (3.5, "type float"),
         ({"a": 1}, "type dict"),
-        (b"", "empty"),
         (np.zeros((2, 3, 4, 5), np.uint8), r"queries\[0\]: Pixels must be uint8"),
         (np.zeros((8, 8, 7), np.uint8), r"Pixels must be uint8"),
     ):
@@ -143,6 +140,6 @@ def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
 
     monkeypatch.setattr(bundle_module, "decode", counted)
     monkeypatch.setattr(graph, "__call__", encoder)
-    vectors = bundle.encode_images([paths[0]] * 200, batch=4, threads=4, progress=False)
+    vectors = bundle.encode_images([paths[0]] * 200, batch=4, progress=False)
     assert len(vectors) == used == decoded == 200
     assert most <= 3 * 4

@@ -6,11 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from retrieval.errors import PluginError, StoreError
+from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import open_index
-from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.view import View
@@ -35,23 +33,6 @@ def test_a_field_stays_known_when_its_last_item_goes(living):
         assert living.scan("discount > 1") == [] and living.count("not exists(discount)") == 1
         assert living.delete(where="discount > 1") == 0
         living.store.compact()
-
-
-class Hasty(Flat):
-    """Says that it can search a selection, and cannot."""
-
-    @property
-    def selective(self) -> bool:
-        return True
-
-    search_selected = IndexBackend.search_selected
-
-
-def test_a_back_end_without_the_method_that_it_promises_is_named():
-    backend = Hasty()
-    backend.build(VECTORS[:50], lambda count: None)
-    with pytest.raises(PluginError, match=r"mine\.hasty.*not implement search_selected\. Imp"):
-        checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 
 def test_closing_waits_for_the_search_that_runs(living, monkeypatch):

@@ -1,4 +1,4 @@
-"""Embed items into a folder of Parquet files: plan the parts, then write the missing parts."""
+"""Embed items into a folder of Parquet files, and skip the parts that exist."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from retrieval.errors import DataError, at_least_one
-from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
@@ -23,20 +21,16 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, Result, embed, refuse_twice
-from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file
+from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file, schema_of
 from retrieval.serving.index.locations import PLAN, Source, Sources, paths_of, shown
-from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
-from retrieval.serving.sessions import ahead
-from retrieval.serving.store.items import FEATURES, Floats, Item, widths_of
+from retrieval.serving.store.items import FEATURES, Item, widths_of
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000  # items, items, number of parts to aim for
-_PARTS_AT_A_TIME = 2
-"""So that one part is decoded while the other is finished."""
-_FAULTS_ON_STANDARD_ERROR = 10
+_FAULTS_SHOWN = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
 _NOTE_KEY = b"retrieval"  # key of this module's note in the metadata of a Parquet file
@@ -111,33 +105,30 @@ def embed_sources(
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, variant=variant, device=device)
     folder, limits = Path(output).absolute(), limits or Limits()
-    widths = widths_of(bundle, features=features_of(bundle) if features else None)
+    widths = widths_of(bundle, features=bundle.features_width if features else None)
     with showing(progress):
-        items = collect(paths_of(sources), bundle.manifest.input.kind)
-        refuse_twice(item.key for item in items.items)
-        count = len(items.items)
-        new = Plan(
+        collected = collect(paths_of(sources), bundle.manifest.input.kind)
+        refuse_twice(item.key for item in collected.items)
+        count = len(collected.items)
+        plan = Plan(
             bundle=bundle.sha256,
             variant=bundle.variant,
-            sources=_digest_of(items),
+            sources=_digest_of(collected),
             items=count,
             part=max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS)),
             batch=batch or 32,
             widths=dict(widths),
             limits=[limits.pixels, limits.bytes],
         )
-        _plan_of(folder, new, batch)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
             raise DataError(f"{folder} cannot be created: {fault.strerror or fault}.") from None
         with hold(folder, "embedding into this folder", DataError):
-            plan = _plan_of(folder, new, batch)
-            if plan is None:
-                plan = new
+            plan = _resumed(folder, plan, batch)
+            if not (folder / PLAN).exists():
                 write_text(folder / PLAN, plan.text(), DataError)
-            embed_items = partial(_embed_part, bundle, items.features, limits)
-            bad, resumed = _embed_missing(folder, plan, items, embed_items)
+            bad, resumed = _embed_missing(folder, plan, collected, bundle, limits)
     return Embedding(
         output=folder,
         items=plan.items - bad,
@@ -145,45 +136,46 @@ def embed_sources(
         resumed=resumed,
         parts=plan.parts,
         batch=plan.batch,
-        repeated=items.repeated,
-        left_out=items.left_out,
+        repeated=collected.repeated,
+        left_out=collected.left_out,
         seconds=time.monotonic() - began,
     )
 
 
-def _plan_of(folder: Path, new: Plan, batch: int | None) -> Plan | None:
-    """Return the plan of an earlier embedding of the same items in this folder, or `None`.
+_SETTINGS = {
+    "bundle": "the bundle",
+    "variant": "--variant",
+    "sources": "the sources (their files, labels or metadata)",
+    "batch": "--batch",
+    "widths": "--features",
+    "limits": "--max-pixels or --max-bytes",
+}
+"""What determines each field of a plan, for error messages."""
+
+
+def _resumed(folder: Path, new: Plan, batch: int | None) -> Plan:
+    """Return the plan to follow: `new`, or that of an earlier embedding of the same items.
 
     Raises:
         DataError: the folder holds anything else.
     """
     if not (folder / PLAN).exists():
-        if folder.is_dir() and any(
+        if any(
             not path.name.startswith(".") and path.suffix != ".tmp" for path in folder.iterdir()
         ):
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
-        return None
+        return new
     earlier = Plan.read(folder)
-    advice = "Name another folder, or delete this one."
-    if (earlier.bundle, earlier.variant) != (new.bundle, new.variant):
-        variant = f", variant {earlier.variant or 'none'}" if earlier.variant != new.variant else ""
-        raise DataError(
-            f"{folder} holds vectors of another bundle ({earlier.bundle[:12]}…{variant}). {advice}"
-        )
-    if (earlier.sources, earlier.items) != (new.sources, new.items):
-        raise DataError(
-            f"{folder} holds the embedding of other sources ({earlier.items:,} items; now there are"
-            f" {new.items:,}), or the files, labels or metadata have changed since then. {advice}"
-        )
-    new = replace(new, batch=batch or earlier.batch)
-    options = {"batch": "--batch", "widths": "--features", "limits": "--max-pixels or --max-bytes"}
-    differing = [options[name] for name in options if getattr(earlier, name) != getattr(new, name)]
+    new = replace(new, batch=batch or earlier.batch, part=earlier.part)
+    differing = [
+        text for name, text in _SETTINGS.items() if getattr(earlier, name) != getattr(new, name)
+    ]
     if differing:
         raise DataError(
-            f"{folder} was begun with other values of {', '.join(differing)}. Use the same values"
-            f" again. {advice}"
+            f"{folder} holds an embedding that differs in {', '.join(differing)}. Repeat the"
+            " command that began it, name another folder, or delete this one."
         )
-    return replace(earlier, complete=False, bad=None)
+    return new
 
 
 def _digest_of(sources: Sources) -> str:
@@ -192,34 +184,42 @@ def _digest_of(sources: Sources) -> str:
     for item in sources.items:
         state = [item.key, item.label, dict(item.metadata), item.stamp()]
         total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
-    if sources.features is not None:
-        for start in range(0, len(sources.features), 4096):
-            total.update(sources.features[start : start + 4096].tobytes())
     return total.hexdigest()
 
 
 def _embed_missing(
-    folder: Path, plan: Plan, sources: Sources, embed_items: Callable[[Plan, Part], list[Result]]
+    folder: Path, plan: Plan, sources: Sources, bundle: Bundle, limits: Limits
 ) -> tuple[int, int]:
     """Embed and write all missing parts.
 
     Returns:
         The number of items that cannot be used, and the number of items in parts that existed.
     """
+    options = Options(batch=plan.batch, limits=limits)
+
+    def embedded(part: Part) -> list[Result]:
+        contents = originals(part, sources.features)
+        batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
+        try:
+            return [result for batch in batches for result in batch]
+        except DataError as fault:  # the encoder returned NaN for an item; find out for which
+            if len(part) == 1:
+                return [(part[0].item(), f"{part[0].name}: {fault}")]
+            return [result for source in part for result in embedded([source])]
+
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad = {number: faults for number, faults in states.items() if faults is not None}
     resumed = sum(len(plan.rows(number)) for number in bad)
-    missing = [number for number in states if number not in bad]
-    parts = [sources.items[rows.start : rows.stop] for rows in map(plan.rows, missing)]
-    printed, at_a_time = 0, _PARTS_AT_A_TIME
+    shown_faults = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            embedded = ahead(partial(embed_items, plan), parts, workers=at_a_time, most=at_a_time)
-            for number, part, results in zip(missing, parts, embedded, strict=True):
-                bad[number] = write_part(folder, plan, number, part, results)
-                for entry in bad[number][: max(0, _FAULTS_ON_STANDARD_ERROR - printed)]:
+            for number in (number for number in states if number not in bad):
+                rows = plan.rows(number)
+                part = sources.items[rows.start : rows.stop]
+                bad[number] = write_part(folder, plan, number, part, embedded(part))
+                for entry in bad[number][: max(0, _FAULTS_SHOWN - shown_faults)]:
                     meter.say(f"bad: {entry['fault']}")
-                printed += len(bad[number])
+                shown_faults += len(bad[number])
                 meter.update(len(part))
     finally:
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
@@ -231,31 +231,6 @@ def _embed_missing(
         raise DataError(f"None of the {plan.items:,} items can be used. {folder / BAD} says why.")
     write_text(folder / PLAN, replace(plan, complete=True, bad=total).text(), DataError)
     return total, resumed
-
-
-def _embed_part(
-    bundle: Bundle, features: Floats | None, limits: Limits, plan: Plan, part: Part
-) -> list[Result]:
-    """Embed the items of a part, so that an unusable item does not affect the others."""
-    workers = max(1, cores() // _PARTS_AT_A_TIME)
-    options = Options(batch=plan.batch, workers=workers, limits=limits)
-
-    def results(part: Part) -> list[Result]:
-        contents = originals(part, features, limits.bytes)
-        batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
-        return [result for batch in batches for result in batch]
-
-    def single_result(source: Source) -> list[Result]:
-        try:
-            return results([source])
-        except DataError as fault:
-            return [(source.item(), f"{source.name}: {fault}")]
-
-    try:
-        return results(part)
-    except DataError:
-        # The encoder returned NaN for an item. To find out for which, encode them one by one.
-        return [result for source in part for result in single_result(source)]
 
 
 def _plan_hash(plan: Plan) -> str:
@@ -298,26 +273,20 @@ def write_part(
 
 def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
     """Return the usable items of a part as a pyarrow table."""
-    text, place, size = pa.string(), pa.binary(), pa.int64()
-
-    def column(kind: Any, values: Iterable[object]) -> Any:
-        return pa.array(list(values), kind)
-
-    columns = {
-        "key": column(text, (item.id for item in items)),
-        "label": column(text, (item.label for item in items)),
-        "metadata": column(text, (metadata_text(item.metadata) for item in items)),
-        "path": column(place, (item.path and os.fsencode(item.path) for item in items)),
-        "source": column(place, (item.source and os.fsencode(item.source) for item in items)),
-        "stamp": column(text, (item.stamp for item in items)),
-        **{name: column(size, (getattr(item, name) for item in items)) for name in SIZES},
+    columns: dict[str, Any] = {
+        "key": [item.id for item in items],
+        "label": [item.label for item in items],
+        "metadata": [metadata_text(item.metadata) for item in items],
+        "stamp": [item.stamp for item in items],
+        "path": [item.path and os.fsencode(item.path) for item in items],
+        **{name: [getattr(item, name) for item in items] for name in SIZES},
+        "bundle": [plan.bundle] * len(items),
     }
     for name, width in plan.widths.items():
         values = [item.arrays[name] for item in items]
         flat = pa.array(np.concatenate(values) if values else [], pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
-    columns["bundle"] = column(text, [plan.bundle] * len(items)).dictionary_encode()
-    return pa.table(columns)
+    return pa.table(columns, schema_of(plan))
 
 
 def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:

@@ -11,39 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrieval.errors import DataError
-from retrieval.serving.filters.deciding import matches, metadata_text, to_sql
-from retrieval.serving.filters.tree import (
-    And,
-    Compare,
-    Exists,
-    Filter,
-    In,
-    Not,
-    Or,
-    fields,
-    filter_from_json,
-    filter_to_json,
-    filter_to_text,
-)
-
-__all__ = [
-    "And",
-    "Compare",
-    "Exists",
-    "Filter",
-    "In",
-    "Not",
-    "Or",
-    "as_filter",
-    "fields",
-    "filter_from_json",
-    "filter_to_json",
-    "filter_to_text",
-    "matches",
-    "metadata_text",
-    "parse_filter",
-    "to_sql",
-]
+from retrieval.serving.filters.deciding import matches as matches
+from retrieval.serving.filters.deciding import metadata_text as metadata_text
+from retrieval.serving.filters.deciding import to_sql as to_sql
+from retrieval.serving.filters.tree import And as And
+from retrieval.serving.filters.tree import Compare as Compare
+from retrieval.serving.filters.tree import Exists as Exists
+from retrieval.serving.filters.tree import Filter as Filter
+from retrieval.serving.filters.tree import In as In
+from retrieval.serving.filters.tree import Not as Not
+from retrieval.serving.filters.tree import Or as Or
+from retrieval.serving.filters.tree import fields as fields
+from retrieval.serving.filters.tree import filter_from_json as filter_from_json
+from retrieval.serving.filters.tree import filter_to_json as filter_to_json
+from retrieval.serving.filters.tree import filter_to_text as filter_to_text
 
 
 def parse_filter(text: str) -> Filter:
@@ -68,7 +49,10 @@ def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
     if isinstance(value, str):
         return parse_filter(value)
     if isinstance(value, Mapping):
-        return filter_from_json(value)
+        try:
+            return filter_from_json(value)
+        except RecursionError:
+            raise DataError("The filter nests too many objects and lists.") from None
     raise DataError(
         f"A filter is text or an object such as {{'label': 'shoe'}}, not a {type(value).__name__}."
     )

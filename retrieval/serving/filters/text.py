@@ -1,11 +1,10 @@
-"""Parse filters from text with lark; error messages point at the mistake."""
+"""Parse filters from text with lark; error messages point at mistakes of syntax."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -23,6 +22,7 @@ from retrieval.serving.filters.tree import (
     In,
     Not,
     Or,
+    Value,
     field_of,
 )
 
@@ -70,15 +70,6 @@ _EXPECTED = {
 }
 """Names of expected tokens in error messages."""
 _SHOWN_CHARACTERS = 60  # shown on each side of a mistake
-Node = TypeVar("Node")
-
-
-class _Mistake(Exception):
-    """A mistake in a filter: its position in the text, and a sentence that explains it."""
-
-    def __init__(self, position: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.position = position
 
 
 def parse(text: str) -> Filter:
@@ -93,8 +84,6 @@ def parse(text: str) -> Filter:
         )
     try:
         return _parser().parse(text)  # type: ignore[return-value]  # a Filter
-    except _Mistake as fault:
-        position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
         position, sentence = _explained(fault, text)
     start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN_CHARACTERS)
@@ -113,45 +102,37 @@ class _FilterBuilder(Transformer[Token, Any]):
     """Builds the filter; lark calls one method per grammar rule, from the leaves up."""
 
     def field(self, *names: Token) -> Field:
-        return _located(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
+        return field_of(tuple(name.strip('"') for name in names))
 
-    def value(self, token: Token) -> tuple[Token, Any]:
+    def value(self, token: Token) -> Value:
         if token.type == "TEXT":
-            return token, token[1:-1].replace("''", "'")
+            return token[1:-1].replace("''", "'")
         if token.type == "NUMBER":
             # Python's `int` refuses thousands of digits, so parse long numbers as floats.
             whole = len(token) < 30 and re.fullmatch(r"[+-]?[0-9]+", token)
-            return token, int(token) if whole else float(token)
-        return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
+            return int(token) if whole else float(token)
+        return {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
-    def compare(self, field: Field, op: Token, value: tuple[Token, Any]) -> Filter:
-        return _located(value[0], lambda: Compare(field, str(op), value[1]))  # type: ignore[arg-type]
+    def compare(self, field: Field, op: Token, value: Value) -> Filter:
+        return Compare(field, str(op), value)  # type: ignore[arg-type]
 
     def exists(self, keyword: Token, field: Field) -> Filter:
         return Exists(field)
 
-    def one_of(self, field: Field, keyword: Token, *values: tuple[Token, Any]) -> Filter:
-        return _located(keyword, lambda: In(field, tuple(value for _, value in values)))
+    def one_of(self, field: Field, keyword: Token, *values: Value) -> Filter:
+        return In(field, values)
 
-    def none_of(self, field: Field, negation: Token, *values: Any) -> Filter:
-        return self.negated(negation, self.one_of(field, *values))
+    def none_of(self, field: Field, negation: Token, keyword: Token, *values: Value) -> Filter:
+        return Not(In(field, values))
 
     def negated(self, keyword: Token, part: Filter) -> Filter:
-        return _located(keyword, lambda: Not(part))
+        return Not(part)
 
     def all_of(self, *parts: Filter | Token) -> Filter:
-        return _located(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # filters and keywords alternate
+        return And(parts[::2])  # type: ignore[arg-type]  # filters and keywords alternate
 
     def any_of(self, *parts: Filter | Token) -> Filter:
-        return _located(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
-
-
-def _located(token: Any, make: Callable[[], Node]) -> Node:
-    """Return `make()`; turn its `DataError` into a mistake at the position of `token`."""
-    try:
-        return make()
-    except DataError as fault:
-        raise _Mistake(token.start_pos or 0, str(fault)) from None
+        return Or(parts[::2])  # type: ignore[arg-type]
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
@@ -162,9 +143,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         if actual in ("'", '"'):
             what = "text" if actual == "'" else "name"
             return position, f"the {what} that begins here has no end. Add {actual} to close it."
-        before = _parser().parse_interactive(text[:position])
-        before.exhaust_lexer()
-        tokens = set(before.accepts())  # type: ignore[no-untyped-call]
+        tokens = set(fault.allowed)
     else:
         assert isinstance(fault, UnexpectedToken)
         tokens, actual = set(fault.accepts or fault.expected), str(fault.token)

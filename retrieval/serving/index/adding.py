@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
 _ITEMS_PER_READ = 1000
 _ROWS = 4096
-_BYTES = 64_000_000
 _SECONDS = 1.0
-"""Encoded items are written after `_ROWS` items, `_BYTES` of originals or `_SECONDS`.
+"""Encoded items are written after `_ROWS` items or `_SECONDS`.
 
 So a killed process loses at most that much work.
 """
@@ -130,7 +129,6 @@ class Options:
     keep: Keep = "reference"
     skip_bad: bool = False
     batch: int = 32
-    workers: int | None = None
     limits: Limits = field(default_factory=Limits)
 
 
@@ -165,7 +163,7 @@ def add_sources(
             if vectors:
                 results = vectors.embedded(new)
             else:
-                contents = originals(new, collected.features, options.limits.bytes, options.keep)
+                contents = originals(new, collected.features, options.keep)
                 results = _embed_for(index, contents, options, strict=writer.strict)
             writer.take(results, len(new))
             break
@@ -365,26 +363,21 @@ class _Writer:
             count: number of items, for the progress bar.
         """
         self.faults, self._waiting = [], list[Item]()
-        self._bytes, self._since = 0, time.monotonic()
+        self._since = time.monotonic()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
-            try:
-                for batch in results:
-                    for item, fault in batch:
-                        if fault is not None:
-                            self.faults.append(fault)
-                            if not self.strict:
-                                meter.say(f"skipped: {fault}")
-                        elif item.arrays:
-                            self._waiting.append(item)
-                            self._bytes += len(item.original or b"")
-                    meter.update(len(batch))
-                    late = time.monotonic() - self._since > _SECONDS
-                    if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
-                        self._write(bundle)
-            except KeyboardInterrupt:
-                self._write(bundle)
-                raise
+            for batch in results:
+                for item, fault in batch:
+                    if fault is not None:
+                        self.faults.append(fault)
+                        if not self.strict:
+                            meter.say(f"skipped: {fault}")
+                    elif item.arrays:
+                        self._waiting.append(item)
+                meter.update(len(batch))
+                late = time.monotonic() - self._since > _SECONDS
+                if late or len(self._waiting) >= _ROWS:
+                    self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(
                 self.faults,
@@ -399,7 +392,7 @@ class _Writer:
             changed = self._index.store.upsert(self._waiting, bundle)
             self.changed += changed
             self.added += len(self._waiting) - changed
-            self._waiting, self._bytes = [], 0
+            self._waiting = []
         self._since = time.monotonic()
 
 
@@ -455,8 +448,7 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[tuple[Item, str | None, Any]] = map(decoded, items)
     else:
-        workers = options.workers or cores()
-        entries = ahead(decoded, items, workers=workers, most=2 * options.batch)
+        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch)
     for entry in entries:
         failed |= strict and entry[1] is not None
         waiting.append(entry)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from retrieval.errors import RetrievalError, StoreError, listed
+from retrieval.errors import StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.address import IndexPlace
-from retrieval.serving.store.contract import Generation, Item, Store, StorePlace
+from retrieval.serving.store.contract import Item, StorePlace
 from retrieval.serving.store.copies import copy_items
 from retrieval.serving.store.folder import check_record, write_snapshot
 from retrieval.serving.store.items import served_of
@@ -33,52 +31,6 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
         raise StoreError(f"{folder} is not an index: there is no such folder.")
     with Meter("checking", 0, "arrays") as meter:
         return check_record(folder, meter.update)
-
-
-def check_store(store: Store) -> list[str]:
-    """Read everything in a store and return one sentence per fault.
-
-    Checks that each generation has the bundle that embedded its items, and that each item's arrays
-    have the right widths and are finite. Concurrent writes do not count as faults.
-    """
-    faults: list[str] = []
-    for generation in store.generations():
-        try:
-            folder = store.bundle(generation)
-            bundle = Bundle.open(folder, variant=generation.variant, device="cpu")
-            if bundle.sha256 != generation.bundle:
-                faults.append(
-                    f"The bundle of generation {generation.number} is not the one that embedded"
-                    " its items."
-                )
-        except RetrievalError as fault:
-            faults.append(str(fault))
-    served = served_of(store.generations())
-    expected, read = store.count(), 0
-    after: str | None = None
-    with Meter("checking", expected, "items") as meter:
-        while page := store.scan(after=after):
-            after = page[-1].id
-            items = store.get([item.id for item in page], arrays=True)
-            faults += [
-                f"The arrays of the item '{item.id}' do not fit its generation."
-                for item in items.values()
-                if item.arrays and not _fits(item, served)
-            ]
-            read += len(page)
-            meter.update(len(page))
-    if read != expected and store.count() == expected:
-        faults.append(f"The store reports {expected:,} items, but {read:,} were read.")
-    return faults
-
-
-def _fits(item: Item, generation: Generation) -> bool:
-    return all(
-        name in item.arrays
-        and item.arrays[name].shape == (width,)
-        and bool(np.isfinite(item.arrays[name]).all())
-        for name, width in generation.widths.items()
-    )
 
 
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:

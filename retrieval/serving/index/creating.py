@@ -6,20 +6,20 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.files import rename_whole
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.encoder import Encoder
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Options, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.locations import paths_of
-from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.store.address import Address, place_of
@@ -35,20 +35,12 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 
-@runtime_checkable
-class Exports(Protocol):
-    """An object that can be exported as a bundle, such as a `retrieval.Encoder`."""
-
-    def exported(self) -> AbstractContextManager[Path]:
-        """Return a context manager that yields the folder of the exported bundle."""
-
-
 def create(
     cls: type[Index],
     path: StrPath | Address,
     sources: StrPath | Sequence[StrPath] = (),
     *,
-    model: StrPath | Bundle | Exports,
+    model: StrPath | Bundle | Encoder,
     backend: str = "auto",
     options: Mapping[str, Any] | None = None,
     plugins: Sequence[str] = (),
@@ -58,7 +50,6 @@ def create(
     skip_bad: bool = False,
     replace: bool = False,
     batch: int = 32,
-    workers: int | None = None,
     limits: Limits | None = None,
     progress: Progress = True,
     device: Device = "auto",
@@ -86,7 +77,6 @@ def create(
         skip_bad: leave out images that cannot be used, instead of failing.
         replace: replace an existing index; at an address it is deleted first.
         batch: number of items per batch.
-        workers: number of decoding threads; `None` uses one per core.
         limits: largest images to decode.
         progress: see `Index.add`.
         device: where the encoder runs: "auto", "cpu" or "cuda".
@@ -103,21 +93,22 @@ def create(
     began = time.monotonic()
     place = place_of(path)
     batch = at_least_one("batch", batch)
-    adding = Options(keep, skip_bad, batch, workers, limits or Limits())
+    adding = Options(keep, skip_bad, batch, limits or Limits())
     named = paths_of(sources)
-    exports = ExitStack()
+    with ExitStack() as stack:
+        stack.enter_context(showing(progress))
 
-    def opened() -> tuple[Bundle, dict[str, int]]:
-        if isinstance(model, Bundle):
-            loaded = model
-        else:
-            folder = (
-                exports.enter_context(model.exported()) if isinstance(model, Exports) else model
+        def opened() -> tuple[Bundle, dict[str, int]]:
+            place = stack.enter_context(model.exported()) if isinstance(model, Encoder) else model
+            loaded = (
+                place
+                if isinstance(place, Bundle)
+                else Bundle.open(place, variant=variant, device=device)
             )
-            loaded = Bundle.open(folder, variant=variant, device=device)
-        return loaded, widths_of(loaded, features=features_of(loaded) if keep_features else None)
+            return loaded, widths_of(
+                loaded, features=loaded.features_width if keep_features else None
+            )
 
-    with exports, showing(progress):
         if isinstance(place, Address):
             address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
             loaded, widths = opened()

@@ -7,12 +7,12 @@ atomically.
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +21,10 @@ from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from retrieval.errors import DataError
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
-from retrieval.serving.index.locations import PLAN, Origin, Source, Sources, is_embedding, shown
-from retrieval.serving.index.parquet import Table, sentences, text_problem, vectors_of
+from retrieval.serving.index.locations import PLAN, Source, Sources, is_embedding, shown
+from retrieval.serving.index.parquet import Table, pyarrow, sentences, text_problem, vectors_of
 from retrieval.serving.store.items import CODE, FEATURES, VECTOR, Floats, Item, Keep
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
 BAD = "bad.jsonl"
 FORMAT = 1
 _PLAN_BYTES = 1_000_000
-ROWS = 512
 SIZES = ("bytes", "width", "height")
-_TEXTS = ("key", "label", "metadata", "stamp", "path", "source", *SIZES)
+_FACTS = ("key", "label", "metadata", "stamp", "path", *SIZES, "bundle")
 
 Sizes = tuple[int | None, int | None, int | None]
 """Bytes, and width and height in pixels, of an original."""
@@ -94,15 +94,9 @@ class Plan:
         """Return a folder's plan; raise a `DataError` if it cannot be read or is invalid."""
         where = folder / PLAN
         try:
-            with where.open("rb") as file:
-                text = file.read(_PLAN_BYTES + 1)
+            text = read_plain(where, _PLAN_BYTES)
         except OSError as fault:
             raise DataError(f"{where} cannot be read: {fault.strerror or fault}.") from None
-        if len(text) > _PLAN_BYTES:
-            raise DataError(
-                f"{where} has more than {_PLAN_BYTES:,} bytes, so it is larger than any that"
-                " 'retrieval embed' writes."
-            )
         content = parse_json(text, where, "embedding", DataError, frozenset({FORMAT}))
         del content["format"]
         try:
@@ -130,32 +124,36 @@ def part_file(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06}.parquet"
 
 
-def _part_table(folder: Path, number: int) -> Table:
-    return Table(part_file(folder, number), "features")
+def schema_of(plan: Plan) -> Any:
+    """Return the pyarrow schema of a part."""
+    pa = pyarrow()
+    kinds = dict.fromkeys(_FACTS, pa.string())
+    kinds |= {"path": pa.binary(), **dict.fromkeys(SIZES, pa.int64())}
+    kinds |= {name: pa.list_(pa.float32(), width) for name, width in plan.widths.items()}
+    return pa.schema(kinds.items())
+
+
+def _part_table(folder: Path, plan: Plan, number: int) -> Table:
+    """Open a part; raise a `DataError` if its columns differ from those of the plan."""
+    table = Table(part_file(folder, number), "features")
+    if not table.schema.equals(schema_of(plan)):
+        table.close()
+        raise DataError(
+            f"{table.name} has other columns than {folder / PLAN} says. Embed the items again into"
+            " another folder."
+        )
+    return table
 
 
 def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
     """Yield the items of a complete folder in batches, with their arrays by name."""
-    columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
-        with _part_table(folder, number) as table:
-            if lacking := [name for name in columns if name not in table.columns]:
-                raise DataError(
-                    f"{table.name} was not written by 'retrieval embed': it has no column"
-                    f" '{lacking[0]}'."
-                )
-            for group, first in enumerate(table.starts[:-1]):
-                for batch in table.batches(columns, ROWS, group):
-                    numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
-                    with sentences(table.path):
-                        texts = batch.select([*_TEXTS, "bundle"]).to_pylist()
-                    if {row["bundle"] for row in texts} - {plan.bundle}:
-                        raise DataError(
-                            f"{table.name} holds vectors of another bundle than the one that"
-                            f" {folder / PLAN} names."
-                        )
-                    yield [_item(table.name, row) for row in texts], numbers
-                    first += batch.num_rows
+        with _part_table(folder, plan, number) as table:
+            for first, batch in table.batches([*_FACTS, *arrays]):
+                numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
+                with sentences(table.path):
+                    facts = batch.select(_FACTS).to_pylist()
+                yield [_item(table.name, row, plan) for row in facts], numbers
 
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
@@ -166,32 +164,21 @@ def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Flo
     return values
 
 
-def _item(table: str, row: dict[str, Any]) -> tuple[Source, Sizes]:
+def _item(table: str, row: dict[str, Any], plan: Plan) -> tuple[Source, Sizes]:
     """Return a row as an item and the sizes of its original."""
-    key, label, stamp, path, address = (
-        row[name] for name in ("key", "label", "stamp", "path", "source")
-    )
-    sizes = row["bytes"], row["width"], row["height"]
+    key, label, text, stamp, path, *sizes, bundle = (row[name] for name in _FACTS)
+    if bundle != plan.bundle:
+        raise DataError(f"{table} holds vectors of another bundle than the one that {PLAN} names.")
     try:
-        metadata = strict_loads(row["metadata"] or "{}")
+        metadata = strict_loads(text)
+        where = None if path is None else Path(os.fsdecode(path))
     except (ValueError, RecursionError, TypeError):
         metadata = None
-    typed = (
-        isinstance(key, str)
-        and isinstance(label, str | None)
-        and isinstance(stamp, str)
-        and isinstance(metadata, dict)
-        and isinstance(path, bytes | None)
-        and isinstance(address, bytes | None)
-        and all(size is None or (type(size) is int and size >= 0) for size in sizes)
-    )
-    if not typed or b"\0" in (path or b"") + (address or b""):
+    if key is None or stamp is None or not isinstance(metadata, dict):
         raise DataError(f"{table} is damaged: a row of it does not describe an item.")
     if problem := text_problem(key, label, metadata):
         raise DataError(f"{table}: {shown(key[:100])}: {problem}.")
-    origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
-    where = None if path is None else Path(os.fsdecode(path))
-    return Source(key, label, where, metadata, None, origin, stamp), sizes
+    return Source(key, label, where, metadata, recorded=stamp), tuple(sizes)
 
 
 class Vectors:
@@ -294,21 +281,17 @@ class VectorRows:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self._plan = Plan.complete_in(folder)
-        self.width = self._plan.widths["vector"]
+        self._folder, self._plan = folder.absolute(), Plan.complete_in(folder)
+        self.width = self._plan.widths[VECTOR]
         self.bundle = self._plan.bundle, self._plan.variant
-        self._groups: list[tuple[int, int]] = []  # part and row group within that part
-        self._starts = [0]
+        counts = []
         for number in range(self._plan.parts):
-            with _part_table(self._folder, number) as table:
-                ends = table.starts[1:]
-            self._groups += [(number, group) for group in range(len(ends))]
-            before = self._starts[-1]
-            self._starts += [before + end for end in ends]
+            with _part_table(self._folder, self._plan, number) as table:
+                counts.append(table.starts[-1])
+        self._ends = list(accumulate(counts))
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._ends[-1]
 
     def labels(self) -> list[str]:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
@@ -324,16 +307,13 @@ class VectorRows:
     def read(self, start: int, stop: int) -> Floats:
         """Return the vectors of rows `start` to `stop` - 1, (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
-        position = bisect.bisect_right(self._starts, start) - 1
-        while position < len(self._groups) and self._starts[position] < stop:
-            number, group = self._groups[position]
-            row = self._starts[position]
-            with _part_table(self._folder, number) as table:
-                for batch in table.batches(["vector"], ROWS, group):
-                    low, high = max(row, start), min(row + batch.num_rows, stop)
-                    if low < high:
-                        values = _numbers(table, batch, "vector", self._plan, row)
-                        out[low - start : high - start] = values[low - row : high - row]
-                    row += batch.num_rows
-            position += 1
+        first = 0
+        for number, end in enumerate(self._ends):
+            if first < stop and start < end:
+                with _part_table(self._folder, self._plan, number) as table:
+                    for row, batch in table.batches([VECTOR], start - first, stop - first):
+                        values = _numbers(table, batch, VECTOR, self._plan, row)
+                        place = first + row - start
+                        out[place : place + len(values)] = values
+            first = end
         return out

@@ -32,8 +32,6 @@ _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
 _ENTRY_POINTS = 32
 """Random vectors from which the CPU starts to search a graph without upper levels."""
-_TRAINING_VECTORS = 65_536
-"""Most vectors that a structure is trained on; inverted lists use 256 per list if that is more."""
 _ADDED_AT_ONCE = 8192
 _READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
@@ -99,22 +97,21 @@ class FaissBackend(IndexBackend):
     """Most bytes that FAISS may allocate for one array, unless the file is larger."""
     kinds: tuple[str, ...] = ()
     """Names of the FAISS classes that `save` writes."""
+    flags = 0
+    """Flags with which FAISS writes the index."""
 
     def __init__(self) -> None:
         self._index: Any = None
         self._gpu_index: Any = None
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Train on a sample of the vectors, then add them all; see `IndexBackend`."""
+        """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = self._empty(*vectors.shape)
-        if not self._index.is_trained:
-            lists = faiss.try_extract_index_ivf(self._index)
-            if lists is not None:
-                lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
-            most = _TRAINING_VECTORS if lists is None else max(_TRAINING_VECTORS, 256 * lists.nlist)
-            self._index.train(sample_of(vectors, most))
+        if (lists := faiss.try_extract_index_ivf(self._index)) is not None:
+            lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
+            lists.train(vectors)
         # Add the vectors in pieces, so that progress is shown and Ctrl-C works in between.
         for start in range(0, len(vectors), _ADDED_AT_ONCE):
             piece = vectors[start : start + _ADDED_AT_ONCE]
@@ -133,15 +130,10 @@ class FaissBackend(IndexBackend):
             return np.sqrt(np.maximum(squared, 0)), rows
         return self._searched(queries, k, self._parameters(k))
 
-    @property
-    def selective(self) -> bool:
-        """True; filtered searches always run on the CPU."""
-        return True
-
     def search_selected(
         self, queries: Floats, k: int, keep: NDArray[np.bool_]
     ) -> tuple[Floats, Rows]:
-        """Search the vectors that `keep` selects; see `IndexBackend`."""
+        """Search the vectors that `keep` selects, always on the CPU; see `IndexBackend`."""
         faiss = load_faiss()
         bits = np.packbits(keep, bitorder="little")
         parameters = self._parameters(k) or faiss.SearchParameters()
@@ -163,10 +155,6 @@ class FaissBackend(IndexBackend):
         return None
 
     def save(self, path: Path) -> None:
-        """Write the index; see `IndexBackend`."""
-        self._write(path)
-
-    def _write(self, path: Path, flags: int = 0) -> None:
         """Write the index with Python's file, because FAISS's may miss that the disk is full."""
         faiss = load_faiss()
         failure: list[OSError] = []
@@ -180,15 +168,26 @@ class FaissBackend(IndexBackend):
                     raise
 
             try:
-                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), flags)
+                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), self.flags)
             except Exception:
                 if failure:  # FAISS would hide the OSError behind its own error
                     raise failure[0] from None
                 raise
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, vectors: Floats) -> None:
         """Read the index and copy it to a GPU if possible; see `IndexBackend`."""
-        self._take(self._read(path))
+        faiss, index = load_faiss(), self._read(path)
+        if (index.ntotal, index.d) != vectors.shape:
+            count, width = vectors.shape
+            raise StoreError(
+                f"It holds {index.ntotal:,} vectors of {index.d} numbers instead of {count:,} of"
+                f" {width}."
+            )
+        self._check(index, vectors)
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
+        self._index = index
+        if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
+            self._gpu_index = self.placed()
 
     def _read(self, path: Path) -> Any:
         """Return the FAISS index in a file that is not trusted.
@@ -213,14 +212,8 @@ class FaissBackend(IndexBackend):
             raise StoreError(f"It is a {type(index).__name__}, which this back end does not write.")
         return index
 
-    def _take(self, index: Any) -> None:
-        """Check a loaded index and use it for searches, on the GPU if possible."""
-        faiss = load_faiss()
-        self._refuse_foreign(index)
-        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
-        self._index = index
-        if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
-            self._gpu_index = self.placed()
+    def _check(self, index: Any, vectors: Floats) -> None:
+        """Raise a `StoreError` if `build` cannot have made this index; files are not trusted."""
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether FAISS can search this index on a GPU."""
@@ -231,17 +224,6 @@ class FaissBackend(IndexBackend):
         with on_the_gpu(self._index.ntotal, self._index.d):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
-    def _refuse_foreign(self, index: Any) -> None:
-        """Raise a `StoreError` if `build` cannot have made this index; files are not trusted."""
-
-    def check(self, count: int, width: int) -> None:
-        """Check the number and width of the vectors; see `IndexBackend`."""
-        if (self._index.ntotal, self._index.d) != (count, width):
-            raise StoreError(
-                f"It holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of"
-                f" {count:,} of {width}."
-            )
-
 
 class Flat(FaissBackend):
     """Exact search: compares a query with every vector. "auto" uses it for small indexes."""
@@ -250,11 +232,6 @@ class Flat(FaissBackend):
 
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().IndexFlatL2(width)
-
-    @property
-    def exact(self) -> bool:
-        """Always True."""
-        return True
 
 
 class Hnsw(FaissBackend):
@@ -268,6 +245,7 @@ class Hnsw(FaissBackend):
 
     on_gpu = False
     kinds = ("IndexHNSWFlat",)
+    flags = 1  # IO_FLAG_SKIP_STORAGE: only the links
 
     def __init__(
         self,
@@ -283,35 +261,22 @@ class Hnsw(FaissBackend):
         index.hnsw.efConstruction, index.hnsw.efSearch = self.ef_construction, self.ef_search
         return index
 
-    def save_beside(self, path: Path) -> None:
-        """Write only the links; see `IndexBackend`."""
-        self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
-
-    def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links and attach the vectors, which files of older versions contain."""
-        index = self._read(path)
-        if index.storage is None:
-            faiss = load_faiss()
-            # FAISS reads this array without copying it, so it must stay referenced.
-            self._vectors = np.ascontiguousarray(vectors, "<f4")
-            content = self._vectors.view(np.uint8).reshape(-1)
-            self._storage = faiss.IndexFlatL2(vectors.shape[1])
-            no_owner = self._storage.codes.owner  # without an owner, FAISS does not free the array
-            view = faiss.MaybeOwnedVectorUInt8.create_view(
-                faiss.swig_ptr(content), len(content), no_owner
-            )
-            self._storage.codes, self._storage.ntotal = view, len(vectors)
-            index.storage, index.own_fields = self._storage, False
-        self._take(index)
-
-    def _take(self, index: Any) -> None:
-        super()._take(index)
+    def _check(self, index: Any, vectors: Floats) -> None:
+        """Attach the vectors; the file holds only the links between them."""
+        if index.storage is not None:
+            raise StoreError("It holds vectors of its own, which this back end does not write.")
+        faiss = load_faiss()
+        # FAISS reads this array without copying it, so it must stay referenced.
+        self._vectors = np.ascontiguousarray(vectors, "<f4")
+        content = self._vectors.view(np.uint8).reshape(-1)
+        self._storage = faiss.IndexFlatL2(vectors.shape[1])
+        no_owner = self._storage.codes.owner  # without an owner, FAISS does not free the array
+        view = faiss.MaybeOwnedVectorUInt8.create_view(
+            faiss.swig_ptr(content), len(content), no_owner
+        )
+        self._storage.codes, self._storage.ntotal = view, len(vectors)
+        index.storage, index.own_fields = self._storage, False
         index.hnsw.efSearch = self.ef_search
-
-    def _refuse_foreign(self, index: Any) -> None:
-        if index.storage is None:
-            raise StoreError("It holds no vectors.")
-        check_flat(index.storage, index.ntotal, index.d)
 
     def _parameters(self, k: int) -> Any:
         if k <= self.ef_search:
@@ -395,16 +360,6 @@ class ListsBackend(FaissBackend):
         """
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
-    def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Raise a `StoreError` if the lists do not fit the index or have codes of another size."""
-        faiss = load_faiss()
-        lists = faiss.downcast_InvertedLists(index.invlists)
-        check_flat(index.quantizer, index.nlist, index.d)
-        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != code_size:
-            raise StoreError("Its lists are of a kind that this back end does not write.")
-        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
-            raise StoreError("Its lists do not hold its vectors.")
-
     def _probed(self) -> int:
         """Return the number of lists that a search reads."""
         lists = load_faiss().extract_index_ivf(self._index).nlist
@@ -435,8 +390,8 @@ class Ivf(ListsBackend):
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().index_factory(width, f"IVF{self._lists_of(count)},Flat")
 
-    def _refuse_foreign(self, index: Any) -> None:
-        self._refuse_foreign_lists(index, 4 * index.d)
+    def _check(self, index: Any, vectors: Floats) -> None:
+        check_lists(index, 4 * index.d)
 
 
 class IvfPq(ListsBackend):
@@ -478,8 +433,8 @@ class IvfPq(ListsBackend):
         index.pq.cp.min_points_per_centroid = 1
         return index
 
-    def _refuse_foreign(self, index: Any) -> None:
-        self._refuse_foreign_lists(index, index.pq.code_size)
+    def _check(self, index: Any, vectors: Floats) -> None:
+        check_lists(index, index.pq.code_size)
         if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
             raise StoreError("Its codes do not fit the width of its vectors.")
         if index.pq.centroids.size() != index.pq.ksub * index.d or index.pq.nbits not in (4, 8):
@@ -489,18 +444,19 @@ class IvfPq(ListsBackend):
         return index.pq.nbits == 8 and index.pq.M in _GPU_PARTS and index.pq.dsub in _GPU_WIDTHS
 
 
-def sample_of(vectors: Floats, most: int) -> Floats:
-    """Return at most `most` of the vectors, sampled with a fixed seed."""
-    if len(vectors) <= most:
-        return vectors
-    rows = np.sort(np.random.default_rng(0).choice(len(vectors), most, replace=False))
-    return np.ascontiguousarray(vectors[rows])
-
-
-def check_flat(index: Any, count: int, width: int) -> None:
-    """Raise a `StoreError` if a FAISS index is not a plain table of `count` float32 vectors."""
+def check_lists(index: Any, code_size: int) -> None:
+    """Raise a `StoreError` if the lists do not fit the index or have codes of another size."""
     faiss = load_faiss()
-    index = faiss.downcast_index(index)
-    same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
-    if type(index).__name__ not in Flat.kinds or not same:
-        raise StoreError(f"It contains a {type(index).__name__} that does not fit it.")
+    quantizer = faiss.downcast_index(index.quantizer)
+    lists = faiss.downcast_InvertedLists(index.invlists)
+    shape = (quantizer.ntotal, quantizer.d, quantizer.metric_type)
+    if type(quantizer).__name__ not in Flat.kinds or shape != (
+        index.nlist,
+        index.d,
+        faiss.METRIC_L2,
+    ):
+        raise StoreError(f"It contains a {type(quantizer).__name__} that does not fit it.")
+    if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != code_size:
+        raise StoreError("Its lists are of a kind that this back end does not write.")
+    if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
+        raise StoreError("Its lists do not hold its vectors.")

@@ -22,7 +22,7 @@ from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.hits import Hit, Hits
 from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.merging import Distances, measured, measured_alone
+from retrieval.serving.merging import measured, measured_alone
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.runtime import Device
@@ -273,8 +273,12 @@ class Index:
                 continue
             if group.distances is not None:
                 group = _sorted_by_id(group)
-            query_code = None if code is None else code[row]
-            distances = _distances(bundle, query[row], query_code, group, k)
+            if not group.items:
+                hits.append(self._hits([], []))
+                continue
+            query_code, codes = (None, None) if code is None else (code[row], group.arrays[CODE])
+            vectors, least = group.arrays[VECTOR], min(k, len(group.items))
+            distances = measured(bundle, query[row], query_code, vectors, codes, least)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
             nearest = [group.items[place] for place in order.tolist()]
             hits.append(self._hits(nearest, distances[order].tolist()))
@@ -320,7 +324,6 @@ class Index:
         sync: bool = False,
         skip_bad: bool = False,
         batch: int = 32,
-        workers: int | None = None,
         limits: Limits | None = None,
         progress: Progress = True,
     ) -> Added:
@@ -343,7 +346,6 @@ class Index:
             skip_bad: skip images that cannot be used. If False, the other images are still added,
                 and then an error lists those that cannot be used.
             batch: number of items per batch.
-            workers: number of decoding threads. `None` uses one per core.
             limits: largest images to decode.
             progress: True shows a progress bar. A function is called with (what, done, total)
                 instead.
@@ -353,7 +355,7 @@ class Index:
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
         batch = at_least_one("batch", batch)
-        options = Options(keep, skip_bad, batch, workers, limits or Limits())
+        options = Options(keep, skip_bad, batch, limits or Limits())
         with showing(progress):
             if images is not None:
                 return add_images(self, images, ids, labels, metadata, options)
@@ -562,14 +564,3 @@ def _sorted_by_id(proposed: Candidates) -> Candidates:
     order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
     arrays = {name: array[order] for name, array in proposed.arrays.items()}
     return Candidates([proposed.items[row] for row in order], arrays)
-
-
-def _distances(
-    bundle: Bundle, query: Floats, code: Floats | None, proposed: Candidates, k: int
-) -> Distances:
-    """Return the distances (n,) of a query to its candidates, as the bundle defines them."""
-    if not proposed.items:
-        return np.empty(0)
-    codes = None if code is None else proposed.arrays[CODE]
-    k = min(k, len(proposed.items))
-    return measured(bundle, query, code, proposed.arrays[VECTOR], codes, k)

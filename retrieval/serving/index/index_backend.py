@@ -24,8 +24,14 @@ class IndexBackend(ABC):
 
     A plugin registers the factory of a back end with the hook `retrieval_indexes`; the parameters
     of the factory are those of the back end. One instance either builds and saves (`build`, then
-    `save_beside`, each called once from one thread), or loads and searches (`load_beside` once,
-    then `search` from many threads). A row number is the position of a vector in `vectors`.
+    `save`, each called once from one thread), or loads and searches (`load` once, then `search`
+    from many threads). A row number is the position of a vector in `vectors`.
+    """
+
+    expand = 1
+    """Number of candidates that the store requests per hit.
+
+    Set more than 1 if the back end compresses vectors and so orders them inexactly.
     """
 
     @abstractmethod
@@ -55,76 +61,41 @@ class IndexBackend(ABC):
         """
 
     @property
-    def expand(self) -> int:
-        """Number of candidates that the store requests per hit.
-
-        Return more than 1 if the back end compresses vectors and so orders them inexactly.
-        """
-        return 1
-
-    @property
     def selective(self) -> bool:
         """Whether `search_selected` is implemented; otherwise filtered searches are exact."""
-        return False
+        return type(self).search_selected is not IndexBackend.search_selected
 
     def search_selected(
         self, queries: Floats, k: int, keep: NDArray[np.bool_]
     ) -> tuple[Floats, Rows]:
-        """Search only the selected vectors; otherwise like `search`.
+        """Search only the vectors that `keep` (N,) selects; otherwise like `search`.
 
-        Args:
-            queries: (Q, P), float32, C-contiguous.
-            k: number of neighbours, 1 ≤ k ≤ N.
-            keep: (N,), True for the vectors to search.
+        A back end need not implement it.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not implement search_selected. Implement it, or let"
-            " `selective` return False"
-        )
+        raise NotImplementedError
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write to the new file `path` everything that `load` needs; an OSError may propagate."""
+        """Write to the new file `path` what `load` needs besides the vectors.
+
+        An OSError may propagate.
+        """
 
     @abstractmethod
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, vectors: Floats) -> None:
         """Read a file that `save` wrote; the store has verified its checksum.
 
         The back end may keep a memory map of the file, and may move its data to a GPU.
-        """
-
-    def save_beside(self, path: Path) -> None:
-        """Write to the new file `path` what `load_beside` needs besides the vectors.
-
-        By default this calls `save`.
-        """
-        self.save(path)
-
-    def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read a file that this or an earlier version of `save_beside` wrote; see `load`.
-
-        By default this calls `load` without the vectors.
 
         Args:
             path: the file.
             vectors: vectors (N, P) that the structure was built over. They may be columns of a
                 memory map, which stays open as long as it is referenced.
-        """
-        self.load(path)
-
-    def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
-        """Check that the loaded structure has `count` vectors of `width` numbers.
-
-        The store calls it once after `load_beside`.
 
         Raises:
-            StoreError: the structure has other sizes, such as "It holds 3 vectors instead of 5."
+            StoreError: the structure does not fit the vectors, such as "It holds 3 vectors instead
+                of 5."
         """
-
-    @property
-    def exact(self) -> bool:
-        """Whether `search` is exact; otherwise `Index.create` measures its recall."""
-        return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:

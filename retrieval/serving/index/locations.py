@@ -1,4 +1,4 @@
-"""Items to index, and the location of their content: a file, or a row of a Parquet table."""
+"""Items to index, and the files that hold their content."""
 
 from __future__ import annotations
 
@@ -37,43 +37,12 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def stamp_of(path: Path) -> str:
-    """Return text that changes when a file changes: its size and time, or "missing"."""
+    """Return text that changes when a file changes: its path, size and time, or "missing"."""
     try:
         status = path.stat()
     except OSError:
-        return "missing"
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A row of a Parquet table that holds an item's original, the content to embed.
-
-    Attributes:
-        table: path of the table.
-        row: number of the row, as text.
-        table_stamp: result of `stamp_of` for the table when the item was collected.
-    """
-
-    table: Path
-    row: str
-    table_stamp: str
-
-    @property
-    def address(self) -> str:
-        """Table and row joined by '#'; `recorded` splits them again."""
-        return f"{self.table}#{self.row}"
-
-    def stamp(self) -> str:
-        """Return text that changes when the original changes."""
-        return f"{os.fsencode(self.address)!r} {self.table_stamp}"
-
-    @classmethod
-    def recorded(cls, address: str, stamp: str | None) -> Origin:
-        """Return the origin for an `address` and a `stamp` that an index stored."""
-        table, _, row = address.rpartition("#")
-        head = f"{os.fsencode(address)!r} "
-        return cls(Path(table), row, (stamp or "").removeprefix(head))
+        return f"{os.fsencode(path)!r} missing"
+    return f"{os.fsencode(path)!r} {status.st_size} {status.st_mtime_ns}"
 
 
 Original: TypeAlias = "Path | bytes | Floats | DataError"
@@ -90,11 +59,12 @@ class Source:
     Attributes:
         key: id of the item.
         label: label of the item, or `None`.
-        path: path of the image or `.npz` file. `None` if the item has an `origin`.
+        path: path of the image, or of the file that holds the features. `None` if an embedded item
+            has no file of its own.
         metadata: further columns of a CSV manifest or a Parquet table.
         row: row of the item in `Sources.features`. `None` for an image.
-        origin: row of the Parquet table that holds the item's content. `None` if it has a file.
-        recorded: stamp that was stored when the item was embedded. `None` if it is not embedded.
+        recorded: stamp of a file of many items, or the stamp that was stored when the item was
+            embedded. `None` for an image.
     """
 
     key: str
@@ -102,38 +72,24 @@ class Source:
     path: Path | None
     metadata: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
-    origin: Origin | None = None
     recorded: str | None = None
 
     @property
     def name(self) -> str:
-        """Path of the item's file, or address of its table row, for messages."""
-        return shown(self.origin.address if self.path is None and self.origin else str(self.path))
+        """Path of the item's file, for messages."""
+        return shown(str(self.path))
 
     def stamp(self) -> str:
-        """Return text that changes when the item's content changes.
-
-        It holds the path of the file, the row, and the size and time of the file.
-        """
+        """Return text that changes when the item's content changes; see `stamp_of`."""
         if self.recorded is not None:
             return self.recorded
-        if self.path is None:
-            assert self.origin is not None
-            return self.origin.stamp()
-        return f"{os.fsencode(self.path)!r} {self.row} {stamp_of(self.path)}"
+        assert self.path is not None  # only embedded items lack a path
+        return stamp_of(self.path)
 
     def item(self, keep: Keep = "reference") -> Item:
         """Return the item to store, without its arrays and the sizes of its original."""
-        keeps_location = keep != "nothing" and self.row is None
-        return Item(
-            id=self.key,
-            label=self.label,
-            metadata=self.metadata,
-            path=self.path if keeps_location else None,
-            stamp=self.stamp(),
-            keep=keep,
-            source=self.origin.address if keeps_location and self.origin else None,
-        )
+        path = None if keep == "nothing" or self.row is not None else self.path
+        return Item(self.key, self.label, self.metadata, path=path, stamp=self.stamp(), keep=keep)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ import numpy as np
 from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, by_name, embed, row_of
-from retrieval.serving.index.locations import Origin, Original
-from retrieval.serving.index.sources import contents
+from retrieval.serving.index.locations import Original
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.items import (
@@ -68,8 +66,9 @@ def migrate(
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
             opened = _bundle_to_serve(index, opened, Path(folder))
-        keeps = FEATURES in index.generation.widths and gives_features(opened)
-        widths = widths_of(opened, features=features_of(opened) if keeps else None)
+        gives = opened.manifest.input.kind == "features" or opened.backbone_sha256 is not None
+        keeps = FEATURES in index.generation.widths and gives
+        widths = widths_of(opened, features=opened.features_width if keeps else None)
         generation = index.store.begin(opened, widths)
     with showing(progress):
         return _complete(index, opened, generation, skip_bad)
@@ -185,8 +184,7 @@ def _by_originals(
     """
     if bundle.manifest.input.kind == "features":
         return [], _no_features(items)
-    originals = _originals(index, items, Limits().bytes)
-    batches = embed(bundle, originals, Options(), keep_features=keep_features)
+    batches = embed(bundle, _originals(index, items), Options(), keep_features=keep_features)
     results = [result for batch in batches for result in batch]
     arrays = {item.id: item.arrays for item, fault in results if fault is None}
     return (
@@ -195,65 +193,17 @@ def _by_originals(
     )
 
 
-def _originals(
-    index: Index, items: Sequence[Item], max_bytes: int
-) -> Iterator[tuple[Item, str, Original]]:
-    """Yield each item with its id and its original.
-
-    An original is a file's path, bytes from the index, at most `max_bytes` bytes from a table, or
-    an error.
-    """
-
-    def origin(item: Item) -> Origin | None:
-        if item.source is None or item.keep == "copy":
-            return None
-        return Origin.recorded(item.source, item.stamp)
-
-    for item, content in contents(((item, origin(item)) for item in items), max_bytes):
-        original: Original | None = content
-        if isinstance(content, DataError):
-            original = DataError(f"{item.id}: {content}")
-        elif content is None and item.keep == "copy":
+def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str, Original]]:
+    """Yield each item with its id and its original, or an error if that is missing."""
+    for item in items:
+        original: Original | None = item.path
+        if item.keep == "copy":
             original = index.store.original(item.id)
-        elif content is None:
-            original = item.path if item.path and item.path.is_file() else None
+        elif item.path is not None and not item.path.is_file():
+            original = DataError(f"{item.id}: its file {item.path} is gone.")
         if original is None:
-            where = (
-                f"its file {item.path} is gone"
-                if item.path
-                else "the index keeps no original of this item"
-            )
-            original = DataError(f"{item.id}: {where}.")
+            original = DataError(f"{item.id}: the index keeps no original of this item.")
         yield item, item.id, original
-
-
-def features_of(bundle: Bundle) -> int:
-    """Return the number of features per item that an index can store with a bundle.
-
-    Raises:
-        BundleError: the bundle has no features to store.
-    """
-    manifest = bundle.manifest
-    if manifest.input.kind == "features":
-        return manifest.input.shape[0]
-    if bundle.backbone_sha256 is None or manifest.split is None:
-        why, advice = (
-            (
-                "is not split into backbone and head",
-                "Export it with --split (in Python split=True).",
-            )
-            if manifest.split is None
-            else (f"runs its variant '{bundle.variant}'", "Leave the variant out.")
-        )
-        raise BundleError(
-            f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"
-        )
-    return manifest.split.features
-
-
-def gives_features(bundle: Bundle) -> bool:
-    """Return whether an index can store features with a bundle."""
-    return bundle.manifest.input.kind == "features" or bundle.backbone_sha256 is not None
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
@@ -285,7 +235,7 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
         BundleError: the widths differ, or a bundle has changed since it was opened.
     """
     split, manifest = backbone.manifest.split, head.manifest
-    width = features_of(backbone)
+    width = backbone.features_width
     assert split is not None
     backbone.copy(folder / "backbone")
     head.copy(folder / "head")

@@ -1,4 +1,4 @@
-"""Collect items from files, folders and tables, and read their originals (the content to embed)."""
+"""Collect items from files, folders and tables, with their originals (the content to embed)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,19 +16,9 @@ from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index.locations import (
-    Origin,
-    Original,
-    Source,
-    Sources,
-    is_table,
-    shown,
-    stamp_of,
-)
-from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, TableImages
+from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
+from retrieval.serving.index.parquet import ITEM_CHARACTERS, Table
 from retrieval.serving.store.items import Floats, Item, Keep
-
-T = TypeVar("T")
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -40,10 +28,9 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
       subfolder as its label; an image directly in the folder gets the folder's name.
     - A CSV file must have a column `path` (relative to the CSV file). It may have `label`, and
       `key` or `id`. Other columns become metadata (see `retrieval.serving.files.csv_table`).
-    - A Parquet table of images must have a column `path`, or a column `image` of bytes or of
-      structs with `bytes`. A table of features must have a list column `features` or `vector`. Both
-      may have `label`, and `key` or `id`. Other columns become metadata: NaN and infinity become
-      null, times and decimal numbers become text.
+    - A Parquet table of images must have a column `path`; a table of features must have a list
+      column `features` or `vector`. Both may have `label`, and `key` or `id`. Other columns become
+      metadata: NaN and infinity become null, times and decimal numbers become text.
     - An `.npz` file must have an array `features` (or `vectors`). It may have `labels` and `keys`.
 
     Args:
@@ -65,20 +52,21 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     items: list[Source] = []
     left_out: list[str] = []
     for source, place in zip(sources, places, strict=True):
-        notes: list[str] = []
         if place in folders:
-            part, notes = _folder(place, prefix=len(folders) > 1)
+            images, notes = _folder(place, prefix=len(folders) > 1)
+            items += images
+            left_out += notes
         elif place.name.lower().endswith(".csv"):
-            part = _csv(place)
+            items += _listed(place, _csv(place))
         elif is_table(place.name):
-            part, notes = _table(place.absolute())
+            with Table(place.absolute(), "image") as table:
+                items += _listed(place, list(table.sources()))
+            left_out += table.left_out
         else:
-            part = [Source(shown(source), None, place.absolute())]
-        items += part
-        left_out += notes
-    unique: dict[Path | Origin | None, Source] = {}
+            items.append(Source(shown(source), None, place.absolute()))
+    unique: dict[Path | None, Source] = {}
     for item in items:
-        unique.setdefault(item.path or item.origin, item)
+        unique.setdefault(item.path, item)
     return Sources(list(unique.values()), None, len(items) - len(unique), tuple(left_out))
 
 
@@ -145,8 +133,6 @@ def _csv(manifest: Path) -> list[Source]:
         ]
         lines = [f"line {line}: {problem}" for line, problem in sorted(problems)]
         raise DataError(listed(name, lines))
-    if not rows:
-        raise DataError(f"{name} lists no item.")
     reserved = {"path", "label", id}
     further = typed([{name: row[name] for name in row if name not in reserved} for _, row in rows])
     return [
@@ -160,13 +146,11 @@ def _csv(manifest: Path) -> list[Source]:
     ]
 
 
-def _table(path: Path) -> tuple[list[Source], list[str]]:
-    """Return the items of a Parquet table of images, and notes on columns left out."""
-    with Table(path, "image") as table:
-        items = list(table.sources())
+def _listed(path: Path, items: list[Source]) -> list[Source]:
+    """Return a table's items; raise a `DataError` if there are none."""
     if not items:
         raise DataError(f"{shown(path)} lists no item.")
-    return items, table.left_out
+    return items
 
 
 def _features(places: list[Path]) -> Sources:
@@ -180,11 +164,6 @@ def _features(places: list[Path]) -> Sources:
         def spool(place: Path, features: Floats) -> None:
             nonlocal count, width
             numbers = features.shape[1]
-            if not 0 < numbers <= MAX_WIDTH:
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
-                    " allowed."
-                )
             if width not in (0, numbers):
                 raise DataError(
                     f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
@@ -199,33 +178,21 @@ def _features(places: list[Path]) -> Sources:
                     items += table.sources(partial(spool, place), count)
                 left_out += table.left_out
             else:
-                features, labels, keys = read_features(place)
-                items += _rows_of(place, labels, keys, range(count, count + len(features)))
+                rows, features = _npz(place, count)
+                items += rows
                 spool(place, features)
-        if not items:
-            raise DataError(f"{shown(places[0])} lists no item.")
+        _listed(places[0], items)
         file.flush()
         array = np.memmap(file, "<f4", "r", shape=(count, width))
         return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
-def _rows_of(path: Path, labels: list[str], keys: list[str], rows: range) -> list[Source]:
-    """Return the items of an `.npz` file; `rows` are their rows in `Sources.features`."""
-    return [
-        Source(
-            keys[number] if keys else f"{path.stem}/{number}",
-            None if not labels or is_missing_text(labels[number]) else labels[number],
-            path,
-            row=row,
-        )
-        for number, row in enumerate(rows)
-    ]
+def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
+    """Return the items and features (N, F) of an `.npz` file, without unpickling.
 
-
-def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
-    """Return features (N, F), labels and keys of an `.npz` file, without unpickling.
-
-    If the file has no labels or no keys, their list is empty.
+    Args:
+        path: path of the file.
+        first: `Source.row` of the first item.
 
     Raises:
         DataError: the file cannot be read, or an array has a wrong shape or type.
@@ -250,89 +217,58 @@ def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
         raise DataError(
             f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
         ) from None
+    count = len(features) if features.ndim else 0
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
             f" {features.shape}."
         )
     for key, values in columns.items():
-        if values.shape != (len(features),) or values.dtype.kind not in "iuUb":
+        if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(
-                f"{path}: '{key}' must be {len(features)} strings or whole numbers, not"
-                f" {values.dtype} {values.shape}."
+                f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
+                f" {values.shape}."
             )
-    texts = {key: [str(value) for value in values] for key, values in columns.items()}
+    keys = columns.get("keys", [f"{path.stem}/{row}" for row in range(count)])
+    labels = columns.get("labels", [""] * count)
+    stamp = stamp_of(path)
+    items = [
+        Source(
+            str(key),
+            None if is_missing_text(str(label)) else str(label),
+            path,
+            row=first + row,
+            recorded=stamp,
+        )
+        for row, (key, label) in enumerate(zip(keys, labels, strict=True))
+    ]
     with np.errstate(over="ignore"):
-        return (
-            features.astype(np.float32, copy=False),
-            texts.get("labels", []),
-            texts.get("keys", []),
-        )
-
-
-def contents(
-    items: Iterable[tuple[T, Origin | None]], most: int
-) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Read the originals that lie in Parquet tables; yield each item with its original.
-
-    Items should be grouped by table, because only one table is open at a time. If an original
-    cannot be read, it is replaced with the error. An item without an origin gets `None`.
-
-    Args:
-        items: pairs of an item and its origin, the table row that holds its original.
-        most: most bytes of one original.
-    """
-    with ExitStack() as stack:
-        opened: Path | None = None
-        for item, origin in items:
-            content: bytes | DataError | None = None
-            if origin is not None:
-                try:
-                    if opened != origin.table:
-                        stack.close()
-                        opened = None
-                        table = stack.enter_context(_open_table(origin))
-                        opened = origin.table
-                    content = table.read(origin.row, most)
-                except DataError as fault:
-                    content = fault
-            yield item, content
-
-
-def _open_table(origin: Origin) -> TableImages:
-    """Open the table of an origin; raise a `DataError` if the table has changed."""
-    name = shown(origin.table)
-    if stamp_of(origin.table) != origin.table_stamp:
-        raise DataError(
-            f"{name} is gone, or has changed since its items were collected. Add it again."
-        )
-    if not is_table(origin.table.name):
-        raise DataError(f"{name} is not a table that holds images.")
-    return TableImages(origin.table)
+        return items, features.astype(np.float32, copy=False)
 
 
 def originals(
-    sources: Iterable[Source], features: Floats | None, most: int, keep: Keep = "reference"
+    sources: Iterable[Source], features: Floats | None, keep: Keep = "reference"
 ) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
-        sources: the items. Those of one table should be adjacent; see `contents`.
+        sources: the items.
         features: features (N, F), indexed by `Source.row`. `None` for images.
-        most: most bytes of one original.
         keep: what the index keeps of each original.
     """
-    if features is not None:
-        for source in sources:
-            fault = f"the vector of {source.key} holds NaN, infinity or a number beyond float32."
-            row = features[source.row]
-            finite = np.isfinite(row).all()
-            content: Original = row if finite else DataError(f"{source.name}: {fault}")
-            yield source.item(keep), source.name, content
-        return
-    # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
-    pairs = (((source, source.item(keep)), source.origin) for source in sources)
-    for (source, item), part in contents(pairs, most):
-        original = source.path if part is None else part
-        assert original is not None  # an item has a path or an origin
+    for source in sources:
+        # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
+        item, original = source.item(keep), _original(source, features)
         yield item, source.name, original
+
+
+def _original(source: Source, features: Floats | None) -> Original:
+    if features is None:
+        assert source.path is not None  # only items of a folder of embeddings lack a path
+        return source.path
+    row: Floats = features[source.row]
+    if np.isfinite(row).all():
+        return row
+    return DataError(
+        f"{source.name}: the vector of {source.key} holds NaN, infinity or a number beyond float32."
+    )

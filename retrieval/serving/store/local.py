@@ -491,7 +491,6 @@ class LocalStore(Store):
         shares = [
             recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
             for backend, (start, stop) in zip(loaded.backends, view.generation.spans, strict=True)
-            if not backend.exact
         ]
         return name, min(shares, default=None)
 

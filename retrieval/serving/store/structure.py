@@ -184,7 +184,7 @@ def build(
                 backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
             path = folder / ARRAYS / f"{stem}.{number}.{name.replace('/', '-')}"
             with using(name, "save"):
-                files.append(_saved(path, backend.save_beside))
+                files.append(_saved(path, backend.save))
     return Structure(name, dict(options), len(vectors), tuple(files))
 
 
@@ -215,8 +215,7 @@ def load(
         for path, (start, stop) in zip(paths, spans, strict=True):
             backend = make_backend(name, structure.options, plugins)
             with using(name, "load"):
-                backend.load_beside(path, vectors[: structure.rows, start:stop])
-                backend.check(structure.rows, stop - start)
+                backend.load(path, vectors[: structure.rows, start:stop])
             backends.append(backend)
     except (RetrievalError, OSError) as fault:
         log.warning(

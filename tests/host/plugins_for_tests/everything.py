@@ -176,7 +176,7 @@ class Scan(IndexBackend):
     def __init__(self, block: int = 100) -> None:
         self.block = block
 
-    def build(self, vectors: Any) -> None:
+    def build(self, vectors: Any, report: Any) -> None:
         self.vectors = vectors
 
     def search(self, queries: Any, k: int) -> Any:
@@ -187,8 +187,8 @@ class Scan(IndexBackend):
     def save(self, path: Path) -> None:
         path.write_bytes(self.vectors.tobytes())
 
-    def load(self, path: Path) -> None:
-        self.vectors = np.frombuffer(path.read_bytes(), dtype=np.float32)
+    def load(self, path: Path, vectors: Any) -> None:
+        self.vectors = vectors
 
 
 class Shelf(LocalPlace):

@@ -45,5 +45,9 @@ class Database:
 @pytest.fixture(scope="module")
 def database():
     connection = apsw.Connection(":memory:")
+    # SQLite's own limits; some builds allow more.
+    connection.limit(apsw.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
+    connection.limit(apsw.SQLITE_LIMIT_EXPR_DEPTH, 1_000)
+    connection.limit(apsw.SQLITE_LIMIT_SQL_LENGTH, 1_000_000)
     yield Database(connection.execute)
     connection.close()
