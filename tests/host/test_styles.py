@@ -97,7 +97,6 @@ def test_show_gives_hints_and_lines_to_paste(styles):
     for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
         assert f"  - {hint}" in text
     assert "Hints" not in show_text(styles, "everything.margin")
-    assert "nothing says what '**kwargs' takes" in show_text(styles, "styles.angular")
 
 
 FAULTY = '''
