@@ -24,7 +24,6 @@ from retrieval.host.importing import (
     PluginSource,
     import_extra,
     import_plugin,
-    misfit,
     name_of,
     reason,
     refuse_misspelt,
@@ -354,10 +353,8 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
-            raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks:"
-                f" {misfit(error)}."
-            ) from error
+            text = " ".join(str(error).split()).rstrip(".")
+            raise PluginError(f"{source.what} does not fit its hooks: {text}.") from error
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
