@@ -88,17 +88,13 @@ def _module_files(name: str, recipe_folder: Path) -> list[Path]:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
+    local = [Path.cwd().resolve(), recipe_folder.resolve()]
     schemes = ("stdlib", "purelib", "platlib")
     installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
-    local = [Path.cwd().resolve(), recipe_folder.resolve()]
     files: list[Path] = []
     for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
         path = Path(place or "").resolve()
-        if _below(path, local) and not _below(path, installed):
+        if any(map(path.is_relative_to, local)) and not any(map(path.is_relative_to, installed)):
             inner = sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
             files += inner if path.is_dir() else [path]
     return files
-
-
-def _below(path: Path, places: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(place) for place in places)
