@@ -53,7 +53,7 @@ def require(items: Sequence[str], where: Path) -> None:
     """Raise a `PluginError` unless the user allows the plugin files that a recipe brings."""
     if os.environ.get(ALLOW) == _YES:
         return
-    files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
+    files = dict.fromkeys(file for item in items for file in sources(item))
     if not files:
         return
     plural = len(files) > 1
@@ -71,30 +71,21 @@ def require(items: Sequence[str], where: Path) -> None:
     os.environ[ALLOW] = _YES
 
 
-def sources(item: str, recipe_folder: Path) -> list[Path]:
+def sources(item: str) -> list[Path]:
     """Return the files that loading a plugin runs; an empty list for an installed module."""
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # loading it reports the missing file
         return [file for file in FilePlugin.from_name(item).files.values() if file.suffix == ".py"]
-    return _module_files(item.partition(".")[0], recipe_folder)
-
-
-def _module_files(name: str, recipe_folder: Path) -> list[Path]:
-    """Return a module's files if it lies in the working folder or beside the recipe."""
+    name = item.partition(".")[0]
     if name in sys.modules or not name.isidentifier():
         return []
     try:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
-    local = [Path.cwd().resolve(), recipe_folder.resolve()]
     schemes = ("stdlib", "purelib", "platlib")
     installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
-    files: list[Path] = []
-    for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
-        path = Path(place or "").resolve()
-        if any(map(path.is_relative_to, local)) and not any(map(path.is_relative_to, installed)):
-            inner = sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
-            files += inner if path.is_dir() else [path]
-    return files
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    paths = [Path(place).resolve() for place in places if place and Path(place).exists()]
+    return [path for path in paths if not any(map(path.is_relative_to, installed))]

@@ -36,7 +36,7 @@ def show_text(plugins: Plugins, name: str) -> str:
     """Return description, parameters and a recipe snippet of every factory called `name`."""
     matches = [plugins.named(kind, plugins.full_name(kind, name)) for kind in KINDS]
     if any(matches):
-        return "\n\n".join(_factory_text(factory, plugins) for factory in matches if factory)
+        return "\n\n".join(_factory_text(factory) for factory in matches if factory)
     for kind in KINDS:
         if name in plugins.disabled(kind):
             raise PluginError(plugins.disabled(kind)[name])
@@ -46,7 +46,7 @@ def show_text(plugins: Plugins, name: str) -> str:
     raise PluginError(f"Nothing is called '{name}'.{hint}")
 
 
-def _factory_text(factory: Factory, plugins: Plugins) -> str:
+def _factory_text(factory: Factory) -> str:
     lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
     if factory.parameters:
         lines.append("Parameters")
@@ -59,10 +59,10 @@ def _factory_text(factory: Factory, plugins: Plugins) -> str:
     if factory.hints:
         lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
     lines.append("On the command line" if factory.kind in ("indexes", "stores") else "In a recipe")
-    return "\n".join([*lines, *(f"  {line}" for line in snippet(factory, plugins).splitlines())])
+    return "\n".join([*lines, *(f"  {line}" for line in snippet(factory).splitlines())])
 
 
-def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
+def snippet(factory: Factory) -> str:
     """Return the recipe lines or the command that uses a factory, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.by_host]
@@ -83,8 +83,8 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     if factory.kind == "trackers":
         return f"retrieval train RECIPE --track {factory.name}"
     if factory.kind not in tables:
-        table, owner, place = _owner(factory.kind, plugins)
-        return f'[{table}]\nname = "{owner}"\n{place} = {_inline(factory)}'
+        place = {"regularizers": "embedding_regularizer"}.get(factory.kind, KINDS[factory.kind])
+        return f'[loss]\nname = "pml.contrastive"\n{place} = {_inline(factory)}'
     lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
     for p in settable:
         if p.required:
@@ -101,16 +101,6 @@ def _inline(factory: Factory) -> str:
     settable = [p for p in factory.parameters if not p.by_host and p.default_text]
     inner = [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable]
     return f"{{ {', '.join([f'name = {toml_value(factory.name)}', *inner])} }}"
-
-
-def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return the table, name and parameter of a factory that takes a part of this kind."""
-    for table in ("loss", "miner"):
-        for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
-            place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
-            if place and not any(p.required for p in owner.parameters):
-                return table, owner.name, place
-    return "loss", "…", KINDS[kind]
 
 
 def _wrap(text: str) -> list[str]:
