@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.splits import SPLITS as SPLITS
     from retrieval.data.splits import sides as sides
     from retrieval.host.factory import Part as Part
+    from retrieval.host.factory import check_parameters as check_parameters
     from retrieval.host.factory import traits as traits
     from retrieval.host.files import cache_folder as cache_folder
     from retrieval.host.files import write_bytes as write_bytes

@@ -357,15 +357,6 @@ class AML(PairLearner):
             else _moved(result.half, objective.pull * dissimilar, self.t)
         )
 
-    def _refuse_parameters(self) -> None:
-        super()._refuse_parameters()
-        for name in ("alpha", "beta", "tol"):
-            value = getattr(self, name)
-            if not (np.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value} and must be finite and above 0.")
-        if self.max_iter < 1:
-            raise ValueError(f"max_iter is {self.max_iter} and must be at least 1.")
-
 
 def _moved(half: Floats, end: Floats, t: float) -> Floats:
     """Return a factor of the point at t on the geodesic with middle M = HHᵀ and end E (t = 1).

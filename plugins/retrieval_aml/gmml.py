@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
 from scipy.linalg import solve_triangular
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
@@ -241,7 +241,8 @@ class PairLearner(LinearMap):
             ValueError: features are not finite, there is only one class, no class has two members,
                 no similar or no dissimilar pair was drawn, or a parameter is out of range.
         """
-        self._refuse_parameters()
+        check_parameters(self)
+        seed = self._chosen_seed()
         raw, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )
@@ -252,7 +253,7 @@ class PairLearner(LinearMap):
             moments = moments_of_classes(x, codes)
         else:
             drawn = count_to_draw(self.n_pairs, int(codes.max()) + 1)
-            moments = moments_of_drawn_pairs(x, codes, drawn, self._chosen_seed())
+            moments = moments_of_drawn_pairs(x, codes, drawn, seed)
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
@@ -269,7 +270,7 @@ class PairLearner(LinearMap):
             ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all
                 dissimilar, the points of every pair are equal, or a parameter is out of range.
         """
-        self._refuse_parameters()
+        check_parameters(self)
         x, alike = _checked_pairs(pairs, similar)
         points = validate_data(self, x.reshape(-1, x.shape[2]), dtype=np.float64)
         scale = self._scale(points)
@@ -334,31 +335,6 @@ class PairLearner(LinearMap):
                 "prior must be positive definite: its smallest eigenvalue is not above 0."
             )
         return symmetric(prior)
-
-    def _refuse_parameters(self) -> None:
-        self._chosen_seed()
-        if not (np.isfinite(self.t) and 0 <= self.t <= 1):
-            raise ValueError(
-                f"t is {self.t} and must be from 0 (similar pairs only) to 1 (dissimilar pairs"
-                " only)."
-            )
-        if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(
-                f"regularization is {self.regularization} and must be finite and at least 0."
-            )
-        if isinstance(self.prior, str) and self.prior not in ("identity", "covariance"):
-            raise ValueError(
-                f"prior is {self.prior!r} and must be 'identity', 'covariance', a matrix or None."
-            )
-        if isinstance(self.n_pairs, str):
-            if self.n_pairs != "paper":
-                raise ValueError(
-                    f"n_pairs is {self.n_pairs!r} and must be a number, 'paper' or None."
-                )
-        elif self.n_pairs is not None and self.n_pairs < 1:
-            raise ValueError(
-                f"n_pairs is {self.n_pairs} and must be at least 1, or None for all pairs."
-            )
 
     def _checked_pairs_as_fitted(
         self, pairs: ArrayLike, similar: ArrayLike

@@ -18,7 +18,7 @@ import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import PurePath
 from typing import (
     TYPE_CHECKING,
@@ -383,6 +383,25 @@ def _inside(annotation: Any) -> Iterator[Any]:
     yield annotation
     for inner in get_args(annotation):
         yield from _inside(inner)
+
+
+_read_once = cache(Factory.read)
+
+
+def check_parameters(estimator: Any) -> None:
+    """Check a scikit-learn estimator's parameters by the types in its signature.
+
+    Raises:
+        ValueError: a parameter does not fit; the message lists every problem.
+    """
+    name = type(estimator).__name__
+    values = {
+        key: value.tolist() if hasattr(value, "tolist") else value  # NumPy's
+        for key, value in estimator.get_params(deep=False).items()
+    }
+    _, problems = _read_once("learners", name, type(estimator)).check(values, name)
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 # --- built-in parts, found without loading any plugin

@@ -195,13 +195,6 @@ def test_the_hard_form_is_the_limit_of_the_soft_one(data):
         np.testing.assert_allclose(slope, same, atol=1e-3)
 
 
-@pytest.mark.parametrize(("given", "said"), [({"k1": 0}, "k1 is 0"), ({"k2": 0}, "k2 is 0")])
-def test_no_neighbour_is_refused(given, said, data):
-    x, y, _ = data
-    with pytest.raises(ValueError, match=said):
-        LANML(**given).fit(x, y)
-
-
 def test_sparse_weights_are_the_dense_ones(monkeypatch):
     """A sharp γ₂ leaves most exponentials out; all are put back by a lower limit."""
     random = np.random.default_rng(1)
