@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses
 from retrieval.plugin import pair_views, traits
-from torch import Tensor, nn
+from torch import Tensor
 
 from retrieval_pml.offers import NonNegative, Positive, offer
 from retrieval_pml.wrapper_losses import AnyLoss, check_reference
@@ -41,9 +41,19 @@ class VICRegLoss(losses.VICRegLoss):
 
 @traits(ref_emb=False, miner=False)
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
-    """Applies a loss to two views, which the labels define; it is called like any other loss."""
+    """Applies another loss to pairs of views, which are items that share a label, in order.
 
-    def __init__(self, loss: nn.Module, symmetric: bool = True) -> None:
+    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it for
+    data whose labels name the image from which a view was made. With class labels, it applies
+    `loss` to pairs of a class.
+
+    Args:
+        loss: the loss, which must accept a reference set.
+        symmetric: whether both views are anchors, compared with all other views. Otherwise the
+            first views are compared with the second views.
+    """
+
+    def __init__(self, loss: AnyLoss, symmetric: bool = True) -> None:
         check_reference("pml.self_supervised", loss)
         super().__init__(loss=loss, symmetric=symmetric)
 
@@ -73,22 +83,6 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
         return self.loss(embeddings[first], labels[first], None, embeddings[second], labels[second])
 
 
-@traits(ref_emb=False, miner=False)
-def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervisedLoss:
-    """Applies another loss to pairs of views, which are items that share a label, in order.
-
-    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it for
-    data whose labels name the image from which a view was made. With class labels, it applies
-    `loss` to pairs of a class.
-
-    Args:
-        loss: the loss, which must accept a reference set.
-        symmetric: whether both views are anchors, compared with all other views. Otherwise the
-            first views are compared with the second views.
-    """
-    return SelfSupervisedLoss(loss, symmetric)
-
-
 FACTORIES: Mapping[str, Callable[..., Any]] = {
     "vic_reg": offer(
         VICRegLoss,
@@ -100,5 +94,5 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         covariance_v=NonNegative,
         eps=Positive,
     ),
-    "self_supervised": self_supervised,
+    "self_supervised": SelfSupervisedLoss,
 }

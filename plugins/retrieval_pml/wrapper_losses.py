@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -27,14 +27,22 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """A weighted sum of losses that passes on reference sets; some losses may have a miner."""
+    """A weighted sum of losses, each of which may have its own miner.
+
+    Args:
+        losses: the losses.
+        miners: one miner per loss, in the same order, or fewer with `miner_for`.
+        weights: one weight per loss; 1 by default.
+        miner_for: for each miner, the position, from 0, of its loss. It is needed if some losses
+            have no miner.
+    """
 
     def __init__(
         self,
-        losses: Sequence[nn.Module],
-        miners: Sequence[nn.Module] | None = None,
-        weights: Sequence[float] | None = None,
-        miner_for: Sequence[int] | None = None,
+        losses: Annotated[list[nn.Module], Part("losses")],
+        miners: Annotated[list[nn.Module] | None, Part("miners")] = None,
+        weights: list[float] | None = None,
+        miner_for: list[int] | None = None,
     ) -> None:
         super().__init__(list(losses))
         if weights is not None and len(weights) != len(losses):
@@ -89,22 +97,23 @@ class MultipleLosses(losses.MultipleLosses):
 
 @traits(ref_emb=False)
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """A loss against a queue of past batches, whose position is saved, so that runs can resume.
+    """Computes another loss between the batch and a queue of embeddings of past batches.
 
-    Further differences from pytorch-metric-learning: a batch of one item is not compared with
-    itself. Indices from an outer miner are translated to the batch's places in the queue. Every
-    loss that accepts a reference set is allowed, not only a list of names.
+    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
+    its position are saved with the run. Further differences from pytorch-metric-learning: a batch
+    of one item is not compared with itself. Indices from an outer miner are translated to the
+    batch's places in the queue. Every loss that accepts a reference set is allowed.
 
-    The buffers are `embedding_memory` (M, C), `label_memory` (M,) and `queue_state` (2,), which
-    has the position and whether the queue is filled.
+    Args:
+        loss: the loss, which must accept a reference set.
+        memory_size: number of embeddings in the queue, at least the batch size.
+        miner: chooses pairs or triplets between the batch and the queue. By default all are used.
     """
 
+    queue_state: Tensor  # the position, and whether the queue is filled
+
     def __init__(
-        self,
-        loss: nn.Module,
-        embedding_size: int,
-        memory_size: int = 1024,
-        miner: nn.Module | None = None,
+        self, loss: AnyLoss, embedding_size: int, memory_size: Count = 1024, miner: AnyMiner = None
     ) -> None:
         check_reference("pml.cross_batch_memory", loss)
         super().__init__(
@@ -219,45 +228,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         return indices
 
 
-def multiple(
-    losses: Annotated[list[nn.Module], Part("losses")],
-    miners: Annotated[list[nn.Module] | None, Part("miners")] = None,
-    weights: list[float] | None = None,
-    miner_for: list[int] | None = None,
-) -> MultipleLosses:
-    """A weighted sum of losses, each of which may have its own miner.
-
-    Args:
-        losses: the losses.
-        miners: one miner per loss, in the same order, or fewer with `miner_for`.
-        weights: one weight per loss; 1 by default.
-        miner_for: for each miner, the position, from 0, of its loss. It is needed if some losses
-            have no miner.
-    """
-    return MultipleLosses(losses, miners, weights, miner_for)
-
-
-@traits(ref_emb=False)
-def cross_batch_memory(
-    loss: AnyLoss,
-    embedding_size: int,
-    memory_size: Count = 1024,
-    miner: AnyMiner = None,
-) -> losses.CrossBatchMemory:
-    """Computes another loss between the batch and a queue of embeddings of past batches.
-
-    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
-    its position are saved with the run.
-
-    Args:
-        loss: the loss, which must accept a reference set.
-        memory_size: number of embeddings in the queue, at least the batch size.
-        miner: chooses pairs or triplets between the batch and the queue. By default all are used.
-    """
-    return CrossBatchMemory(loss, embedding_size, memory_size, miner)
-
-
 FACTORIES: Mapping[str, Callable[..., Any]] = {
-    "multiple": multiple,
-    "cross_batch_memory": cross_batch_memory,
+    "multiple": MultipleLosses,
+    "cross_batch_memory": CrossBatchMemory,
 }
