@@ -56,6 +56,7 @@ def assert_same(ours: Any, theirs: Any, *arguments: Any) -> None:
 
 OF_PAIRS: dict[str, Any] = {
     "contrastive": losses.ContrastiveLoss,
+    "signal_to_noise_ratio_contrastive": losses.SignalToNoiseRatioContrastiveLoss,
     "intra_pair_variance": losses.IntraPairVarianceLoss,
     "multi_similarity": losses.MultiSimilarityLoss,
     "circle": losses.CircleLoss,
