@@ -155,8 +155,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         indices_tuple: Any = None,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
-        *,
-        enqueue_mask: Tensor | None = None,
     ) -> Any:
         """Put the batch into the queue, and return the loss of the batch against the queue.
 
@@ -166,8 +164,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             indices_tuple: indices within the batch, used in addition to those of the queue.
             ref_emb: must be None, because the queue is the reference set.
             ref_labels: must be None.
-            enqueue_mask: (B,) mask of the items to put into the queue. The other items are compared
-                with the queue.
 
         Raises:
             ValueError: the batch is larger than the queue, a reference set is passed, or labels are
@@ -179,13 +175,13 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 " set"
             )
         labels = labels.to(embeddings.device)
-        entering = len(embeddings) if enqueue_mask is None else int(enqueue_mask.sum())
-        if entering > self.memory_size:
+        if len(embeddings) > self.memory_size:
             raise ValueError(
-                f"memory_size ({self.memory_size}) must be at least the batch size ({entering})"
+                f"memory_size ({self.memory_size}) must be at least the batch size"
+                f" ({len(embeddings)})"
             )
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
-            loss = super().forward(full_precision(embeddings), labels, indices_tuple, enqueue_mask)
+            loss = super().forward(full_precision(embeddings), labels, indices_tuple)
         return as_given(loss, embeddings)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:

@@ -86,21 +86,6 @@ def test_all_pairs_listed_give_what_labels_give(learner, wine):
     assert actual.transform(x).shape == (60, 13) and actual.n_features_in_ == 13
 
 
-def test_pairs_count_as_often_as_they_are_given(wine):
-    x = wine[0]
-    pairs = np.stack([x[:100], x[20:120]], axis=1)
-    similar = np.arange(100) % 3 == 0
-    once = AML().fit_pairs(pairs, similar).get_mahalanobis_matrix()
-    twice = (
-        AML()
-        .fit_pairs(np.concatenate([pairs, pairs]), np.tile(similar, 2))
-        .get_mahalanobis_matrix()
-    )
-    np.testing.assert_allclose(once, twice, rtol=1e-6, atol=1e-7)
-    more = AML().fit_pairs(np.concatenate([pairs, pairs[:9]]), np.append(similar, similar[:9]))
-    assert np.abs(more.get_mahalanobis_matrix() - once).max() > 1e-3
-
-
 def test_pairs_are_drawn_by_seed(wine):
     x, y = wine
     first, other = (GMML(n_pairs=500, seed=seed).fit(x, y) for seed in (4, 5))

@@ -64,16 +64,6 @@ def test_odd_data_give_finite_maps(wine):
     np.testing.assert_array_equal(text.components_, numbers.components_)
 
 
-def test_a_constant_feature_takes_no_part(wine):
-    x, y = wine
-    wide = np.hstack([x, np.full((178, 1), 3.0)])
-    for learner in (GMML(), AML(5.0, 2.0)):
-        m = learner.fit(x, y).get_mahalanobis_matrix()
-        actual = learner.fit(wide, y).get_mahalanobis_matrix()
-        np.testing.assert_allclose(actual[:13, :13], m, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(actual[13, :13], 0, atol=1e-6)
-
-
 def test_pairs_of_identical_points(wine):
     x = wine[0]
     similar = np.arange(60) < 30
