@@ -79,29 +79,6 @@ def test_learns_a_map(learner, wine):
             assert isinstance(value, np.ndarray | int | float), name
 
 
-def test_lmnn_is_metric_learns_gradient_descent(wine):
-    """Its own loop, run step by step: the adapter changes what is checked, and no number."""
-    x, y = wine
-    learner = LMNN(3, init="identity", learn_rate=1e-3, max_iter=4, min_iter=1).fit(x, y)
-    theirs = metric_learn.LMNN(n_neighbors=3)
-    theirs.labels_ = np.arange(3)
-    targets = theirs._select_targets(x, y)
-    from metric_learn.lmnn import _sum_outer_products
-
-    pull = _sum_outer_products(x, targets.flatten(), np.repeat(np.arange(len(x)), 3))
-    L, rate = np.eye(13), 1e-3
-    slope, value, _ = theirs._loss_grad(x, L, pull, 3, 0.5, targets, y)
-    for _ in range(2):
-        while True:
-            step = theirs._loss_grad(x, L - rate * slope, pull, 3, 0.5, targets, y)
-            if step[1] <= value:
-                break
-            rate /= 2
-        L = L - rate * slope
-        (slope, value, _), rate = step, rate * 1.01
-    np.testing.assert_allclose(learner.components_, L, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["weighted", "orthonormalized", "plain"])
 def test_lfda_takes_the_first_of_all_directions(kind, wine):
     x, y = wine
