@@ -6,30 +6,11 @@ import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
-from retrieval.host.factory import KINDS
 from retrieval.serving.store.address import Address
 
 ADDRESS = Address("shelf://here", "shelf", "here")
 GIVEN = {"embedding_size": 8, "classes": 3, "features": 5, "address": ADDRESS}
 FIXED = "everything.fixed"
-
-
-def test_one_of_every_kind_is_found_checked_and_built(everything):
-    values = {"items": {"count": 2}, "margin": {"scale": 2}, "cosine": {"weight": 2}}
-    values |= {"centre": {"mode": "median"}, "scan": {"block": 3}, "shelf": {"timeout": 3}}
-    values |= {"euclidean": {"p": 1}, "lp": {"p": 1}}
-    kinds = set()
-    for kind in KINDS:
-        for name in everything.factories(kind):
-            plugin, _, short = name.partition(".")
-            if plugin != "everything" or short == "several":
-                continue
-            table = {"name": name, **values.get(short, {})}
-            assert everything.check(kind, table, "[x]") == []
-            made = everything.build(kind, table, GIVEN)
-            assert made is not None and (short != "fixed" or made.shape == (3, 8))
-            kinds.add(kind)
-    assert set(KINDS) - kinds == {"samplers", "augmentations"}
 
 
 def test_parts_within_parts_and_lists_of_parts(everything):
