@@ -6,13 +6,13 @@ or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` exclu
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -102,7 +102,7 @@ class Plugins:
             if (kind, owner) not in self._offers:
                 try:
                     offers = _offers(owner, kind, impl.function)
-                    named = {f"{owner}.{short}": (short, make) for short, make in offers.items()}
+                    named = {f"{owner}.{short}": make for short, make in offers.items()}
                     self._offers[kind, owner] = named
                 except PluginError as error:
                     self._offers[kind, owner] = {owner: error}
@@ -113,11 +113,13 @@ class Plugins:
         """Return the factory with a full name, or the error that disables it; cached."""
         if (kind, name) not in self._read:
             plugin = name.partition(".")[0]
-            offer = self._offered(kind, plugin)[name]
+            make = self._offered(kind, plugin)[name]
             try:
-                if isinstance(offer, PluginError):
-                    raise offer
-                self._read[kind, name] = Factory.read(kind, name, _offer(plugin, kind, *offer))
+                if isinstance(make, PluginError):
+                    raise make
+                if isinstance(make, str):
+                    make = _guarded(plugin, kind, partial(resolve_name, make))
+                self._read[kind, name] = Factory.read(kind, name, make)
             except PluginError as error:
                 self._read[kind, name] = error
         return self._read[kind, name]
@@ -269,29 +271,6 @@ def _offers(plugin: str, kind: str, function: Callable[[], Any]) -> Mapping[Any,
     return offers
 
 
-def _offer(plugin: str, kind: str, short: Any, make: Any) -> Any:
-    """Return the factory that a plugin offers; `MODULE:NAME` text is imported."""
-    hook = f"retrieval_{kind}"
-    if isinstance(make, str):
-        module, _, attribute = make.partition(":")
-        if not (module and attribute):
-            raise PluginError(
-                f"The plugin '{plugin}' offers the text '{make}' in {hook}; write it as"
-                " MODULE:NAME, such as acme.losses:Margin."
-            )
-        make = _guarded(plugin, kind, lambda: getattr(importlib.import_module(module), attribute))
-    if not (isinstance(short, str) and short.isidentifier()):
-        raise PluginError(
-            f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier."
-        )
-    if not callable(make):
-        raise PluginError(
-            f"The plugin '{plugin}' offers '{short}' in {hook} with a factory of type"
-            f" {type(make).__name__}, which cannot be called."
-        )
-    return make
-
-
 def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
     """Call a plugin's function and return its result; any error becomes one sentence."""
     try:
@@ -343,18 +322,14 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     sources: list[PluginSource] = []
 
     def register(source: PluginSource, module: ModuleType) -> None:
-        other = manager.get_name(module)
-        if other:
-            raise PluginError(
-                f"The {source.origin} is loaded already, as the plugin '{other}'. Name its parts"
-                f" '{other}.…', and leave the {source.origin} out."
-            )
+        if other := manager.get_name(module):
+            raise PluginError(f"{source.what} is loaded already, as '{other}'. Leave it out.")
         refuse_misspelt(source, module)
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
             text = " ".join(str(error).split()).rstrip(".")
-            raise PluginError(f"{source.what} does not fit its hooks: {text}.") from error
+            raise PluginError(f"{source.what} cannot be registered: {text}.") from error
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
