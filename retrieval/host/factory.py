@@ -11,7 +11,6 @@ annotated `Annotated[T, Part("reducers")]` is a part made by another factory.
 from __future__ import annotations
 
 import ast
-import enum
 import inspect
 import itertools
 import textwrap
@@ -19,7 +18,6 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import PurePath
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -34,7 +32,7 @@ import pluggy
 
 from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.host import hookspecs
-from retrieval.host.values import check_values, toml_value, type_text
+from retrieval.host.values import check_values, is_plain, toml_value, type_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -70,12 +68,6 @@ COMPONENTS = {
     "learner": "learners",
 }
 """The recipe's tables that name a plugin's part, and the kind of that part."""
-
-TRAITS = {
-    "ref_emb": "takes a reference set (`ref_emb`, `ref_labels`)",
-    "miner": "uses a miner's indices (`indices_tuple`)",
-}
-"""The traits of a loss or miner that `traits` can state."""
 
 GIVEN = {
     "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
@@ -116,24 +108,19 @@ class Part:
     per_width: str | None = None
 
 
-def traits(**values: bool) -> Callable[[T], T]:
+def traits(*, ref_emb: bool = True, miner: bool = True) -> Callable[[T], T]:
     """Decorator that states what a loss or miner can do if its signature does not show it.
 
     Args:
-        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a
-            loss that does not use a miner's indices.
-
-    Raises:
-        PluginError: a trait is unknown.
+        ref_emb: whether it accepts a reference set (`ref_emb`, `ref_labels`).
+        miner: whether it uses a miner's indices (`indices_tuple`).
     """
-    for name in values.keys() - TRAITS.keys():
-        known = ", ".join(TRAITS)
-        raise PluginError(
-            f"There is no trait '{name}' (known: {known}).{did_you_mean(name, TRAITS)}"
-        )
 
     def mark(factory: T) -> T:
-        factory.__retrieval_traits__ = values  # type: ignore[attr-defined]
+        factory.__retrieval_traits__ = {  # type: ignore[attr-defined]
+            "ref_emb": ref_emb,
+            "miner": miner,
+        }
         return factory
 
     return mark
@@ -180,7 +167,9 @@ class Parameter:
             return "given by the host"
         if self.required:
             return "required"
-        return toml_value(self.default) if _writable(self.default) else ""
+        return (
+            "" if self.default is None or not is_plain(self.default) else toml_value(self.default)
+        )
 
 
 @dataclass(frozen=True)
@@ -360,15 +349,6 @@ class Factory:
             if isinstance(error, ValueError | AssertionError | TypeError):
                 problem = f"refuses its parameters: {reason}."
             raise RecipeError([f"{self.name} {problem}"]) from error
-
-
-def _writable(value: Any) -> bool:
-    """Return whether TOML can express a default."""
-    if isinstance(value, list | tuple):
-        return all(map(_writable, value))
-    if isinstance(value, Mapping):
-        return all(map(_writable, value.values()))
-    return isinstance(value, bool | int | float | str | enum.Enum | PurePath)
 
 
 def _part(annotation: Any) -> tuple[Part | None, bool]:

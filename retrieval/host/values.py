@@ -76,6 +76,13 @@ def check_values(
     return {} if faults else checked, faults
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether TOML can express a value."""
+    faults: dict[Place, str] = {}
+    _plain(value.value if isinstance(value, enum.Enum) else value, (), faults)
+    return not faults
+
+
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
     """Return a value as plain JSON; add a fault for what a recipe cannot hold, and leave it out."""
     if isinstance(value, Mapping):

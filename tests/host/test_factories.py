@@ -348,8 +348,3 @@ def test_what_a_loss_takes_is_read_from_its_call():
     ):
         factory = read(make)
         assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner), make
-
-
-def test_a_misspelt_trait_is_refused():
-    with pytest.raises(PluginError, match=r"no trait 'ref_embb'.*Did you mean 'ref_emb'"):
-        traits(ref_embb=False)
