@@ -108,19 +108,18 @@ class Part:
     per_width: str | None = None
 
 
-def traits(*, ref_emb: bool = True, miner: bool = True) -> Callable[[T], T]:
+def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callable[[T], T]:
     """Decorator that states what a loss or miner can do if its signature does not show it.
 
     Args:
         ref_emb: whether it accepts a reference set (`ref_emb`, `ref_labels`).
         miner: whether it uses a miner's indices (`indices_tuple`).
     """
+    stated = {"ref_emb": ref_emb, "miner": miner}
 
     def mark(factory: T) -> T:
-        factory.__retrieval_traits__ = {  # type: ignore[attr-defined]
-            "ref_emb": ref_emb,
-            "miner": miner,
-        }
+        known = {trait: value for trait, value in stated.items() if value is not None}
+        factory.__retrieval_traits__ = known  # type: ignore[attr-defined]
         return factory
 
     return mark
@@ -167,9 +166,8 @@ class Parameter:
             return "given by the host"
         if self.required:
             return "required"
-        return (
-            "" if self.default is None or not is_plain(self.default) else toml_value(self.default)
-        )
+        plain = self.default is not None and is_plain(self.default)
+        return toml_value(self.default) if plain else ""
 
 
 @dataclass(frozen=True)
