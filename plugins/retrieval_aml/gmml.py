@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
 from scipy.linalg import solve_triangular
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
 Floats = NDArray[np.floating[Any]]
@@ -111,11 +111,6 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
         n_similar,
         n_pairs - n_similar,
     )
-
-
-def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
-    """Return the number of pairs to draw: 1,000 C (C − 1) for C classes if `n_pairs` is "paper"."""
-    return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
 
 
 def _sum_of_squares(
@@ -252,7 +247,8 @@ class PairLearner(LinearMap):
         if self.n_pairs is None:
             moments = moments_of_classes(x, codes)
         else:
-            drawn = count_to_draw(self.n_pairs, int(codes.max()) + 1)
+            classes = int(codes.max()) + 1
+            drawn = 1000 * classes * (classes - 1) if self.n_pairs == "paper" else self.n_pairs
             moments = moments_of_drawn_pairs(x, codes, drawn, seed)
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
@@ -271,7 +267,7 @@ class PairLearner(LinearMap):
                 dissimilar, the points of every pair are equal, or a parameter is out of range.
         """
         check_parameters(self)
-        x, alike = _checked_pairs(pairs, similar)
+        x, alike = checked_pairs(pairs, similar)
         points = validate_data(self, x.reshape(-1, x.shape[2]), dtype=np.float64)
         scale = self._scale(points)
         return self._fit(
@@ -279,8 +275,14 @@ class PairLearner(LinearMap):
         )
 
     def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
-        _refuse_missing(moments)
         self.n_similar_, self.n_dissimilar_ = moments.n_similar, moments.n_dissimilar
+        if not (self.n_similar_ and self.n_dissimilar_):
+            kinds = ("similar", "dissimilar")
+            missing, other = kinds[::-1] if self.n_similar_ else kinds
+            raise ValueError(
+                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds. Draw"
+                f" more pairs, or add some that are {missing}."
+            )
         features = x.shape[1]
         with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
             a, b = self._regularized(moments, x)
@@ -336,20 +338,8 @@ class PairLearner(LinearMap):
             )
         return symmetric(prior)
 
-    def _checked_pairs_as_fitted(
-        self, pairs: ArrayLike, similar: ArrayLike
-    ) -> tuple[Floats, NDArray[np.bool_]]:
-        check_is_fitted(self, "components_")
-        x, alike = _checked_pairs(pairs, similar)
-        if x.shape[2] != self.n_features_in_:
-            raise ValueError(
-                f"The points of the pairs have {x.shape[2]} features, but {type(self).__name__} was"
-                f" fitted on {self.n_features_in_}."
-            )
-        return x, alike
 
-
-def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
     """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both."""
     x = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
     if x.ndim != 3 or x.shape[1] != 2 or x.shape[2] < 1:
@@ -372,18 +362,6 @@ def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     units = np.trace(a) / len(a), np.trace(b) / len(b)
     # If points differ only in pairs of one kind, the moment of the other kind is 0.
     return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
-
-
-def _refuse_missing(moments: Moments) -> None:
-    for count, missing, other in (
-        (moments.n_similar, "similar", "dissimilar"),
-        (moments.n_dissimilar, "dissimilar", "similar"),
-    ):
-        if not count:
-            raise ValueError(
-                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds. Draw"
-                f" more pairs, or add some that are {missing}."
-            )
 
 
 @dataclass(eq=False, repr=False)

@@ -199,26 +199,6 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
     assert sentence in text and not output.exists()
 
 
-def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache, tmp_path):
-    class Mean(nn.Module):
-        preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
-
-        def __init__(self, reduce):
-            super().__init__()
-            self.reduce = reduce
-
-        def forward(self, images):
-            return self.reduce(images.flatten(1)).reshape(-1, 8)
-
-    frozen = TABLES | {"backbone": {"frozen": True}, "loss": SMALL["loss"], "data": SMALL["data"]}
-    made = [
-        retrieval.train(frozen, tmp_path / name, progress=False, backbone=Mean(reduce))
-        for name, reduce in (("a", lambda x: x[:, 24:32]), ("b", lambda x: x[:, 32:40]))
-    ]
-    first, second = (run.model.state_dict()["head.0.weight"] for run in made)
-    assert not torch.equal(first, second)
-
-
 class Pairs(torch.utils.data.Dataset[Any]):
     """A dataset of PyTorch that has never heard of this package."""
 

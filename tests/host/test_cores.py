@@ -59,11 +59,6 @@ def test_the_quota_of_a_cgroup(groups, files, expected, tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_cgroups_the_affinity_counts(tmp_path):
-    assert cores(tmp_path) == 16
-
-
-@pytest.mark.usefixtures("machine")
 def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     half = tree(tmp_path, "0::/\n", {"cpu.max": "800000 100000"})
     limit_threads(half)
@@ -77,12 +72,6 @@ def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     for nonsense in ("", "0", "-1", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
         assert default_threads() == cores()
-
-
-@pytest.mark.usefixtures("machine")
-def test_without_a_quota_nothing_is_set(tmp_path):
-    limit_threads(tmp_path)
-    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def asked(code: str, *, one_core: bool = True) -> Any:

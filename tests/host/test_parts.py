@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.errors import PluginError, RecipeError
 from retrieval.serving.store.address import Address
 
 ADDRESS = Address("shelf://here", "shelf", "here")
@@ -57,21 +55,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
         assert problem.startswith(place) and words in problem
 
 
-def test_a_required_part_that_is_missing(everything):
-    table = {"name": "everything.several"}
-    missing = ["[loss] losses: is required (a loss list)."]
-    assert everything.check("losses", table, "[loss]") == missing
-    with pytest.raises(RecipeError, match="is required"):
-        everything.build("losses", table, GIVEN)
-
-
 def test_the_host_s_distance_goes_before_the_default(everything):
     distance = LpDistance(p=7)
     table = {"name": "everything.margin", "scale": 1}
     assert everything.build("losses", table, {**GIVEN, "distance": distance}).distance is distance
-
-
-def test_what_the_host_does_not_know_is_said(everything):
-    says = r"everything\.fixed asks the host for 'classes' \(number of training classes\)"
-    with pytest.raises(PluginError, match=says):
-        everything.build("losses", FIXED, {"embedding_size": 3})
