@@ -363,7 +363,9 @@ def _inside(annotation: Any) -> Iterator[Any]:
         yield from _inside(inner)
 
 
-_read_once = cache(Factory.read)
+@cache
+def _learner(make: Any) -> Factory:
+    return Factory.read("learners", make.__name__, make)
 
 
 def check_parameters(estimator: Any) -> None:
@@ -372,12 +374,11 @@ def check_parameters(estimator: Any) -> None:
     Raises:
         ValueError: a parameter does not fit; the message lists every problem.
     """
-    name = type(estimator).__name__
     values = {
         key: value.tolist() if hasattr(value, "tolist") else value  # NumPy's
         for key, value in estimator.get_params(deep=False).items()
     }
-    _, problems = _read_once("learners", name, type(estimator)).check(values, name)
+    _, problems = _learner(type(estimator)).check(values, type(estimator).__name__)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -481,7 +482,7 @@ def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
     """Yield each function with parameters, its signature, and what subclasses pass to it."""
-    function: Any = make.__init__ if inspect.isclass(make) else make  # type: ignore[misc]
+    function: Any = make.__init__ if inspect.isclass(make) else make
     home = getattr(function, "__module__", "")
     if function is not make and home in _TAKES_NOTHING and "__new__" not in vars(make):
         # A class without its own __init__ takes no parameters, whatever the inherited one accepts.
@@ -519,11 +520,10 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool]:
     keywords: set[str | None] = set()
     positional = 0
     for call in ast.walk(tree):
-        is_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if is_call and call.func.attr == "__init__":
-            keywords |= {argument.arg for argument in call.keywords}
-            count = sum(not isinstance(argument, ast.Starred) for argument in call.args)
-            # Base.__init__(self, …) instead of super().__init__(…)
-            has_self = not isinstance(call.func.value, ast.Call)
-            positional = max(positional, count - has_self)
+        match call:
+            case ast.Call(func=ast.Attribute(attr="__init__", value=owner)):
+                keywords |= {argument.arg for argument in call.keywords}
+                count = sum(not isinstance(argument, ast.Starred) for argument in call.args)
+                # Base.__init__(self, …) instead of super().__init__(…)
+                positional = max(positional, count - (not isinstance(owner, ast.Call)))
     return {name for name in keywords if name}, positional, None in keywords

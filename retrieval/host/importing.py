@@ -193,7 +193,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         # Frames of the import machinery itself are skipped.
-        frames = [
+        frames: list[tuple[str | None, int | None]] = [
             (frame.filename, frame.lineno)
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith("<") and frame.filename != importlib.__file__
