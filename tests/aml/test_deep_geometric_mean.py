@@ -24,6 +24,7 @@ from retrieval_aml.aml import AML
 from retrieval_aml.geometric_mean import GeometricMeanLoss
 from retrieval_aml.gmml import GMML
 
+LISTED = ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])  # a miner's pairs
 CASES = [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.3, 5.0, 0.1), (20.0, 0.2, 1.0)]
 
 
@@ -54,22 +55,19 @@ class TestByLoops:
         embeddings, reference = batch(), batch(9, seed=5)
         ref_labels = torch.arange(9) % 4
         loss = GeometricMeanLoss(1.0, 2.0, 0.1, "fixed")
+
+        def by_loops(pairs: Any, both: Any = None) -> Any:
+            value = eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1, both=both)
+            return pytest.approx(value, rel=1e-10)
+
         pairs = every_pair(LABELS.tolist(), ref_labels.tolist())
         every = loss(embeddings, LABELS, None, reference, ref_labels)
-        assert float(every) == pytest.approx(
-            eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1, both=reference.numpy()), rel=1e-10
-        )
-        listed = ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])
-        some = loss(embeddings, LABELS, tuple(map(torch.tensor, listed)), reference, ref_labels)
-        assert float(some) == pytest.approx(
-            eq_11(embeddings.numpy(), listed, 1.0, 2.0, 0.1, both=reference.numpy()), rel=1e-10
-        )
+        assert float(every) == by_loops(pairs, reference.numpy())
+        some = loss(embeddings, LABELS, tuple(map(torch.tensor, LISTED)), reference, ref_labels)
+        assert float(some) == by_loops(LISTED, reference.numpy())
         triplets = ([0, 2, 2], [1, 3, 8], [4, 5, 0])
         own = loss(embeddings, LABELS, tuple(map(torch.tensor, triplets)))
-        pairs = (triplets[0], triplets[1], triplets[0], triplets[2])
-        assert float(own) == pytest.approx(
-            eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1), rel=1e-10
-        )
+        assert float(own) == by_loops((triplets[0], triplets[1], triplets[0], triplets[2]))
 
 
 class TestGradient:
@@ -90,14 +88,9 @@ class TestGradient:
         self.assert_gradient(lambda e: loss(e, labels), embeddings)
 
     def test_of_the_reference_set_and_a_miners_pairs(self):
-        embeddings, listed = (
-            batch(),
-            tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0]))),
-        )
+        listed, labels = tuple(map(torch.tensor, LISTED)), torch.arange(9) % 4
         loss = GeometricMeanLoss(1.0, 2.0, 0.1)
-        self.assert_gradient(
-            lambda r: loss(embeddings, LABELS, listed, r, torch.arange(9) % 4), batch(9, seed=5)
-        )
+        self.assert_gradient(lambda r: loss(batch(), LABELS, listed, r, labels), batch(9, seed=5))
 
     def assert_gradient(self, value: Any, at: Tensor) -> None:
         variable = at.clone().requires_grad_()
@@ -110,10 +103,8 @@ class TestOddBatches:
     def test_one_kind_of_pair_only(self, labels):
         embeddings, numbers = batch().requires_grad_(), torch.tensor(labels)
         free = GeometricMeanLoss()(embeddings, numbers)
-        free.backward()
-        assert (
-            float(free.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
-        )
+        (gradient,) = torch.autograd.grad(free, embeddings)
+        assert float(free.detach()) == 0 and not gradient.any()
         fixed = float(GeometricMeanLoss(ridge=0.1, scale="fixed")(embeddings.detach(), numbers))
         expected = eq_11(embeddings.detach().numpy(), every_pair(labels), 1.0, 1.0, 0.1)
         assert fixed == pytest.approx(expected, rel=1e-10)
@@ -121,41 +112,28 @@ class TestOddBatches:
     def test_fewer_items_than_dimensions(self):
         embeddings = batch(size=40).requires_grad_()
         value = GeometricMeanLoss()(embeddings, LABELS)
-        value.backward()
-        assert value.isfinite() and embeddings.grad is not None and embeddings.grad.isfinite().all()
+        (gradient,) = torch.autograd.grad(value, embeddings)
+        assert value.isfinite() and gradient.isfinite().all()
         with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* Set ridge above 0"):
             GeometricMeanLoss(ridge=0.0)(embeddings, LABELS)
 
     def test_a_memory_of_earlier_batches(self):
         """The covariance is then of batch and memory; gradients reach the batch."""
-        memory = {
-            "name": "pml.cross_batch_memory",
-            "loss": {"name": "aml.geometric_mean"},
-            "memory_size": 24,
-        }
+        memory = {"name": "pml.cross_batch_memory", "memory_size": 24}
+        memory["loss"] = {"name": "aml.geometric_mean"}
         loss = load_plugins().build("losses", memory, {"embedding_size": 3, "classes": 4})
         for seed in range(4):
             embeddings = batch(seed=seed).float().requires_grad_()
-            loss(embeddings, LABELS).backward()
-            assert (
-                embeddings.grad is not None
-                and embeddings.grad.isfinite().all()
-                and embeddings.grad.any()
-            )
+            (gradient,) = torch.autograd.grad(loss(embeddings, LABELS), embeddings)
+            assert gradient.isfinite().all() and gradient.any()
 
     def test_a_sum_of_pairs(self):
-        pairs = every_pair(LABELS.tolist())
-        value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(
-            batch(), LABELS
-        )
-        e = batch().numpy()
-        parts = [
-            eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1),
-            eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1),
-        ]
-        assert float(value) == pytest.approx(
-            len(pairs[0]) * parts[0] + len(pairs[2]) * parts[1], rel=1e-10
-        )
+        loss = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())
+        e, pairs = batch().numpy(), every_pair(LABELS.tolist())
+        similar = len(pairs[0]) * eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1)
+        dissimilar = len(pairs[2]) * eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1)
+        value = float(loss(batch(), LABELS))
+        assert value == pytest.approx(similar + dissimilar, rel=1e-10)
 
 
 class TestRefusals:
@@ -223,13 +201,12 @@ class TestReachesTheLearnersOptimum:
         weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
         expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
-        reached = float(
-            GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y))
-        )
+        loss, data = GeometricMeanLoss(0.0, 1.0, 0.0), torch.from_numpy(x)
+        reached = float(loss(data @ weight.T, torch.from_numpy(y)))
+        pairs = every_pair(y.tolist())
         a, b = (
-            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True))
-            / len(kind[0])
-            for kind in (every_pair(y.tolist())[:2], every_pair(y.tolist())[2:])
+            np.mean([np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)], 0)
+            for kind in (pairs[:2], pairs[2:])
         )
         root = sqrtm(a).real
         assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
