@@ -236,8 +236,8 @@ class PairLearner(LinearMap):
             ValueError: features are not finite, there is only one class, no class has two members,
                 no similar or no dissimilar pair was drawn, or a parameter is out of range.
         """
-        check_parameters(self)
         seed = self._chosen_seed()
+        check_parameters(self)
         raw, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )

@@ -116,6 +116,7 @@ class NeighborhoodLearner(LinearMap):
     def _checked(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool
     ) -> tuple[Floats, NDArray[np.intp]]:
+        self._chosen_seed()
         check_parameters(self)
         if reset:
             x, labels = validate_data(
