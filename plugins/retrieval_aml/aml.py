@@ -359,11 +359,9 @@ class AML(PairLearner):
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        return (
-            result.half
-            if self.t == 0.5
-            else _moved(result.half, objective.pull * dissimilar, self.t)
-        )
+        if self.t == 0.5:
+            return result.half
+        return _moved(result.half, objective.pull * dissimilar, self.t)
 
 
 def _moved(half: Floats, end: Floats, t: float) -> Floats:

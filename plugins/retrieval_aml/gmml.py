@@ -197,8 +197,6 @@ class PairLearner(LinearMap):
     Attributes:
         components_: (F, F) the learned map: the eigenvectors of M times the roots of their
             eigenvalues, the largest first.
-        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
-            depend on it.
         scale_: (F,) standard deviations by which features are divided before learning; 1 without
             `standardize`.
         n_similar_: number of similar pairs.

@@ -36,8 +36,6 @@ class NeighborhoodLearner(LinearMap):
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
-        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
-            depend on it.
         objective_: value of the objective at the end.
         n_iter_: number of iterations. If it equals `max_iter`, `fit` stopped before `tol` was met.
         n_queries_: number of items that were queries.

@@ -52,13 +52,7 @@ def adapted(name: str) -> type:
 
 
 class MetricLearnLearner(LinearMap):
-    """Base class of learners of metric-learn; subclasses name the estimator and its parameters.
-
-    Attributes:
-        components_: (C, F) the learned map.
-        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
-            depend on it.
-    """
+    """Base class of learners of metric-learn; subclasses name the estimator and its parameters."""
 
     estimator: ClassVar[str]
 
