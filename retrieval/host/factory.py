@@ -378,7 +378,8 @@ def check_parameters(estimator: Any) -> None:
         key: value.tolist() if hasattr(value, "tolist") else value  # NumPy's
         for key, value in estimator.get_params(deep=False).items()
     }
-    _, problems = _learner(type(estimator)).check(values, type(estimator).__name__)
+    make: Any = type(estimator)
+    _, problems = _learner(make).check(values, make.__name__)
     if problems:
         raise ValueError("\n".join(problems))
 

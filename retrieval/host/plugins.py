@@ -155,9 +155,8 @@ class Plugins:
             names = f"(loaded: {', '.join(loaded)})"
             return f" No plugin '{plugin}' is loaded {names}.{did_you_mean(name, known)}"
         if dot:
-            others = (KINDS[k] for k in KINDS if k != kind and self.named(k, name))
-            other = next(others, None)
-            return did_you_mean(name, known) or (f" '{name}' is a {other}." if other else "")
+            kinds = [KINDS[k] for k in KINDS if k != kind and self.named(k, name)]
+            return did_you_mean(name, known) or (f" '{name}' is a {kinds[0]}." if kinds else "")
         if namesakes := sorted(full for full in known if full.endswith(f".{name}")):
             return f" Did you mean {' or '.join(map(repr, namesakes))}?"
         short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
