@@ -53,7 +53,7 @@ def require(items: Sequence[str], where: Path) -> None:
     """Raise a `PluginError` unless the user allows the plugin files that a recipe brings."""
     if os.environ.get(ALLOW) == _YES:
         return
-    files = dict.fromkeys(file for item in items for file in sources(item))
+    files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
     if not files:
         return
     plural = len(files) > 1
@@ -71,8 +71,11 @@ def require(items: Sequence[str], where: Path) -> None:
     os.environ[ALLOW] = _YES
 
 
-def sources(item: str) -> list[Path]:
-    """Return the files that loading a plugin runs; an empty list for an installed module."""
+def sources(item: str, recipe_folder: Path) -> list[Path]:
+    """Return the files that loading a plugin runs; an empty list for an installed module.
+
+    A module is not installed if it lies in the working folder or beside the recipe.
+    """
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # loading it reports the missing file
@@ -84,8 +87,13 @@ def sources(item: str) -> list[Path]:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
-    schemes = ("stdlib", "purelib", "platlib")
-    installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
     paths = [Path(place).resolve() for place in places if place and Path(place).exists()]
-    return [path for path in paths if not any(map(path.is_relative_to, installed))]
+    local = [Path.cwd().resolve(), recipe_folder.resolve()]
+    schemes = ("stdlib", "purelib", "platlib")
+    installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
+    return [
+        path
+        for path in paths
+        if any(map(path.is_relative_to, local)) and not any(map(path.is_relative_to, installed))
+    ]
