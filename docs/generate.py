@@ -118,7 +118,7 @@ def plugins() -> dict[str, str]:
         if factories:
             lines = [f"# {kind.capitalize()}\n", f"{len(factories)} bundled {kind}, by name.\n"]
             for factory in factories.values():
-                lines += _factory(factory, snippet(factory, loaded))
+                lines += _factory(factory, snippet(factory))
             pages[f"plugins/{kind}.md"] = "\n".join(lines)
             rows.append(f"- {len(factories)} [{kind}](plugins/{kind}.md)")
     return {

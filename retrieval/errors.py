@@ -95,16 +95,13 @@ def printable(text: str) -> str:
     On a terminal, control characters could move the cursor or answer for the user, and direction
     marks could reorder text.
     """
-    return "".join(
-        (
-            c
-            if c.isprintable() or c in "\n\t"
-            else f"\\x{ord(c):02x}"
-            if ord(c) < 256
-            else f"\\u{ord(c):04x}"
-        )
-        for c in text
-    )
+
+    def shown(c: str) -> str:
+        if c.isprintable() or c in "\n\t":
+            return c
+        return f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+
+    return "".join(map(shown, text))
 
 
 def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
@@ -154,16 +151,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if _SYNONYMS.get(word.lower()) in known:
         return f" Did you mean '{_SYNONYMS[word.lower()]}'?"
     plugin, dot, name = word.rpartition(".")
-    same, other = {}, {}
-    for candidate in known:
-        if dot and candidate.startswith(f"{plugin}."):
-            same[candidate.rpartition(".")[2].lower()] = candidate
-        else:
-            other[candidate.lower()] = candidate
-    close = [same[k] for k in difflib.get_close_matches(name.lower(), same, n=1)]
+    same = {k.rpartition(".")[2].lower(): k for k in known if dot and k.startswith(f"{plugin}.")}
+    other = {k.lower(): k for k in known if k not in same.values()}
     close = (
-        close
-        or [candidate for candidate in other.values() if candidate.rpartition(".")[2] == name][:1]
+        [same[k] for k in difflib.get_close_matches(name.lower(), same, n=1)]
+        or [k for k in other.values() if k.rpartition(".")[2] == name]
+        or [other[k] for k in difflib.get_close_matches(word.lower(), other, n=1)]
     )
-    close = close or [other[k] for k in difflib.get_close_matches(word.lower(), other, n=1)]
     return f" Did you mean '{close[0]}'?" if close else ""

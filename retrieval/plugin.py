@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy as lazy
+from retrieval.host.lazy import lazy_names
 
-# Type checkers read the first list of names, the interpreter the second.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.counts import Count as Count
     from retrieval.data.counts import Counts as Counts
     from retrieval.data.counts import differing as differing
@@ -35,11 +34,13 @@ if TYPE_CHECKING:
     from retrieval.data.splits import SPLITS as SPLITS
     from retrieval.data.splits import sides as sides
     from retrieval.host.factory import Part as Part
+    from retrieval.host.factory import check_parameters as check_parameters
     from retrieval.host.factory import traits as traits
     from retrieval.host.files import cache_folder as cache_folder
     from retrieval.host.files import write_bytes as write_bytes
     from retrieval.host.hookspecs import Factories as Factories
     from retrieval.host.hookspecs import hookimpl as hookimpl
+    from retrieval.host.lazy import lazy as lazy
     from retrieval.model.contracts import Backbone as Backbone
     from retrieval.model.contracts import BatchSampler as BatchSampler
     from retrieval.model.contracts import Combiner as Combiner
@@ -88,58 +89,7 @@ if TYPE_CHECKING:
 
     stores = store
 else:
-    _HOMES = {
-        "retrieval.data.counts": ["Count", "Counts", "differing"],
-        "retrieval.data.datasets": ["ArrayDataset", "Box", "FileDataset"],
-        "retrieval.data.error_lists": ["refuse", "some"],
-        "retrieval.data.gate": ["is_missing", "usable"],
-        "retrieval.data.idx": ["read_idx"],
-        "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
-        "retrieval.data.objects": ["as_dataset"],
-        "retrieval.data.records": ["read_records"],
-        "retrieval.data.samplers": ["check_classes", "rows_by_class", "rows_of"],
-        "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
-        "retrieval.host.factory": ["Part", "traits"],
-        "retrieval.host.files": ["cache_folder", "write_bytes"],
-        "retrieval.host.hookspecs": ["Factories", "hookimpl"],
-        "retrieval.model.contracts": [
-            "Backbone",
-            "BatchSampler",
-            "Combiner",
-            "Dataset",
-            "Generator",
-            "Learner",
-            "Loss",
-            "Metric",
-            "Miner",
-            "Subspace",
-            "TrackedRun",
-            "Tracker",
-            "TrainingItems",
-            "Transform",
-            "TripletIndices",
-        ],
-        "retrieval.model.labels": ["learner_labels", "read_labels"],
-        "retrieval.model.linear": ["LinearMap", "class_codes", "deviations"],
-        "retrieval.model.loss": [
-            "CheckedLoss",
-            "Distance",
-            "Pairs",
-            "Reducer",
-            "as_given",
-            "listed_pairs",
-            "nothing",
-            "pair_views",
-        ],
-        "retrieval.model.metric_learner": ["MetricLearner"],
-        "retrieval.model.model": ["Normalize", "full_precision"],
-        "retrieval.model.rows": ["Rows", "Sums", "first_row", "summed"],
-        "retrieval.serving.files.csv_table": ["CsvTable", "is_missing_text", "typed"],
-        "retrieval.serving.files.strict_json": ["strict_loads"],
-        "retrieval.serving.image_files": ["find_images"],
-        "retrieval.serving.images": ["Preprocessing", "decode"],
-        "retrieval.serving.index.index_backend": ["IndexBackend"],
-    }
-    _MODULES = {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"}
-    __getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
-    __all__ = sorted(["lazy", *_MODULES, *(name for names in _HOMES.values() for name in names)])
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"},
+    )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy
+from retrieval.host.lazy import lazy_names
 
-# Type checkers read the first list of names, the interpreter the second.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.findings import Findings as Findings
     from retrieval.evaluation.evaluate_run import CandidateStep as CandidateStep
     from retrieval.evaluation.evaluate_run import RunEvaluation as RunEvaluation
@@ -30,21 +29,4 @@ if TYPE_CHECKING:
     from retrieval.training.comparison.result import Comparison as Comparison
     from retrieval.training.comparison.result import Contestant as Contestant
 else:
-    _HOMES = {
-        "retrieval.data.findings": ["Findings"],
-        "retrieval.evaluation.evaluate_run": ["CandidateStep", "RunEvaluation"],
-        "retrieval.evaluation.evaluation": ["Evaluation"],
-        "retrieval.evaluation.verify_run": ["RunVerification"],
-        "retrieval.serving.bundle": ["Bundle", "Encoded"],
-        "retrieval.serving.encoder": ["BundleEncoder"],
-        "retrieval.serving.http.server": ["Serving"],
-        "retrieval.export.export_backbone": ["BackboneEncoder"],
-        "retrieval.serving.index.adding": ["Added", "Summary"],
-        "retrieval.serving.index.duplicates": ["Duplicates"],
-        "retrieval.serving.index.hits": ["Hit", "Hits"],
-        "retrieval.serving.index.migrating": ["Migrated"],
-        "retrieval.serving.store.contract": ["Generation", "Item", "Stats"],
-        "retrieval.training.comparison.result": ["Comparison", "Contestant"],
-    }
-    __getattr__, __dir__ = lazy(__name__, _HOMES)
-    __all__ = sorted(name for names in _HOMES.values() for name in names)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
 
 from retrieval_aml.gmml import (
     Count,
@@ -18,6 +19,7 @@ from retrieval_aml.gmml import (
     Positive,
     Prior,
     Share,
+    checked_pairs,
     eigen_of_factor,
     geodesic_factor,
     symmetric,
@@ -330,7 +332,13 @@ class AML(PairLearner):
         Raises:
             ValueError: shapes do not fit or numbers are not finite.
         """
-        x, alike = self._checked_pairs_as_fitted(pairs, similar)
+        check_is_fitted(self, "components_")
+        x, alike = checked_pairs(pairs, similar)
+        if x.shape[2] != self.n_features_in_:
+            raise ValueError(
+                f"The points of the pairs have {x.shape[2]} features, but AML was fitted on"
+                f" {self.n_features_in_}."
+            )
         m = self.get_mahalanobis_matrix() * self.scale_ * self.scale_[:, None]
         moved: Floats = adversarial_pairs(m, x / self.scale_, alike, self.beta) * self.scale_
         return moved
@@ -351,20 +359,9 @@ class AML(PairLearner):
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        return (
-            result.half
-            if self.t == 0.5
-            else _moved(result.half, objective.pull * dissimilar, self.t)
-        )
-
-    def _refuse_parameters(self) -> None:
-        super()._refuse_parameters()
-        for name in ("alpha", "beta", "tol"):
-            value = getattr(self, name)
-            if not (np.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value} and must be finite and above 0.")
-        if self.max_iter < 1:
-            raise ValueError(f"max_iter is {self.max_iter} and must be at least 1.")
+        if self.t == 0.5:
+            return result.half
+        return _moved(result.half, objective.pull * dissimilar, self.t)
 
 
 def _moved(half: Floats, end: Floats, t: float) -> Floats:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
 from scipy.linalg import solve_triangular
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
 Floats = NDArray[np.floating[Any]]
@@ -113,11 +113,6 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
     )
 
 
-def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
-    """Return the number of pairs to draw: 1,000 C (C − 1) for C classes if `n_pairs` is "paper"."""
-    return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
-
-
 def _sum_of_squares(
     left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]
 ) -> Floats:
@@ -202,8 +197,6 @@ class PairLearner(LinearMap):
     Attributes:
         components_: (F, F) the learned map: the eigenvectors of M times the roots of their
             eigenvalues, the largest first.
-        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
-            depend on it.
         scale_: (F,) standard deviations by which features are divided before learning; 1 without
             `standardize`.
         n_similar_: number of similar pairs.
@@ -241,7 +234,8 @@ class PairLearner(LinearMap):
             ValueError: features are not finite, there is only one class, no class has two members,
                 no similar or no dissimilar pair was drawn, or a parameter is out of range.
         """
-        self._refuse_parameters()
+        seed = self._chosen_seed()
+        check_parameters(self)
         raw, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )
@@ -251,8 +245,9 @@ class PairLearner(LinearMap):
         if self.n_pairs is None:
             moments = moments_of_classes(x, codes)
         else:
-            drawn = count_to_draw(self.n_pairs, int(codes.max()) + 1)
-            moments = moments_of_drawn_pairs(x, codes, drawn, self._chosen_seed())
+            classes = int(codes.max()) + 1
+            drawn = 1000 * classes * (classes - 1) if self.n_pairs == "paper" else self.n_pairs
+            moments = moments_of_drawn_pairs(x, codes, drawn, seed)
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
@@ -269,8 +264,8 @@ class PairLearner(LinearMap):
             ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all
                 dissimilar, the points of every pair are equal, or a parameter is out of range.
         """
-        self._refuse_parameters()
-        x, alike = _checked_pairs(pairs, similar)
+        check_parameters(self)
+        x, alike = checked_pairs(pairs, similar)
         points = validate_data(self, x.reshape(-1, x.shape[2]), dtype=np.float64)
         scale = self._scale(points)
         return self._fit(
@@ -278,8 +273,14 @@ class PairLearner(LinearMap):
         )
 
     def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
-        _refuse_missing(moments)
         self.n_similar_, self.n_dissimilar_ = moments.n_similar, moments.n_dissimilar
+        if not (self.n_similar_ and self.n_dissimilar_):
+            kinds = ("similar", "dissimilar")
+            missing, other = kinds[::-1] if self.n_similar_ else kinds
+            raise ValueError(
+                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds. Draw"
+                f" more pairs, or add some that are {missing}."
+            )
         features = x.shape[1]
         with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
             a, b = self._regularized(moments, x)
@@ -335,45 +336,8 @@ class PairLearner(LinearMap):
             )
         return symmetric(prior)
 
-    def _refuse_parameters(self) -> None:
-        self._chosen_seed()
-        if not (np.isfinite(self.t) and 0 <= self.t <= 1):
-            raise ValueError(
-                f"t is {self.t} and must be from 0 (similar pairs only) to 1 (dissimilar pairs"
-                " only)."
-            )
-        if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(
-                f"regularization is {self.regularization} and must be finite and at least 0."
-            )
-        if isinstance(self.prior, str) and self.prior not in ("identity", "covariance"):
-            raise ValueError(
-                f"prior is {self.prior!r} and must be 'identity', 'covariance', a matrix or None."
-            )
-        if isinstance(self.n_pairs, str):
-            if self.n_pairs != "paper":
-                raise ValueError(
-                    f"n_pairs is {self.n_pairs!r} and must be a number, 'paper' or None."
-                )
-        elif self.n_pairs is not None and self.n_pairs < 1:
-            raise ValueError(
-                f"n_pairs is {self.n_pairs} and must be at least 1, or None for all pairs."
-            )
 
-    def _checked_pairs_as_fitted(
-        self, pairs: ArrayLike, similar: ArrayLike
-    ) -> tuple[Floats, NDArray[np.bool_]]:
-        check_is_fitted(self, "components_")
-        x, alike = _checked_pairs(pairs, similar)
-        if x.shape[2] != self.n_features_in_:
-            raise ValueError(
-                f"The points of the pairs have {x.shape[2]} features, but {type(self).__name__} was"
-                f" fitted on {self.n_features_in_}."
-            )
-        return x, alike
-
-
-def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
     """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both."""
     x = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
     if x.ndim != 3 or x.shape[1] != 2 or x.shape[2] < 1:
@@ -396,18 +360,6 @@ def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     units = np.trace(a) / len(a), np.trace(b) / len(b)
     # If points differ only in pairs of one kind, the moment of the other kind is 0.
     return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
-
-
-def _refuse_missing(moments: Moments) -> None:
-    for count, missing, other in (
-        (moments.n_similar, "similar", "dissimilar"),
-        (moments.n_dissimilar, "dissimilar", "similar"),
-    ):
-        if not count:
-            raise ValueError(
-                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds. Draw"
-                f" more pairs, or add some that are {missing}."
-            )
 
 
 @dataclass(eq=False, repr=False)

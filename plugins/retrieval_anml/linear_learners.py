@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import numbers
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
 from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
@@ -38,8 +36,6 @@ class NeighborhoodLearner(LinearMap):
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
-        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
-            depend on it.
         objective_: value of the objective at the end.
         n_iter_: number of iterations. If it equals `max_iter`, `fit` stopped before `tol` was met.
         n_queries_: number of items that were queries.
@@ -56,9 +52,6 @@ class NeighborhoodLearner(LinearMap):
     def _neighborhoods(
         self, x: Floats, codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
-        raise NotImplementedError
-
-    def _refuse_parameters(self) -> None:
         raise NotImplementedError
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
@@ -121,7 +114,8 @@ class NeighborhoodLearner(LinearMap):
     def _checked(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool
     ) -> tuple[Floats, NDArray[np.intp]]:
-        self._refuse_parameters()
+        self._chosen_seed()
+        check_parameters(self)
         if reset:
             x, labels = validate_data(
                 self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
@@ -152,22 +146,6 @@ class NeighborhoodLearner(LinearMap):
             directions = directions * np.where(directions[largest, np.arange(width)] < 0, -1.0, 1.0)
         start: Floats = np.ascontiguousarray(directions) / len(x) ** 0.25
         return start
-
-    def _refuse_common(self) -> None:
-        for name, parameter in inspect.signature(type(self)).parameters.items():
-            value = getattr(self, name)
-            number = isinstance(value, numbers.Real) or (value is None and name == "max_queries")
-            if type(parameter.default) in (int, float) and not number:
-                raise ValueError(f"{name} is {value!r}; it must be a number.")
-        self._chosen_seed()
-        if self.max_queries is not None and self.max_queries < 1:
-            raise ValueError(
-                f"max_queries is {self.max_queries}; it must be at least 1, or None for all items."
-            )
-        if self.max_iter < 1:
-            raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
-        if not self.tol > 0:
-            raise ValueError(f"tol is {self.tol}; it must be greater than 0.")
 
 
 def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
@@ -261,6 +239,10 @@ class LANML(NeighborhoodLearner):
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
+        if self.k1 == 0:
+            raise ValueError(
+                "k1 is 0; it must be above 0 (nearest items of a class) or below 0 (farthest)."
+            )
         count = self.neighbors
         if count is None:
             count = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
@@ -277,36 +259,6 @@ class LANML(NeighborhoodLearner):
             k1=self.k1,
             k2=self.k2,
         )
-
-    def _refuse_parameters(self) -> None:
-        self._refuse_common()
-        if not np.isfinite(self.gamma1):
-            raise ValueError(f"gamma1 is {self.gamma1}; it must be a finite number.")
-        for name in ("gamma2", "margin", "width"):
-            value = getattr(self, name)
-            if not (np.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; it must be finite and greater than 0.")
-        if self.k1 == 0:
-            raise ValueError(
-                "k1 is 0; it must be above 0 (nearest items of a class) or below 0 (farthest)."
-            )
-        if self.k2 is not None and self.k2 < 1:
-            raise ValueError(f"k2 is {self.k2}; it must be at least 1.")
-        if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(
-                f"regularization is {self.regularization}; it must be finite and at least 0."
-            )
-        if self.loss not in ("hinge", "smooth_hinge", "logistic"):
-            raise ValueError(
-                f"loss is {self.loss!r}; it must be 'hinge', 'smooth_hinge' or 'logistic'."
-            )
-        if isinstance(self.neighbors, str):
-            if self.neighbors != "all":
-                raise ValueError(
-                    f"neighbors is {self.neighbors!r}; it must be a number, 'all' or None."
-                )
-        elif self.neighbors is not None and self.neighbors < 1:
-            raise ValueError(f"neighbors is {self.neighbors}; it must be at least 1.")
 
 
 @dataclass(eq=False, repr=False)
@@ -373,14 +325,3 @@ class PNCA(NeighborhoodLearner):
             queries=queries,
             seed=self._chosen_seed(),
         )
-
-    def _refuse_parameters(self) -> None:
-        self._refuse_common()
-        if not (np.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha is {self.alpha}; it must be finite and greater than 0.")
-        if self.form not in ("mean", "sum"):
-            raise ValueError(f"form is {self.form!r}; it must be 'mean' or 'sum'.")
-        if not (np.isfinite(self.regularization) and self.regularization >= 0):
-            raise ValueError(
-                f"regularization is {self.regularization}; it must be finite and at least 0."
-            )

@@ -88,10 +88,11 @@ def gaps(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
         rule: parameters of the gap.
     """
     positive, negative = pairs
+    p = rule.positive_threshold
     if rule.epsilon is not None:
         positive, negative = _mined(similarity.detach(), positive, negative, rule.epsilon)
     sides = (
-        (-similarity, positive, rule.gamma1, _negated(rule.positive_threshold)),
+        (-similarity, positive, rule.gamma1, p if p is None else -p),
         (similarity, negative, rule.gamma2, rule.negative_threshold),
     )
     total, defined = similarity.sum(1) * 0, (positive | negative).any(1)
@@ -140,7 +141,3 @@ def _mined(
     least = similarity.masked_fill(~positive, math.inf).amin(1, keepdim=True)
     most = similarity.masked_fill(~negative, -math.inf).amax(1, keepdim=True)
     return positive & (similarity < most + epsilon), negative & (similarity > least - epsilon)
-
-
-def _negated(threshold: float | None) -> float | None:
-    return None if threshold is None else -threshold

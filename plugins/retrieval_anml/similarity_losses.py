@@ -180,37 +180,17 @@ class MinedDANMLoss(DANMLoss):
 
     The paper always uses the two together. The result is the same as with the miner and the loss in
     turn, but no lists of pairs are stored. ε is a difference of similarities, even if a distance is
-    given.
+    given. All other parameters are those of `anml.danml`.
 
     Args:
-        gamma1: γ₁; the larger |γ₁|, the more the least similar positives count, and 0 averages all.
-            The sign has no effect.
-        gamma2: γ₂. The larger it is, the more the most similar negatives count.
-        positive_threshold: p, a similarity added to the positives; "none" disables it.
-        negative_threshold: q, a similarity added to the negatives; "none" disables it.
-        outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
-        margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
         epsilon: the miner's margin ε. A positive counts unless it is more similar than every
             negative by ε, a negative unless it is less similar than every positive by ε.
-        distance: how two embeddings are compared; the cosine by default.
-        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
-        self,
-        gamma1: float = 2.0,
-        gamma2: Positive = 30.0,
-        positive_threshold: Threshold = 0.5,
-        negative_threshold: Threshold = 0.5,
-        outer: Outer = "logistic",
-        margin: float | None = None,
-        epsilon: Annotated[float, Field(ge=0)] = 0.1,
-        distance: Distance = None,
-        reducer: Reducer = None,
+        self, *further: Any, epsilon: Annotated[float, Field(ge=0)] = 0.1, **parameters: Any
     ) -> None:
-        super().__init__(
-            gamma1, gamma2, positive_threshold, negative_threshold, outer, margin, distance, reducer
-        )
+        super().__init__(*further, **parameters)
         if not epsilon >= 0:
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
         self.rule = replace(self.rule, epsilon=epsilon)

@@ -18,7 +18,6 @@ def retrieval_losses() -> Factories:
         pair_losses,
         ranking_losses,
         triplet_losses,
-        view_losses,
         wrapper_losses,
     )
 
@@ -27,7 +26,6 @@ def retrieval_losses() -> Factories:
         **triplet_losses.FACTORIES,
         **ranking_losses.FACTORIES,
         **class_losses.FACTORIES,
-        **view_losses.FACTORIES,
         **wrapper_losses.FACTORIES,
     }
 

@@ -59,24 +59,6 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-class DivisorReducer(reducers.DivisorReducer):
-    """The sum of the losses divided by a number that the loss defines.
-
-    Use it for `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, for which
-    it is the default.
-    """
-
-    def unpack_loss_info(self, loss_info: dict[str, Any]) -> Any:
-        """Return the losses, their indices, their kind and the divisor."""
-        if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
-            raise ValueError(
-                "pml.divisor needs a loss that defines a divisor (pml.margin,"
-                " pml.proxy_anchor, or the regulariser pml.sparse_centers). Use pml.mean or"
-                " pml.sum"
-            )
-        return super().unpack_loss_info(loss_info)
-
-
 class PerAnchorReducer(reducers.PerAnchorReducer):
     """The mean over an anchor's pairs or triplets, then another reducer over the anchors.
 
@@ -145,7 +127,14 @@ def multiple(
 REDUCERS: Mapping[str, Callable[..., Any]] = {
     "avg_non_zero": offer(reducers.AvgNonZeroReducer, "The mean of the losses above 0."),
     "class_weighted": class_weighted,
-    "divisor": offer(DivisorReducer),
+    "divisor": offer(
+        reducers.DivisorReducer,
+        """The sum of the losses divided by a number that the loss defines.
+
+        Use it for `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, for
+        which it is the default; other losses define none.
+        """,
+    ),
     "mean": offer(reducers.MeanReducer, "The mean of the losses."),
     "multiple": multiple,
     "per_anchor": offer(PerAnchorReducer),

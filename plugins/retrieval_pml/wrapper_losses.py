@@ -1,17 +1,20 @@
-"""Losses that wrap other losses: a sum of several, and a loss with a queue of past batches."""
+"""Losses that wrap other losses: a sum of several, a queue of past batches, and two views.
+
+Two views of an object are items that share a label, paired in the batch's order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.plugin import Part, as_given, full_precision, traits
+from retrieval.plugin import Part, as_given, full_precision, pair_views, traits
 from torch import Tensor, nn
 
-from retrieval_pml.offers import Count
+from retrieval_pml.offers import Count, NonNegative, Positive, offer
 
 AnyLoss = Annotated[nn.Module, Part("losses")]
 AnyMiner = Annotated[nn.Module | None, Part("miners")]
@@ -27,14 +30,22 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """A weighted sum of losses that passes on reference sets; some losses may have a miner."""
+    """A weighted sum of losses, each of which may have its own miner.
+
+    Args:
+        losses: the losses.
+        miners: one miner per loss, in the same order, or fewer with `miner_for`.
+        weights: one weight per loss; 1 by default.
+        miner_for: for each miner, the position, from 0, of its loss. It is needed if some losses
+            have no miner.
+    """
 
     def __init__(
         self,
-        losses: Sequence[nn.Module],
-        miners: Sequence[nn.Module] | None = None,
-        weights: Sequence[float] | None = None,
-        miner_for: Sequence[int] | None = None,
+        losses: Annotated[list[nn.Module], Part("losses")],
+        miners: Annotated[list[nn.Module] | None, Part("miners")] = None,
+        weights: list[float] | None = None,
+        miner_for: list[int] | None = None,
     ) -> None:
         super().__init__(list(losses))
         if weights is not None and len(weights) != len(losses):
@@ -89,22 +100,23 @@ class MultipleLosses(losses.MultipleLosses):
 
 @traits(ref_emb=False)
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """A loss against a queue of past batches, whose position is saved, so that runs can resume.
+    """Computes another loss between the batch and a queue of embeddings of past batches.
 
-    Further differences from pytorch-metric-learning: a batch of one item is not compared with
-    itself. Indices from an outer miner are translated to the batch's places in the queue. Every
-    loss that accepts a reference set is allowed, not only a list of names.
+    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
+    its position are saved with the run. Further differences from pytorch-metric-learning: a batch
+    of one item is not compared with itself. Indices from an outer miner are translated to the
+    batch's places in the queue. Every loss that accepts a reference set is allowed.
 
-    The buffers are `embedding_memory` (M, C), `label_memory` (M,) and `queue_state` (2,), which
-    has the position and whether the queue is filled.
+    Args:
+        loss: the loss, which must accept a reference set.
+        memory_size: number of embeddings in the queue, at least the batch size.
+        miner: chooses pairs or triplets between the batch and the queue. By default all are used.
     """
 
+    queue_state: Tensor  # the position, and whether the queue is filled
+
     def __init__(
-        self,
-        loss: nn.Module,
-        embedding_size: int,
-        memory_size: int = 1024,
-        miner: nn.Module | None = None,
+        self, loss: AnyLoss, embedding_size: int, memory_size: Count = 1024, miner: AnyMiner = None
     ) -> None:
         check_reference("pml.cross_batch_memory", loss)
         super().__init__(
@@ -146,8 +158,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         indices_tuple: Any = None,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
-        *,
-        enqueue_mask: Tensor | None = None,
     ) -> Any:
         """Put the batch into the queue, and return the loss of the batch against the queue.
 
@@ -157,8 +167,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             indices_tuple: indices within the batch, used in addition to those of the queue.
             ref_emb: must be None, because the queue is the reference set.
             ref_labels: must be None.
-            enqueue_mask: (B,) mask of the items to put into the queue. The other items are compared
-                with the queue.
 
         Raises:
             ValueError: the batch is larger than the queue, a reference set is passed, or labels are
@@ -170,13 +178,13 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 " set"
             )
         labels = labels.to(embeddings.device)
-        entering = len(embeddings) if enqueue_mask is None else int(enqueue_mask.sum())
-        if entering > self.memory_size:
+        if len(embeddings) > self.memory_size:
             raise ValueError(
-                f"memory_size ({self.memory_size}) must be at least the batch size ({entering})"
+                f"memory_size ({self.memory_size}) must be at least the batch size"
+                f" ({len(embeddings)})"
             )
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
-            loss = super().forward(full_precision(embeddings), labels, indices_tuple, enqueue_mask)
+            loss = super().forward(full_precision(embeddings), labels, indices_tuple)
         return as_given(loss, embeddings)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
@@ -219,45 +227,87 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         return indices
 
 
-def multiple(
-    losses: Annotated[list[nn.Module], Part("losses")],
-    miners: Annotated[list[nn.Module] | None, Part("miners")] = None,
-    weights: list[float] | None = None,
-    miner_for: list[int] | None = None,
-) -> MultipleLosses:
-    """A weighted sum of losses, each of which may have its own miner.
+class VICRegLoss(losses.VICRegLoss):
+    """VICReg: makes two views similar, spreads each dimension and decorrelates dimensions.
+
+    Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised
+    Learning, ICLR 2022. Items that share a label are views of one object, paired in the
+    batch's order. With fewer than two pairs the loss is 0.
 
     Args:
-        losses: the losses.
-        miners: one miner per loss, in the same order, or fewer with `miner_for`.
-        weights: one weight per loss; 1 by default.
-        miner_for: for each miner, the position, from 0, of its loss. It is needed if some losses
-            have no miner.
+        invariance_lambda: λ, weight of the distance between views.
+        variance_mu: μ, weight of the hinge on the standard deviation of each dimension.
+        covariance_v: ν, weight of the squared covariances.
+        eps: number added to the variance before its root is taken.
+        reducer: reduces the losses of each term to one number; the mean by default.
     """
-    return MultipleLosses(losses, miners, weights, miner_for)
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name; the labels define the two views."""
+        first, second = pair_views(labels)
+        if len(first) < 2:  # a single pair has no variance
+            return self.zero_losses()
+        return super().compute_loss(embeddings[first], None, None, embeddings[second], None)
 
 
-@traits(ref_emb=False)
-def cross_batch_memory(
-    loss: AnyLoss,
-    embedding_size: int,
-    memory_size: Count = 1024,
-    miner: AnyMiner = None,
-) -> losses.CrossBatchMemory:
-    """Computes another loss between the batch and a queue of embeddings of past batches.
+@traits(ref_emb=False, miner=False)
+class SelfSupervisedLoss(losses.SelfSupervisedLoss):
+    """Applies another loss to pairs of views, which are items that share a label, in order.
 
-    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
-    its position are saved with the run.
+    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it for
+    data whose labels name the image from which a view was made. With class labels, it applies
+    `loss` to pairs of a class.
 
     Args:
         loss: the loss, which must accept a reference set.
-        memory_size: number of embeddings in the queue, at least the batch size.
-        miner: chooses pairs or triplets between the batch and the queue. By default all are used.
+        symmetric: whether both views are anchors, compared with all other views. Otherwise the
+            first views are compared with the second views.
     """
-    return CrossBatchMemory(loss, embedding_size, memory_size, miner)
+
+    def __init__(self, loss: AnyLoss, symmetric: bool = True) -> None:
+        check_reference("pml.self_supervised", loss)
+        super().__init__(loss=loss, symmetric=symmetric)
+
+    @classmethod
+    def check_loss_support(cls, loss_name: str) -> None:
+        """Accept every name; `__init__` checks the loss itself."""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Any:
+        """Return the loss, a scalar, of the two views that the labels define."""
+        if indices_tuple is not None:
+            raise ValueError("SelfSupervisedLoss accepts no miner's indices: remove the miner")
+        if labels is None or ref_emb is not None:
+            raise ValueError("SelfSupervisedLoss finds views by labels, and accepts no ref_emb")
+        first, second = pair_views(labels.to(embeddings.device))
+        if len(first) == 0:
+            return embeddings.sum() * 0
+        if self.symmetric:
+            both = torch.cat([first, second])
+            return self.loss(embeddings[both], labels[both])
+        return self.loss(embeddings[first], labels[first], None, embeddings[second], labels[second])
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
-    "multiple": multiple,
-    "cross_batch_memory": cross_batch_memory,
+    "multiple": MultipleLosses,
+    "cross_batch_memory": CrossBatchMemory,
+    "self_supervised": SelfSupervisedLoss,
+    "vic_reg": offer(
+        VICRegLoss,
+        ref_emb=False,
+        miner=False,
+        without=("distance", "embedding_regularizer", "embedding_reg_weight"),
+        invariance_lambda=NonNegative,
+        variance_mu=NonNegative,
+        covariance_v=NonNegative,
+        eps=Positive,
+    ),
 }

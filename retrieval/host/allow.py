@@ -72,33 +72,28 @@ def require(items: Sequence[str], where: Path) -> None:
 
 
 def sources(item: str, recipe_folder: Path) -> list[Path]:
-    """Return the files that loading a plugin runs; an empty list for an installed module."""
+    """Return the files that loading a plugin runs; an empty list for an installed module.
+
+    A module is not installed if it lies in the working folder or beside the recipe.
+    """
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # loading it reports the missing file
         return [file for file in FilePlugin.from_name(item).files.values() if file.suffix == ".py"]
-    return _module_files(item.partition(".")[0], recipe_folder)
-
-
-def _module_files(name: str, recipe_folder: Path) -> list[Path]:
-    """Return a module's files if it lies in the working folder or beside the recipe."""
+    name = item.partition(".")[0]
     if name in sys.modules or not name.isidentifier():
         return []
     try:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    paths = [Path(place).resolve() for place in places if place and Path(place).exists()]
+    local = [Path.cwd().resolve(), recipe_folder.resolve()]
     schemes = ("stdlib", "purelib", "platlib")
     installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
-    local = [Path.cwd().resolve(), recipe_folder.resolve()]
-    files: list[Path] = []
-    for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
-        path = Path(place or "").resolve()
-        if _below(path, local) and not _below(path, installed):
-            inner = sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
-            files += inner if path.is_dir() else [path]
-    return files
-
-
-def _below(path: Path, places: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(place) for place in places)
+    return [
+        path
+        for path in paths
+        if any(map(path.is_relative_to, local)) and not any(map(path.is_relative_to, installed))
+    ]

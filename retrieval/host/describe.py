@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.host.factory import BUILT_IN, COMPONENTS, KINDS, SHORT, Factory, Parameter
+from retrieval.host.factory import BUILT_IN, COMPONENTS, KINDS, SHORT, Factory
 from retrieval.host.plugins import Plugins
 from retrieval.host.values import toml_value
 
@@ -34,68 +34,57 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 def show_text(plugins: Plugins, name: str) -> str:
     """Return description, parameters and a recipe snippet of every factory called `name`."""
-    matches = [
-        factories[full]
-        for kind in KINDS
-        if (full := plugins.full_name(kind, name)) in (factories := plugins.factories(kind))
-    ]
-    if not matches:
-        for kind in KINDS:
-            if name in plugins.disabled(kind):
-                raise PluginError(plugins.disabled(kind)[name])
-        known = [n for kind in KINDS for n in plugins.factories(kind)]
-        known += [n.removeprefix(f"{BUILT_IN}.") for kind in SHORT for n in plugins.factories(kind)]
-        raise PluginError(
-            "Nothing is called"
-            f" '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
-        )
-    return "\n\n".join(_factory_text(factory, plugins) for factory in matches)
+    matches = [plugins.named(kind, plugins.full_name(kind, name)) for kind in KINDS]
+    if any(matches):
+        return "\n\n".join(_factory_text(factory) for factory in matches if factory)
+    for kind in KINDS:
+        if name in plugins.disabled(kind):
+            raise PluginError(plugins.disabled(kind)[name])
+    known = [n for kind in KINDS for n in plugins.factories(kind)]
+    known += [n.removeprefix(f"{BUILT_IN}.") for kind in SHORT for n in plugins.factories(kind)]
+    hint = did_you_mean(name, known) or " See: retrieval plugins list."
+    raise PluginError(f"Nothing is called '{name}'.{hint}")
 
 
-def _factory_text(factory: Factory, plugins: Plugins) -> str:
+def _factory_text(factory: Factory) -> str:
     lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
     if factory.parameters:
         lines.append("Parameters")
         for p in factory.parameters:
-            lines.append(f"  {p.name}: {p.type_text}{_default(p)}")
-            lines += _filled(p.doc, "      ")
+            default = f" = {p.default_text}" if p.default_text else ""
+            if p.by_host or p.required:
+                default = f" ({p.default_text})"
+            lines += [f"  {p.name}: {p.type_text}{default}", *_filled(p.doc, "      ")]
         lines.append("")
     if factory.hints:
         lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
     lines.append("On the command line" if factory.kind in ("indexes", "stores") else "In a recipe")
-    return "\n".join([*lines, *(f"  {line}" for line in snippet(factory, plugins).splitlines())])
+    return "\n".join([*lines, *(f"  {line}" for line in snippet(factory).splitlines())])
 
 
-def _default(p: Parameter) -> str:
-    text = p.default_text
-    if p.by_host or p.required:
-        return f" ({text})"
-    return f" = {text}" if text else ""
-
-
-def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
+def snippet(factory: Factory) -> str:
     """Return the recipe lines or the command that uses a factory, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.by_host]
-    create = "retrieval index create"
+    required = [p.name for p in settable if p.required]
     if factory.kind in ("metrics", "augmentations"):
         part = _inline(factory) if settable else toml_value(factory.name)
-        place = "[evaluate]\nmetrics"
-        if factory.kind == "augmentations":
-            place = "[augmentation]\ntransforms"
+        evaluated = factory.kind == "metrics"
+        place = "[evaluate]\nmetrics" if evaluated else "[augmentation]\ntransforms"
         return f"{place} = [{part}]"
     if factory.kind == "indexes":
-        required = "".join(f" --set {p.name}=…" for p in settable if p.required)
-        return f"{create} INDEX IMAGES --bundle BUNDLE --backend {factory.name}{required}"
+        options = "".join(f" --set {name}=…" for name in required)
+        create = "retrieval index create INDEX IMAGES --bundle BUNDLE"
+        return f"{create} --backend {factory.name}{options}"
     if factory.kind == "stores":
-        options = "&".join(f"{p.name}=…" for p in settable if p.required)
-        address = f"{factory.name}://PLACE{'?' if options else ''}{options}"
-        return f"{create} {address} IMAGES --bundle BUNDLE"
+        options = "?" + "&".join(f"{name}=…" for name in required) if required else ""
+        address = f"{factory.name}://PLACE{options}"
+        return f"retrieval index create {address} IMAGES --bundle BUNDLE"
     if factory.kind == "trackers":
         return f"retrieval train RECIPE --track {factory.name}"
     if factory.kind not in tables:
-        table, owner, place = _owner(factory.kind, plugins)
-        return f'[{table}]\nname = "{owner}"\n{place} = {_inline(factory)}'
+        place = {"regularizers": "embedding_regularizer"}.get(factory.kind, KINDS[factory.kind])
+        return f'[loss]\nname = "pml.contrastive"\n{place} = {_inline(factory)}'
     lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
     for p in settable:
         if p.required:
@@ -112,16 +101,6 @@ def _inline(factory: Factory) -> str:
     settable = [p for p in factory.parameters if not p.by_host and p.default_text]
     inner = [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable]
     return f"{{ {', '.join([f'name = {toml_value(factory.name)}', *inner])} }}"
-
-
-def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return the table, name and parameter of a factory that takes a part of this kind."""
-    for table in ("loss", "miner"):
-        for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
-            place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
-            if place and not any(p.required for p in owner.parameters):
-                return table, owner.name, place
-    return "loss", "…", KINDS[kind]
 
 
 def _wrap(text: str) -> list[str]:

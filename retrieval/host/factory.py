@@ -11,21 +11,18 @@ annotated `Annotated[T, Part("reducers")]` is a part made by another factory.
 from __future__ import annotations
 
 import ast
-import enum
 import inspect
 import itertools
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import PurePath
+from functools import cache, cached_property
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     TypeVar,
-    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -35,7 +32,7 @@ import pluggy
 
 from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.host import hookspecs
-from retrieval.host.values import check_values, toml_value, type_text
+from retrieval.host.values import check_values, is_plain, toml_value, type_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -71,12 +68,6 @@ COMPONENTS = {
     "learner": "learners",
 }
 """The recipe's tables that name a plugin's part, and the kind of that part."""
-
-TRAITS = {
-    "ref_emb": "takes a reference set (`ref_emb`, `ref_labels`)",
-    "miner": "uses a miner's indices (`indices_tuple`)",
-}
-"""The traits of a loss or miner that `traits` can state."""
 
 GIVEN = {
     "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
@@ -117,25 +108,18 @@ class Part:
     per_width: str | None = None
 
 
-def traits(**values: bool) -> Callable[[T], T]:
+def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callable[[T], T]:
     """Decorator that states what a loss or miner can do if its signature does not show it.
 
     Args:
-        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a
-            loss that does not use a miner's indices.
-
-    Raises:
-        PluginError: a trait is unknown.
+        ref_emb: whether it accepts a reference set (`ref_emb`, `ref_labels`).
+        miner: whether it uses a miner's indices (`indices_tuple`).
     """
-    for name in values:
-        if name not in TRAITS:
-            raise PluginError(
-                f"There is no trait '{name}' (known:"
-                f" {', '.join(TRAITS)}).{did_you_mean(name, TRAITS)}"
-            )
+    stated = {"ref_emb": ref_emb, "miner": miner}
 
     def mark(factory: T) -> T:
-        factory.__retrieval_traits__ = values  # type: ignore[attr-defined]
+        known = {trait: value for trait, value in stated.items() if value is not None}
+        factory.__retrieval_traits__ = known  # type: ignore[attr-defined]
         return factory
 
     return mark
@@ -182,7 +166,8 @@ class Parameter:
             return "given by the host"
         if self.required:
             return "required"
-        return toml_value(self.default) if _writable(self.default) else ""
+        plain = self.default is not None and is_plain(self.default)
+        return toml_value(self.default) if plain else ""
 
 
 @dataclass(frozen=True)
@@ -250,8 +235,6 @@ class Factory:
             parameters.append(
                 Parameter(p.name, annotation, p.default, doc, part, many, from_host, widths)
             )
-        if reading.loose:
-            hints.append(f"nothing says what '**{reading.loose}' takes, so a recipe cannot set it")
         if faults:
             raise PluginError(f"{what} {'; it '.join(faults)}.")
         return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
@@ -272,13 +255,13 @@ class Factory:
 
     def _supports(self, trait: str, argument: str) -> bool:
         """Return the stated trait, or else whether the product's call takes the argument."""
-        stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
-        if stated is not None:
-            return bool(stated)
+        stated: dict[str, bool] = getattr(self.make, "__retrieval_traits__", {})
+        if trait in stated:
+            return stated[trait]
         product: Any = self.make
         if not inspect.isclass(product):
             product = get_type_hints(product).get("return")
-        classes = product.__mro__ if inspect.isclass(product) else ()
+        classes = getattr(product, "__mro__", ())
         calls = [vars(c)[x] for x in ("forward", "__call__") for c in classes if x in vars(c)]
         try:
             names = inspect.signature(calls[0]).parameters
@@ -303,9 +286,10 @@ class Factory:
                 problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
             elif key not in settable:
                 known = [*sorted(host_keys), *settable]
+                names = ", ".join(known) or "none"
                 problems.append(
-                    f"{where} {key}: {self.name} has no such parameter (it has:"
-                    f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
+                    f"{where} {key}: {self.name} has no such parameter (it has: {names})."
+                    f"{did_you_mean(key, known)}"
                 )
             elif key in unwritable:
                 problems.append(
@@ -365,34 +349,39 @@ class Factory:
             raise RecipeError([f"{self.name} {problem}"]) from error
 
 
-def _writable(value: Any) -> bool:
-    """Return whether TOML can express a default."""
-    if isinstance(value, list | tuple):
-        return all(map(_writable, value))
-    if isinstance(value, Mapping):
-        return all(map(_writable, value.values()))
-    return isinstance(value, bool | int | float | str | enum.Enum | PurePath)
-
-
 def _part(annotation: Any) -> tuple[Part | None, bool]:
     """Return the `Part` in a parameter's annotation, and whether the parameter takes a list."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        mark = next((extra for extra in args[1:] if isinstance(extra, Part)), None)
-        return (mark, _lists(args[0])) if mark else _part(args[0])
-    if origin in (Union, types.UnionType, list, tuple):
-        for branch in args:
-            mark, many = _part(branch)
-            if mark:
-                return mark, many or origin in (list, tuple)
-    return None, False
+    types = list(_inside(annotation))
+    mark = next((inner for inner in types if isinstance(inner, Part)), None)
+    return mark, any(get_origin(inner) in (list, tuple) for inner in types)
 
 
-def _lists(annotation: Any) -> bool:
-    """Return whether a type is a list or tuple, or may be one."""
-    union = get_origin(annotation) in (Union, types.UnionType)
-    branches = get_args(annotation) if union else (annotation,)
-    return any(get_origin(branch) in (list, tuple) for branch in branches)
+def _inside(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation, and everything that it contains."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _inside(inner)
+
+
+@cache
+def _learner(make: Any) -> Factory:
+    return Factory.read("learners", make.__name__, make)
+
+
+def check_parameters(estimator: Any) -> None:
+    """Check a scikit-learn estimator's parameters by the types in its signature.
+
+    Raises:
+        ValueError: a parameter does not fit; the message lists every problem.
+    """
+    values = {
+        key: value.tolist() if hasattr(value, "tolist") else value  # NumPy's
+        for key, value in estimator.get_params(deep=False).items()
+    }
+    make: Any = type(estimator)
+    _, problems = _learner(make).check(values, make.__name__)
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 # --- built-in parts, found without loading any plugin
@@ -426,7 +415,7 @@ def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
 # Nothing is called. The source of a class's `__init__` shows which arguments it passes to its base
 # class itself, and whether it passes on `**kwargs`.
 
-_MODULES_THAT_TAKE_NOTHING = ("torch.nn.modules.module", "typing")
+_TAKES_NOTHING = ("torch.nn.modules.module", "typing")
 """Modules whose classes' `__init__` takes no settings, whatever its signature says."""
 
 
@@ -439,13 +428,11 @@ class Reading:
             its `**kwargs`.
         hints: annotations of the parameters that have one.
         homes: the functions that define the parameters, the factory's own first.
-        loose: name of the `**kwargs` whose keys no base class names, or None.
     """
 
     parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     homes: list[Callable[..., Any]] = field(default_factory=list)
-    loose: str | None = None
 
 
 def read_signature(make: Callable[..., Any]) -> Reading:
@@ -454,18 +441,12 @@ def read_signature(make: Callable[..., Any]) -> Reading:
     for function, signature, supplied in _chain(make):
         hints = get_type_hints(function, include_extras=True)
         reading.homes.append(function)
-        reading.loose = None
-        for p in signature.parameters.values():
-            if p.kind is p.VAR_KEYWORD:
-                reading.loose = p.name
-            elif (
-                p.kind is not p.VAR_POSITIONAL
-                and p.name not in supplied
-                and p.name not in reading.parameters
-            ):
-                reading.parameters[p.name] = p
-                if p.name in hints:
-                    reading.hints[p.name] = hints[p.name]
+        for name, p in signature.parameters.items():
+            starred = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            if not starred and name not in supplied and name not in reading.parameters:
+                reading.parameters[name] = p
+                if name in hints:
+                    reading.hints[name] = hints[name]
     return reading
 
 
@@ -502,71 +483,48 @@ def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
     """Yield each function with parameters, its signature, and what subclasses pass to it."""
-    if not inspect.isclass(make):
-        yield make, inspect.signature(make), set()
-        return
-    home = getattr(make.__init__, "__module__", "")
-    if home in _MODULES_THAT_TAKE_NOTHING and "__new__" not in vars(make):
+    function: Any = make.__init__ if inspect.isclass(make) else make
+    home = getattr(function, "__module__", "")
+    if function is not make and home in _TAKES_NOTHING and "__new__" not in vars(make):
         # A class without its own __init__ takes no parameters, whatever the inherited one accepts.
-        yield make.__init__, inspect.Signature(), set()
+        yield function, inspect.Signature(), set()
         return
-    yield make.__init__, inspect.signature(make), set()
-    inits = [
-        (c, vars(c)["__init__"])
-        for c in make.__mro__
-        if inspect.isfunction(vars(c).get("__init__"))
-    ]
+    yield function, inspect.signature(make), set()
     supplied: set[str] = set()
-    for (_, function), (base, inherited) in itertools.pairwise(inits):
-        if not _takes_more(function) or base.__module__ in _MODULES_THAT_TAKE_NOTHING:
+    classes = [
+        c for c in getattr(make, "__mro__", ()) if inspect.isfunction(vars(c).get("__init__"))
+    ]
+    for derived, base in itertools.pairwise(classes):
+        keywords, positional, passes_kwargs = _passed_on(vars(derived)["__init__"])
+        if not passes_kwargs or base.__module__ in _TAKES_NOTHING:
             return
+        inherited = vars(base)["__init__"]
         signature = inspect.signature(inherited)
-        names = list(signature.parameters)[1:]
-        passed = _passed_on(function)
-        if passed is None:
-            # Without its source, assume that the class passes every argument that has no default.
-            supplied |= {
-                n for n in names if signature.parameters[n].default is inspect.Parameter.empty
-            }
-        else:
-            keywords, positional, passes_kwargs = passed
-            if not passes_kwargs:
-                return
-            supplied |= keywords | set(names[:positional])
-        yield (
-            inherited,
-            signature.replace(parameters=list(signature.parameters.values())[1:]),
-            set(supplied),
-        )
+        after_self = list(signature.parameters.values())[1:]
+        supplied |= keywords | {p.name for p in after_self[:positional]}
+        yield inherited, signature.replace(parameters=after_self), set(supplied)
 
 
-def _takes_more(function: Callable[..., Any]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-
-
-def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | None:
-    """Return what an `__init__` passes to its base class; None if its source is not available.
+def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool]:
+    """Return what an `__init__` passes to its base class.
 
     Returns:
         The keywords, the number of positional arguments, and whether `**kwargs` is passed on.
     """
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return set(), 0, False
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    keywords: set[str] = set()
-    positional, passes_kwargs = 0, False
+    except (OSError, TypeError, SyntaxError):  # a class without source
+        return set(), 0, True
+    keywords: set[str | None] = set()
+    positional = 0
     for call in ast.walk(tree):
-        if not (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr == "__init__"
-        ):
-            continue
-        arguments = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
-        if not isinstance(call.func.value, ast.Call):
-            arguments = arguments[1:]  # Base.__init__(self, …) instead of super().__init__(…)
-        keywords |= {argument.arg for argument in call.keywords if argument.arg}
-        positional = max(positional, len(arguments))
-        passes_kwargs |= any(argument.arg is None for argument in call.keywords)
-    return keywords, positional, passes_kwargs
+        match call:
+            case ast.Call(func=ast.Attribute(attr="__init__", value=owner)):
+                keywords |= {argument.arg for argument in call.keywords}
+                count = sum(not isinstance(argument, ast.Starred) for argument in call.args)
+                # Base.__init__(self, …) instead of super().__init__(…)
+                positional = max(positional, count - (not isinstance(owner, ast.Call)))
+    return {name for name in keywords if name}, positional, None in keywords

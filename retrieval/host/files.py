@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fnmatch
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -19,9 +19,6 @@ from retrieval.errors import RetrievalError
 
 if sys.platform != "win32":
     import fcntl
-
-_LOCK = ".lock"  # suffix of a scratch folder's lock file, whose content is _MARK
-_MARK = b"retrieval: the folder beside this file may be deleted when nobody holds its lock\n"
 
 
 def cache_folder() -> Path:
@@ -118,8 +115,8 @@ def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(path.parent, f".{path.name}.", ".part") as temporary:
-        temporary.chmod(0o777 & ~_umask())
         yield temporary
+        temporary.chmod(0o777 & ~_umask())
         sync_below(temporary)
         with contextlib.suppress(OSError):
             path.rmdir()  # succeeds only if the folder is empty
@@ -140,7 +137,10 @@ def rename_whole(
     elif not replace:
         raise exists_error
     elif _exchanged(finished, output):
-        # The new folder is in place, even if parts of the old one cannot be removed.
+        # The new folder is in place, even if parts of the old one cannot be removed. With these
+        # rights, `scratch_folder` removes what a crash leaves of it.
+        with contextlib.suppress(OSError):
+            finished.chmod(0o700)
         shutil.rmtree(finished, ignore_errors=True)
     else:
         # If the names cannot be exchanged, no folder has the final name for a moment. A crash at
@@ -184,11 +184,9 @@ def _umask() -> int:
 
 def _exchanged(first: Path, second: Path) -> bool:
     """Exchange two folders' names by Linux's renameat2; return False if that is not possible."""
-    if not sys.platform.startswith("linux"):
-        return False
     try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
         return False
     cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(rename(cwd, os.fsencode(first), cwd, os.fsencode(second), exchange) == 0)
@@ -198,70 +196,56 @@ def _exchanged(first: Path, second: Path) -> bool:
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """Context manager that yields an empty private folder `PREFIXxxxxxxxxSUFFIX`, then removes it.
 
-    A lock file `PREFIXxxxxxxxxSUFFIX.lock` lies beside it. The operating system releases the lock
-    when the last process that holds it ends, even by a crash. Each call first removes this user's
-    leftover folders in `parent` whose lock nobody holds and whose name has the same first
-    character and suffix.
+    This process holds a lock on the folder, which the operating system releases when the process
+    ends, even by a crash. Each call first removes this user's leftover folders in `parent` that
+    nobody holds and whose name has the same first character and suffix.
 
     Raises:
-        OSError: the folder or its lock cannot be created.
+        OSError: the folder cannot be created.
     """
-    _clear(parent, f"{prefix[:1]}*{suffix}{_LOCK}")
-    handle, name = tempfile.mkstemp(prefix=prefix, suffix=f"{suffix}{_LOCK}", dir=parent)
-    lock = Path(name)
-    path = lock.with_name(lock.name.removesuffix(_LOCK))
-    locked = _locked(handle)
+    _clear(parent, rf"{re.escape(prefix[:1])}.*[a-z0-9_]{{8}}{re.escape(suffix)}")
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
+        handle = _locked(path, wait=True)
+        # Before the lock, another process may have taken the folder for a leftover.
+        if path.is_dir():
+            break
+        _close(handle)
     try:
-        if locked:
-            os.write(handle, _MARK)  # from now on other processes may test the lock
-        else:
-            lock.unlink()
-        path.mkdir(0o700)
         yield path
     finally:
-        _remove(path)
-        os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    """Remove a scratch folder and its lock."""
-    shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        if not os.path.lexists(path):
-            path.with_name(f"{path.name}{_LOCK}").unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        _close(handle)
 
 
 def _clear(parent: Path, pattern: str) -> None:
     """Remove the scratch folders that processes left when they ended."""
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = fnmatch.filter([entry.name for entry in parent.iterdir()], pattern)
+        names = [entry.name for entry in parent.iterdir() if re.fullmatch(pattern, entry.name)]
     for name in names:
-        with contextlib.suppress(OSError):
-            handle = os.open(
-                parent / name,
-                os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0),
-            )
-            try:
-                if _ours(handle) and _locked(handle):
-                    _remove(parent / name.removesuffix(_LOCK))
-            finally:
-                os.close(handle)
+        handle = _locked(parent / name, wait=False)
+        if handle is not None:
+            status = os.fstat(handle)
+            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700:
+                shutil.rmtree(parent / name, ignore_errors=True)
+        _close(handle)
 
 
-def _ours(handle: int) -> bool:
-    """Return whether a file is a scratch folder's lock that belongs to this user."""
-    status = os.fstat(handle)
-    mine = sys.platform == "win32" or status.st_uid == os.geteuid()
-    return mine and stat.S_ISREG(status.st_mode) and os.read(handle, len(_MARK) + 1) == _MARK
-
-
-def _locked(handle: int) -> bool:
-    """Lock a file; return False if another process holds the lock or locks are not supported."""
+def _locked(folder: Path, *, wait: bool) -> int | None:
+    """Return a handle that locks a folder; None if another process does, or locks do not work."""
     if sys.platform == "win32":
-        return False
+        return None
+    handle = None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
-        return False
-    return True
+        _close(handle)
+        return None
+    return handle
+
+
+def _close(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)

@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import inspect
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -28,9 +27,6 @@ from retrieval.host import hookspecs
 
 PREFIX = "retrieval_file_plugin_"
 """Prefix of a file or folder plugin's module name, so that the plugin hides no other module."""
-
-MAX_FILES, MAX_BYTES = 1_000, 64 << 20
-"""Largest number of files and bytes of a plugin folder."""
 
 
 def is_file_plugin(item: str) -> bool:
@@ -48,17 +44,15 @@ class FilePlugin:
     def from_name(cls, item: str) -> FilePlugin:
         """Return the plugin at a path, `x.py` or `x/`."""
         path = Path(item).resolve()
-        kind = "file" if item.endswith(".py") else "folder"
-        if not (path.is_file() if kind == "file" else path.is_dir()):
-            raise PluginError(f"The plugin {kind} {item} does not exist.")
-        if kind == "folder" and not (path / "__init__.py").is_file():
-            raise PluginError(
-                f"The plugin folder {item} has no __init__.py, where its hooks belong."
-            )
+        is_file = item.endswith(".py")
+        what = f"The plugin {'file' if is_file else 'folder'} {item}"
+        if not (path.is_file() if is_file else path.is_dir()):
+            raise PluginError(f"{what} does not exist.")
+        if not (is_file or (path / "__init__.py").is_file()):
+            raise PluginError(f"{what} has no __init__.py, where its hooks belong.")
         if not path.stem.isidentifier():
             raise PluginError(
-                f"The plugin {kind} {item} must be named like a Python identifier: "
-                "its name is the plugin's name."
+                f"{what} must be named like a Python identifier: its name is the plugin's name."
             )
         return cls(path)
 
@@ -78,21 +72,13 @@ class FilePlugin:
         if not self.is_folder:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
-        size = 0
         for place, folders, names in os.walk(self.path):
             folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")))
             for name in sorted(names):
                 file = Path(place, name)
-                if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
-                    continue
-                files[file.relative_to(self.path).as_posix()] = file
-                size += file.stat().st_size
-                if len(files) > MAX_FILES or size > MAX_BYTES:
-                    raise PluginError(
-                        f"The plugin folder {self.path} holds more than {MAX_FILES:,} files or "
-                        f"{MAX_BYTES >> 20} MB, all of which would be copied into each run. "
-                        "Keep data elsewhere."
-                    )
+                hidden = name.startswith(".") or name.endswith((".pyc", ".tmp"))
+                if not hidden and file.is_file():
+                    files[file.relative_to(self.path).as_posix()] = file
         return files
 
     @cached_property
@@ -139,22 +125,12 @@ class FilePlugin:
         top = (error.name or "").partition(".")[0]
         home = self.path if self.is_folder else self.path.parent
         beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
-        if not top or not (beside or top == self.name):
-            return
-        if self.is_folder:
-            advice = (
-                "is a module of its own. A folder's modules import each other relatively: write"
-                f" `from . import …` or `from .{top} import …`."
-            )
-        else:
-            advice = (
-                f"lies beside it. A plugin file stands alone: make a folder {self.name}/ of both,"
-                f" with {self.path.name} as its __init__.py, and write `from . import {top}`."
-            )
-        kind = "folder" if self.is_folder else "file"
-        raise PluginError(
-            f"The plugin {kind} {self.path} imports '{error.name}', which {advice}"
-        ) from error
+        if top and (beside or top == self.name):
+            first = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
+            raise PluginError(
+                f"The plugin {self.path} imports '{error.name}', its neighbour, absolutely."
+                f" {'Write' if self.is_folder else first} `from . import {top}`."
+            ) from error
 
     def copy(self, folder: Path) -> Path:
         """Copy the plugin into a folder atomically, replacing an earlier copy; return its path."""
@@ -195,6 +171,11 @@ class PluginSource:
     plugin: str
     origin: str
 
+    @property
+    def what(self) -> str:
+        """The plugin with its origin, as the beginning of a sentence."""
+        return f"The plugin '{self.plugin}' ({self.origin})"
+
 
 def name_of(item: str) -> PluginSource:
     """Return the plugin name of a file, folder or module, and a description of its origin."""
@@ -211,22 +192,22 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
     except PluginError:
         raise
     except (Exception, SystemExit) as error:
-        place = ""
-        for frame in traceback.extract_tb(error.__traceback__):
-            # Skip frames of the import machinery itself.
-            if not frame.filename.startswith("<") and frame.filename != importlib.__file__:
-                place = f" ({frame.filename}, line {frame.lineno})"
-        if isinstance(error, SyntaxError):
-            place = f" ({error.filename}, line {error.lineno})"
+        # Frames of the import machinery itself are skipped.
+        frames: list[tuple[str | None, int | None]] = [
+            (frame.filename, frame.lineno)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith("<") and frame.filename != importlib.__file__
+        ]
+        frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
+        place = f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) cannot be imported:"
-            f" {reason(error)}{place}. Correct it, or leave it out with"
-            f" RETRIEVAL_BLOCK={source.plugin}."
+            f"{source.what} cannot be imported: {reason(error)}{place}. Correct it, or leave it out"
+            f" with RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) is an object of type"
-            f" {type(module).__name__}; its entry point must name a module."
+            f"{source.what} is an object of type {type(module).__name__}; its entry point must name"
+            " a module."
         )
     return module
 
@@ -238,8 +219,7 @@ def import_extra(item: str) -> ModuleType:
     try:
         return importlib.import_module(item)
     except (ModuleNotFoundError, TypeError, ValueError) as error:
-        missing = getattr(error, "name", item)
-        if missing not in (item, item.partition(".")[0]):
+        if getattr(error, "name", item) not in (item, item.partition(".")[0]):
             raise  # the module exists, but one of its imports is missing
         raise PluginError(
             f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"
@@ -253,38 +233,28 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     A plugin that is not installed must mark at least one hook.
     """
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
-    marks = 0
-    for name, value in list(vars(module).items()):
-        marked = getattr(value, "retrieval_impl", None)
-        if isinstance(marked, dict):
-            marks += 1
-            hook = marked.get("specname") or name
-            if hook not in hooks:
-                raise PluginError(
-                    f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and"
-                    f" there is no such hook.{did_you_mean(hook, hooks)}"
-                )
-        elif name in hooks and inspect.isfunction(value):
+    marks = {
+        name: value.retrieval_impl.get("specname") or name
+        for name, value in list(vars(module).items())
+        if isinstance(getattr(value, "retrieval_impl", None), dict)
+    }
+    for hook in marks.values():
+        if hook not in hooks:
             raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
-                " @retrieval.plugin.hookimpl above it, so it would never be called. Add that line,"
-                " or rename the function."
+                f"{source.what} marks '{hook}' as a hook, and there is no such hook."
+                f"{did_you_mean(hook, hooks)}"
+            )
+    for name in hooks:
+        if name not in marks and inspect.isfunction(vars(module).get(name)):
+            raise PluginError(
+                f"{source.what} defines {name} without @retrieval.plugin.hookimpl above it, so it"
+                " would never be called. Add that line, or rename the function."
             )
     if not marks and source.origin.startswith(("file ", "folder ", "module ")):
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) marks no hook, so it offers nothing."
-            " Define a function such as retrieval_losses, with @retrieval.plugin.hookimpl above it."
+            f"{source.what} marks no hook, so it offers nothing. Define a function such as"
+            " retrieval_losses, with @retrieval.plugin.hookimpl above it."
         )
-
-
-def misfit(error: Exception) -> str:
-    """Return pluggy's error about a hook with wrong parameters as the end of a sentence."""
-    definition = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
-    if not definition:
-        return " ".join(str(error).split()).rstrip(".")
-    parameters = inspect.signature(getattr(hookspecs, definition[1])).parameters
-    name, defined = definition.groups()
-    return f"it defines {name}{defined}, and the host calls {name}({', '.join(parameters)})"
 
 
 def reason(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +58,29 @@ def lazy(
         return value
 
     return getter, lambda: sorted({*home, *modules, *vars(sys.modules[package])})
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a module's `__getattr__`, `__dir__` and `__all__`, read from its own source.
+
+    Its block `if TYPE_CHECKING:` imports the names (`from m import X as X`), which are imported
+    here on first use. `modules` maps further names to modules.
+    """
+    import ast
+
+    source = Path(sys.modules[package].__file__ or "").read_text(encoding="utf-8")
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    block = next(node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
+    homes = {
+        name.name: f"{node.module}:{name.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.asname  # X as X
+    }
+    return *lazy(package, homes, modules), sorted({*homes, *(modules or ())})
 
 
 def how_to_have(module: str) -> str:

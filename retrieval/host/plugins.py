@@ -6,14 +6,13 @@ or modules that a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` exclu
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import date, time
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -25,13 +24,19 @@ from retrieval.host.importing import (
     PluginSource,
     import_extra,
     import_plugin,
-    misfit,
     name_of,
     reason,
     refuse_misspelt,
 )
 from retrieval.host.plugin_calls import calling
-from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, require_objects
+from retrieval.host.python_parts import (
+    OBJECT,
+    is_object,
+    is_part,
+    missing,
+    object_plugin,
+    require_objects,
+)
 
 GROUP = "retrieval"
 TRAINING_MODULES = ("torch", "torchvision", "pytorch_metric_learning", "sklearn")
@@ -97,12 +102,10 @@ class Plugins:
             if (kind, owner) not in self._offers:
                 try:
                     offers = _offers(owner, kind, impl.function)
-                    named: dict[str, Any] = {
-                        f"{owner}.{short}": (short, make) for short, make in offers.items()
-                    }
+                    named = {f"{owner}.{short}": make for short, make in offers.items()}
+                    self._offers[kind, owner] = named
                 except PluginError as error:
-                    named = {owner: error}
-                self._offers[kind, owner] = named
+                    self._offers[kind, owner] = {owner: error}
             offered |= self._offers[kind, owner]
         return offered
 
@@ -110,11 +113,13 @@ class Plugins:
         """Return the factory with a full name, or the error that disables it; cached."""
         if (kind, name) not in self._read:
             plugin = name.partition(".")[0]
-            offer = self._offered(kind, plugin)[name]
+            make = self._offered(kind, plugin)[name]
             try:
-                if isinstance(offer, PluginError):
-                    raise offer
-                self._read[kind, name] = Factory.read(kind, name, _offer(plugin, kind, *offer))
+                if isinstance(make, PluginError):
+                    raise make
+                if isinstance(make, str):
+                    make = _guarded(plugin, kind, partial(resolve_name, make))
+                self._read[kind, name] = Factory.read(kind, name, make)
             except PluginError as error:
                 self._read[kind, name] = error
         return self._read[kind, name]
@@ -122,7 +127,7 @@ class Plugins:
     def full_name(self, kind: str, name: str) -> str:
         """Return a built-in part's full name, such as `core.flat` for `flat`; others unchanged."""
         whole = f"{BUILT_IN}.{name}"
-        return whole if kind in SHORT and whole in self.factories(kind) else name
+        return whole if kind in SHORT and self.named(kind, whole) else name
 
     def find(self, kind: str, name: str) -> Factory:
         """Return a factory by its full name; for kinds in `SHORT` also by a built-in's short name.
@@ -130,40 +135,38 @@ class Plugins:
         Raises:
             PluginError: no factory has the name, or it is disabled.
         """
+        name = self.full_name(kind, name)
         if (factory := self.named(kind, name)) is not None:
             return factory
-        known, wrong = self.factories(kind), self.disabled(kind)
-        name = self.full_name(kind, name)
-        if name in known:
-            return known[name]
-        plugin = name.partition(".")[0]
         if is_object(name):
             raise PluginError(missing(kind, name))
-        if name in wrong or plugin in wrong:
-            raise PluginError(wrong.get(name) or wrong[plugin])
+        known, disabled = self.factories(kind), self.disabled(kind)
+        if fault := disabled.get(name) or disabled.get(name.partition(".")[0]):
+            raise PluginError(fault)
         hint = self._hint(kind, name, known)
         hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
     def _hint(self, kind: str, name: str, known: Mapping[str, Factory]) -> str:
         """Return a suggestion, as a sentence or "", for a name that no factory has."""
-        plugin, loaded = name.partition(".")[0], sorted(s.plugin for s in self.sources)
-        if "." in name and plugin not in loaded:
+        plugin, dot, _ = name.partition(".")
+        loaded = sorted(source.plugin for source in self.sources)
+        if dot and plugin not in loaded:
             names = f"(loaded: {', '.join(loaded)})"
             return f" No plugin '{plugin}' is loaded {names}.{did_you_mean(name, known)}"
+        if dot:
+            kinds = [KINDS[k] for k in KINDS if k != kind and self.named(k, name)]
+            return did_you_mean(name, known) or (f" '{name}' is a {kinds[0]}." if kinds else "")
         if namesakes := sorted(full for full in known if full.endswith(f".{name}")):
             return f" Did you mean {' or '.join(map(repr, namesakes))}?"
         short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
-        hint = did_you_mean(name, known if "." in name else dict.fromkeys([*short, *known]))
-        for other in KINDS if not hint else ():
-            if other != kind and name in self.factories(other):
-                hint = f" '{name}' is a {KINDS[other]}."
+        hint = did_you_mean(name, [*short, *known])
         with_model = [
             full
             for full, factory in known.items()
             if any(p.name == "model" and p.required for p in factory.parameters)
         ]
-        if with_model and "." not in name:
+        if with_model:
             hint += (
                 f' {" and ".join(with_model)} take a model by its name: name = "{with_model[-1]}",'
                 f' model = "{name}".'
@@ -230,26 +233,22 @@ class Plugins:
         known = known or {}
         table = _table(values) or {}
         factory = self.find(kind, str(table.get("name")))
-        checked, problems = factory.check(
-            {k: v for k, v in table.items() if k != "name"}, f"[{KINDS[kind]}]"
-        )
+        own = {k: v for k, v in table.items() if k != "name"}
+        checked, problems = factory.check(own, f"[{KINDS[kind]}]")
         if problems:
             raise RecipeError(problems)
         for p in factory.parameters:
             if p.from_host and known.get(p.name) is not None:
                 checked[p.name] = known[p.name]
             elif p.part and p.required and p.name not in checked:
-                raise RecipeError(
-                    [
-                        f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has"
-                        " no default."
-                    ]
-                )
+                raise RecipeError(f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}).")
             elif p.part and p.name in checked:
+                widths = checked.get(p.per_width, []) if p.per_width else []
+                contexts = [*({**known, "embedding_size": width} for width in widths), known]
                 parts = [
                     self.build(p.part, part, context)
                     for _, part in _parts(p, checked[p.name], p.name)
-                    for context in _widths(p, checked, known)
+                    for context in contexts
                 ]
                 checked[p.name] = parts if p.many or p.per_width else parts[0]
             elif p.by_host and p.default is inspect.Parameter.empty:
@@ -269,29 +268,6 @@ def _offers(plugin: str, kind: str, function: Callable[[], Any]) -> Mapping[Any,
             " return {name: factory}."
         )
     return offers
-
-
-def _offer(plugin: str, kind: str, short: Any, make: Any) -> Any:
-    """Return the factory that a plugin offers; `MODULE:NAME` text is imported."""
-    hook = f"retrieval_{kind}"
-    if isinstance(make, str):
-        module, _, attribute = make.partition(":")
-        if not (module and attribute):
-            raise PluginError(
-                f"The plugin '{plugin}' offers the text '{make}' in {hook}; write it as"
-                " MODULE:NAME, such as acme.losses:Margin."
-            )
-        make = _guarded(plugin, kind, lambda: getattr(importlib.import_module(module), attribute))
-    if not (isinstance(short, str) and short.isidentifier()):
-        raise PluginError(
-            f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier."
-        )
-    if not callable(make):
-        raise PluginError(
-            f"The plugin '{plugin}' offers '{short}' in {hook} with a factory of type"
-            f" {type(make).__name__}, which cannot be called."
-        )
-    return make
 
 
 def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
@@ -316,21 +292,6 @@ def _table(values: Any) -> dict[str, Any] | None:
     if isinstance(values, str):
         return {"name": values}
     return dict(values) if isinstance(values, Mapping) else None
-
-
-def is_part(value: Any) -> bool:
-    """Return whether a value is a part itself, not the part's name or table or a TOML value."""
-    return not isinstance(
-        value, str | bytes | int | float | Mapping | list | tuple | date | time | None
-    )
-
-
-def _widths(
-    p: Parameter, checked: Mapping[str, Any], known: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    """Return the host's values for each part of a parameter: for every width, then the whole."""
-    widths = checked.get(p.per_width, []) if p.per_width else []
-    return [*({**known, "embedding_size": width} for width in widths), known]
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
@@ -360,20 +321,14 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     sources: list[PluginSource] = []
 
     def register(source: PluginSource, module: ModuleType) -> None:
-        other = manager.get_name(module)
-        if other:
-            raise PluginError(
-                f"The {source.origin} is loaded already, as the plugin '{other}'. Name its parts"
-                f" '{other}.…', and leave the {source.origin} out."
-            )
+        if other := manager.get_name(module):
+            raise PluginError(f"{source.what} is loaded already, as '{other}'. Leave it out.")
         refuse_misspelt(source, module)
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
-            raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks:"
-                f" {misfit(error)}."
-            ) from error
+            text = " ".join(str(error).split()).rstrip(".")
+            raise PluginError(f"{source.what} cannot be registered: {text}.") from error
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
@@ -458,20 +413,18 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
     plural = _plural(kind)
     plugins = load_plugins()
     factory = plugins.find(plural, name)
-    requested = {p.name: p for p in factory.parameters if p.by_host}
-    from_host = {key: parameters[key] for key in requested if key in parameters}
-    table = {"name": name} | {
-        key: value for key, value in parameters.items() if key not in from_host
-    }
+    by_host = [p for p in factory.parameters if p.by_host]
+    known = {p.name: parameters.pop(p.name) for p in by_host if p.name in parameters}
+    table = {"name": name, **parameters}
     problems = plugins.check(plural, table, f"[{KINDS[plural]}]")
     problems += [
-        f"[{KINDS[plural]}] {key}: is required ({GIVEN[key]})."
-        for key, p in requested.items()
-        if p.default is inspect.Parameter.empty and key not in from_host
+        f"[{KINDS[plural]}] {p.name}: is required ({GIVEN[p.name]})."
+        for p in by_host
+        if p.default is inspect.Parameter.empty and p.name not in known
     ]
     if problems:
         raise RecipeError(problems, f"create({kind!r}, {name!r}, …)")
-    return plugins.build(plural, table, from_host)
+    return plugins.build(plural, table, known)
 
 
 def _plural(kind: str) -> str:

@@ -47,6 +47,11 @@ def object_name(value: Any) -> str:
     return f"{OBJECT}.{short if short.isidentifier() else 'made'}"
 
 
+def is_part(value: Any) -> bool:
+    """Return whether a value is a part itself, not the part's name or table or a TOML value."""
+    return not isinstance(value, _PLAIN)
+
+
 def is_object(name: str) -> bool:
     """Return whether a part's name stands for a Python object."""
     return name.startswith(f"{OBJECT}.")
@@ -64,11 +69,7 @@ def missing(kind: str, name: str) -> str:
 
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Python objects among a recipe's parts, by table."""
-    return {
-        name: tables[name]
-        for name in COMPONENTS
-        if name in tables and not isinstance(tables[name], _PLAIN)
-    }
+    return {name: tables[name] for name in COMPONENTS if is_part(tables.get(name))}
 
 
 def require_objects(objects: Mapping[str, Any]) -> None:

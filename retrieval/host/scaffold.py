@@ -89,10 +89,9 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
             f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as"
             " acme."
         )
-    if name in installed_plugins():
+    if origin := installed_plugins().get(name):
         raise PluginError(
-            f"A plugin '{name}' is installed already ({installed_plugins()[name]}). Choose another"
-            " name."
+            f"A plugin '{name}' is installed already ({origin}). Choose another name."
         )
     folder = output or Path(f"retrieval-{name}")
     occupied = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")

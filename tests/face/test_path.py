@@ -20,9 +20,8 @@ def index(bundle, photos, tmp_path):
 def test_what_comes_back_says_what_it_is(trained, bundle, index, photos):
     said = [repr(trained), repr(bundle), repr(index)]
     assert index.summary is not None and index.summary.count == len(index) == 60
-    assert (
-        "core.digits, core.convnet, pml.triplet_margin" in said[0] and str(trained.path) in said[0]
-    )
+    parts = "core.digits, core.convnet, pml.triplet_margin"
+    assert parts in said[0] and str(trained.path) in said[0]
     assert "images of 1 × 8 × 8 to vectors of 16" in said[1]
     assert "60 items" in said[2] and "vectors of 16" in said[2]
     assert all(text.count("\n") <= 1 and len(text) < 300 for text in said)
@@ -94,9 +93,8 @@ def test_a_side_is_encoded_in_the_order_of_its_labels(trained):
         found, labels = trained.encode(side, progress=False), trained.labels(side)
         assert len(found) == len(labels) > 0
     items = trained.splits.query[:4]
-    assert trained.labels("gallery")[:4].tolist() == [
-        trained.dataset.labels[item] for item in items
-    ]
+    labels = [trained.dataset.labels[item] for item in items]
+    assert trained.labels("gallery")[:4].tolist() == labels
     images = [trained.dataset[int(item)] for item in items]
     assert trained.encode(images, progress=False) == pytest.approx(found[:4], abs=1e-6)
 
@@ -148,17 +146,6 @@ def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_p
     assert any(line.startswith("epoch 1: loss") for line in lines)
 
 
-def test_each_step_of_a_run_tells_its_own_progress(trained):
-    for step, options in (
-        (trained.evaluate, {}),
-        (trained.verify, {"draw": 40, "folds": 2}),
-        (trained.encode, {"images": "test"}),
-    ):
-        told: list[tuple[str, int, int]] = []
-        step(progress=lambda *words, told=told: told.append(words), **options)
-        assert any(done == total > 0 for _, done, total in told), step
-
-
 def test_progress_is_told_to_a_function(cache, photos, tmp_path):
     told = []
     whole_path(tmp_path, photos, lambda *step: told.append(step))
@@ -171,15 +158,10 @@ def test_a_query_is_whatever_encode_takes(index, photos):
     file = next(photos.glob("3/*.png"))
     pixels = np.array(Image.open(file))
     nearest = index.search(file, k=1)[0].id
-    for query in (
-        pixels / 255,
-        torch.from_numpy(pixels)[None],
-        torch.from_numpy(pixels).float() / 255,
-        np.stack([pixels] * 3, axis=2) / 255,
-        torch.from_numpy(index.bundle.encode_image(file).vector[0]),
-    ):
-        assert index.search(query, k=1)[0].id == nearest
     tensor = torch.from_numpy(pixels)[None]
+    vector = torch.from_numpy(index.bundle.encode_image(file).vector[0])
+    for query in (pixels / 255, tensor, tensor.float() / 255, vector):
+        assert index.search(query, k=1)[0].id == nearest
     for queries in ([tensor, pixels], tensor[None].expand(2, -1, -1, -1), pixels[None, ..., None]):
         answers = index.search(queries, k=1)
         assert len(answers) == len(queries) and {hits[0].id for hits in answers} == {nearest}

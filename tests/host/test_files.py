@@ -154,35 +154,23 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp
 
 
 def test_nothing_else_is_cleared(tmp_path):
-    elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
-    (elsewhere / "kept").write_text("x")
-    with scratch_folder(tmp_path, ".a.", ".part") as path:
-        mark = path.with_name(f"{path.name}.lock").read_bytes()
-    for name in (".a.12345678.part", ".a.23456789.part", ".a.34567890.other"):
-        (tmp_path / name).mkdir()
+    for name in ("elsewhere", ".a.34567890.other", ".a.part", ".a.45678901.part"):
+        (tmp_path / name).mkdir(0o700)
         (tmp_path / name / "kept").write_text("x")
-    (tmp_path / ".a.23456789.part.lock").write_text('{"pid": 1}')
-    (tmp_path / ".a.34567890.other.lock").write_bytes(mark)
-    (elsewhere / "mark").write_bytes(mark)
-    (tmp_path / ".a.12345678.part.lock").symlink_to(elsewhere / "mark")
-    (tmp_path / ".a.45678901.part").symlink_to(elsewhere)
-    (tmp_path / ".a.45678901.part.lock").write_bytes(mark)
-    os.mkfifo(tmp_path / ".a.56789012.part.lock")
-    before = names(tmp_path)
+    (tmp_path / ".a.45678901.part").chmod(0o755)  # somebody's own
+    (tmp_path / ".a.12345678.part").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".a.23456789.part").write_text("a file")
+    os.mkfifo(tmp_path / ".a.56789012.part")
+    if os.geteuid() == 0:  # another user's
+        (tmp_path / ".a.67890123.part").mkdir(0o700)
+        os.chown(tmp_path / ".a.67890123.part", 12345, 12345)
+    before = sorted(tmp_path.rglob("*"))
     with scratch_folder(tmp_path, ".b.", ".part"):
         pass
-    assert names(tmp_path) == before
-    assert (elsewhere / "kept").is_file()
-    folders = [tmp_path / name for name in before if name[0] == "." and (tmp_path / name).is_dir()]
-    assert all((folder / "kept").is_file() for folder in folders)
-    if os.geteuid() == 0:  # another user's lock
-        (tmp_path / ".a.67890123.part").mkdir()
-        lock = tmp_path / ".a.67890123.part.lock"
-        lock.write_bytes(mark)
-        os.chown(lock, 12345, 12345)
-        with scratch_folder(tmp_path, ".b.", ".part"):
-            pass
-        assert lock.exists() and (tmp_path / ".a.67890123.part").is_dir()
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / ".a.78901234.part").mkdir(0o700)
+    with scratch_folder(tmp_path, ".b.", ".part"):
+        assert not (tmp_path / ".a.78901234.part").exists()
 
 
 HOLDER = """

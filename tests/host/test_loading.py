@@ -148,12 +148,7 @@ def test_missing_and_misnamed_files_and_modules(tmp_path):
             ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
         ),
         ("@hookimpl", "", ["retrieval_losses without @retrieval.plugin.hookimpl"]),
-        ("losses():", "losses(recipe):", ["retrieval_losses(recipe)", "calls retrieval_losses()"]),
-        (
-            "losses():",
-            "run_end(run, epochs):",
-            ["(run, epochs)", "retrieval_run_end(run, metrics)"],
-        ),
+        ("losses():", "run_end(run, epochs):", ["(run, epochs)", "{'epochs'} are declared"]),
     ],
 )
 def test_hooks_that_do_not_fit(tmp_path, old, new, words):
@@ -169,7 +164,7 @@ def test_one_name_for_two_plugins_and_one_module_under_two_names(tmp_path, insta
     assert "Two plugins are called 'core'" in refused(write(tmp_path, "core.py", LOSS))
     install(tmp_path, "retrieval-once", "once", "host_once", LOSS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert "loaded already, as the plugin 'once'" in refused("host_once")
+    assert "is loaded already, as 'once'" in refused("host_once")
 
 
 def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
@@ -184,11 +179,9 @@ def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
     ("body", "words"),
     [
         ("return [1]", ["'gives'", "returned list from retrieval_losses"]),
-        ("return {'x': 3}", ["'gives'", "'x'", "factory of type int"]),
-        ("return {'no-name': print}", ["'no-name'", "Python identifier"]),
-        ("return {3: print}", ["offers 3"]),
+        ("return {'x': 3}", ["'gives.x'", "object of type int; a factory is a class"]),
         ("return 1 / 0", ["failed in retrieval_losses", "ZeroDivisionError: division by zero"]),
-        ("return {'x': 'json'}", ["'json'", "MODULE:NAME"]),
+        ("return {'x': 'json'}", ["'gives.x'", "object of type module"]),
         ("return {'x': 'surely_not_installed:Loss'}", ["'gives'", "surely_not_installed"]),
         ("return {'x': 'json:Loss'}", ["'gives'", "'json'", "'Loss'"]),
         ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),

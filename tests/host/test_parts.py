@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.errors import PluginError, RecipeError
-from retrieval.host.factory import KINDS
 from retrieval.serving.store.address import Address
 
 ADDRESS = Address("shelf://here", "shelf", "here")
 GIVEN = {"embedding_size": 8, "classes": 3, "features": 5, "address": ADDRESS}
 FIXED = "everything.fixed"
-
-
-def test_one_of_every_kind_is_found_checked_and_built(everything):
-    values = {"items": {"count": 2}, "margin": {"scale": 2}, "cosine": {"weight": 2}}
-    values |= {"centre": {"mode": "median"}, "scan": {"block": 3}, "shelf": {"timeout": 3}}
-    values |= {"euclidean": {"p": 1}, "lp": {"p": 1}}
-    kinds = set()
-    for kind in KINDS:
-        for name in everything.factories(kind):
-            plugin, _, short = name.partition(".")
-            if plugin != "everything" or short == "several":
-                continue
-            table = {"name": name, **values.get(short, {})}
-            assert everything.check(kind, table, "[x]") == []
-            made = everything.build(kind, table, GIVEN)
-            assert made is not None and (short != "fixed" or made.shape == (3, 8))
-            kinds.add(kind)
-    assert set(KINDS) - kinds == {"samplers", "augmentations"}
 
 
 def test_parts_within_parts_and_lists_of_parts(everything):
@@ -76,21 +55,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
         assert problem.startswith(place) and words in problem
 
 
-def test_a_required_part_that_is_missing(everything):
-    table = {"name": "everything.several"}
-    missing = ["[loss] losses: is required (a loss list)."]
-    assert everything.check("losses", table, "[loss]") == missing
-    with pytest.raises(RecipeError, match="is required"):
-        everything.build("losses", table, GIVEN)
-
-
 def test_the_host_s_distance_goes_before_the_default(everything):
     distance = LpDistance(p=7)
     table = {"name": "everything.margin", "scale": 1}
     assert everything.build("losses", table, {**GIVEN, "distance": distance}).distance is distance
-
-
-def test_what_the_host_does_not_know_is_said(everything):
-    says = r"everything\.fixed asks the host for 'classes' \(number of training classes\)"
-    with pytest.raises(PluginError, match=says):
-        everything.build("losses", FIXED, {"embedding_size": 3})

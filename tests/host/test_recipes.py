@@ -26,13 +26,6 @@ def with_changes(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
     return {k: v for k, v in {**table, **changes}.items() if v is not None}
 
 
-def test_a_right_recipe_has_no_problem(table):
-    recipe = check_recipe(table)
-    assert recipe.loss.table == table["loss"] and not recipe.backbone.frozen
-    assert recipe.phases[0].epochs == recipe.train.epochs == 10
-    assert recipe.loaded.find("losses", "everything.margin")
-
-
 STEP = {"name": "StepLR", "options": {"step_size": 2}}
 MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
@@ -292,25 +285,6 @@ def test_a_recipe_survives_writing_and_reading(name, data, loss, options, phases
     assert to_toml(again) == to_toml(recipe)
 
 
-def test_only_what_was_set_is_written():
-    recipe = Tables(data={"name": "a"}, backbone={"name": "b"}, seed=0)
-    written = {"seed": 0, "data": {"name": "a"}, "backbone": {"name": "b"}}
-    assert tomllib.loads(to_toml(recipe)) == written
-
-
-def test_a_recipe_file_and_its_written_form_check_alike(tmp_path, table):
-    table["loss"]["reducer"] = {"name": "everything.mean", "pad": {"name": "everything.lp", "p": 1}}
-    table |= {"name": "é漢🎉", "split": {"by": "class", "test": [1, "b"]}}
-    table |= {"head": {"hidden": [3, 4]}, "augmentation": {"crop_scale": (0.2, 1.0)}}
-    named = Phase(name='a "b" \\ c\n', train=["head"], epochs=2)
-    tables = Tables(**table, phase=[named, Phase(lr=1e-7)])
-    (tmp_path / "first.toml").write_text(to_toml(tables), encoding="utf-8")
-    recipe = read_recipe(tmp_path / "first.toml")
-    (tmp_path / "second.toml").write_text(to_toml(recipe), encoding="utf-8")
-    assert read_recipe(tmp_path / "second.toml") == recipe
-    assert recipe.augmentation.crop_scale == (0.2, 1.0) and recipe.phase[1].lr == 1e-7
-
-
 @given(VALUES)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_values_in_snippets_and_sentences_are_toml(value):
@@ -322,25 +296,17 @@ def test_values_in_snippets_and_sentences_are_toml(value):
     ("text", "expected"),
     [
         ("seed=5", {"seed": 5}),
-        ("name=run two", {"name": "run two"}),
         ("name='quoted'", {"name": "quoted"}),
         ("name=a=b", {"name": "a=b"}),
         ("name=", {"name": ""}),
         ("loss.margin = 0.5", {"loss": {"name": "x", "margin": 0.5}}),
-        ("loss.name=pml.circle", {"loss": {"name": "pml.circle"}}),
         ("loss.reducer.name=pml.mean", {"loss": {"name": "x", "reducer": {"name": "pml.mean"}}}),
-        (
-            'loss.reducer={ name = "pml.mean" }',
-            {"loss": {"name": "x", "reducer": {"name": "pml.mean"}}},
-        ),
-        ("head.hidden=[64, 32]", {"head": {"hidden": [64, 32]}}),
-        ('split.test=["a", "b"]', {"split": {"test": ["a", "b"]}}),
+        ('split.test=["a", 2]', {"split": {"test": ["a", 2]}}),
         ("optimizer.lr=1e-3", {"optimizer": {"lr": 0.001}}),
         ("backbone.frozen=true", {"backbone": {"frozen": True}}),
         ("backbone.frozen=True", {"backbone": {"frozen": "True"}}),
         ("phase.1.epochs=3", {"phase": [{"epochs": 1, "train": ["head"]}, {"epochs": 3}]}),
         ("phase.0.train.0=loss", {"phase": [{"epochs": 1, "train": ["loss"]}, {"epochs": 2}]}),
-        ("name=a\nseed=3", {"name": "a\nseed=3"}),
         ("name='a'\nseed=3", {"name": "'a'\nseed=3"}),
         ("name=a # b", {"name": "a # b"}),
     ],
@@ -363,9 +329,7 @@ def test_the_last_set_of_a_key_counts():
     ("text", "problem"),
     [
         ("=3", "write it as table.key=value."),
-        ("a..b=3", "write it as table.key=value."),
         ("name.x=3", 'name is "run", not a table, so no key can be set in it.'),
-        ("phase.5.epochs=3", "phase has 1 entry, numbered from 0; '5' is none of them."),
         ("phase.first.epochs=3", "phase has 1 entry, numbered from 0; 'first' is none of them."),
         ("phase.epochs=3", "by the entry's number, as in phase.0.epochs=…"),
         ("phases.0.epochs=3", "the recipe has no list 'phases'."),

@@ -97,7 +97,6 @@ def test_show_gives_hints_and_lines_to_paste(styles):
     for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
         assert f"  - {hint}" in text
     assert "Hints" not in show_text(styles, "everything.margin")
-    assert "nothing says what '**kwargs' takes" in show_text(styles, "styles.angular")
 
 
 FAULTY = '''
@@ -111,7 +110,7 @@ class Good:
 def bad(a, /):
     """A loss."""
 
-retrieval_losses = hookimpl(lambda: {"good": Good, "bad": bad, "three": 3, "no-name": Good})
+retrieval_losses = hookimpl(lambda: {"good": Good, "bad": bad, "three": 3})
 
 @hookimpl
 def retrieval_miners():
@@ -135,7 +134,7 @@ def test_a_fault_disables_its_factory_and_nothing_else(tmp_path, cli):
     assert "takes its parameter 'a' by position only" in bad
     said = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
     assert f"  faulty: {said}" in listed.out
-    assert "factory of type int" in listed.out and "'no-name'" in listed.out
+    assert "object of type int" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)

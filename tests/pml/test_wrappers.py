@@ -118,14 +118,6 @@ class TestCrossBatchMemory:
                     with pytest.raises(RecipeError, match="accepts a reference set"):
                         make("cross_batch_memory", loss=name)
 
-    def test_enqueue_mask(self):
-        ours = make("cross_batch_memory", loss="pml.triplet_margin", memory_size=20)
-        theirs = upstream.CrossBatchMemory(upstream.TripletMarginLoss(), 6, 20)
-        for x, y in batches(4):
-            mask = torch.arange(8) < 4
-            expected = theirs(x[:, :6], y, enqueue_mask=mask).item()
-            assert ours(x[:, :6], y, enqueue_mask=mask).item() == pytest.approx(expected)
-
     def test_sentences(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
         with pytest.raises(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,13 +16,10 @@ from retrieval.plugin import (
     Combiner,
     Dataset,
     Generator,
-    IndexBackend,
     Part,
     hookimpl,
     traits,
 )
-from retrieval.serving.store.address import Address
-from retrieval.serving.store.local import LocalPlace
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]
@@ -170,35 +165,6 @@ class Best:
         return matches[:, 0].astype(np.float64)
 
 
-class Scan(IndexBackend):
-    """A plain scan."""
-
-    def __init__(self, block: int = 100) -> None:
-        self.block = block
-
-    def build(self, vectors: Any, report: Any) -> None:
-        self.vectors = vectors
-
-    def search(self, queries: Any, k: int) -> Any:
-        distances = np.linalg.norm(queries[:, None] - self.vectors[None], axis=-1)
-        rows = distances.argsort(axis=1)[:, :k]
-        return np.take_along_axis(distances, rows, axis=1), rows
-
-    def save(self, path: Path) -> None:
-        path.write_bytes(self.vectors.tobytes())
-
-    def load(self, path: Path, vectors: Any) -> None:
-        self.vectors = vectors
-
-
-class Shelf(LocalPlace):
-    """A folder, as a store of its own."""
-
-    def __init__(self, address: Address, timeout: int = 1) -> None:
-        super().__init__(address)
-        self.timeout = timeout
-
-
 retrieval_backbones = hookimpl(lambda: {"same": Same})
 retrieval_datasets = hookimpl(lambda: {"items": Items})
 retrieval_losses = hookimpl(lambda: {"margin": Margin, "fixed": Fixed, "several": Several})
@@ -207,31 +173,6 @@ retrieval_generators = hookimpl(lambda: {"middle": Middle})
 retrieval_combiners = hookimpl(lambda: {"cosine": Cosine})
 retrieval_learners = hookimpl(lambda: {"centre": Centre})
 retrieval_metrics = hookimpl(lambda: {"best": Best})
-retrieval_indexes = hookimpl(lambda: {"scan": Scan})
-retrieval_stores = hookimpl(lambda: {"shelf": Shelf})
 retrieval_distances = hookimpl(lambda: {"euclidean": euclidean})
 retrieval_reducers = hookimpl(lambda: {"mean": mean})
 retrieval_regularizers = hookimpl(lambda: {"lp": lp})
-
-
-class Silent:
-    """A tracker that keeps nothing."""
-
-    def __init__(self) -> None:
-        """Keep nothing."""
-
-    def begin(self, run: Any) -> tuple[str, str]:
-        return "key", "nowhere"
-
-    def log(self, metrics: Mapping[str, float], epoch: int | None) -> None: ...
-
-    def table(self, title: str, rows: Any) -> None: ...
-
-    def end(self, how: str) -> None: ...
-
-
-retrieval_trackers = hookimpl(lambda: {"silent": Silent})
-
-
-@hookimpl
-def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None: ...
