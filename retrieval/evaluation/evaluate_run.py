@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.floating[Any]]
 Rows = NDArray[np.int64]
 
-# Ranks, and most queries, of `CandidateStep.overlap_at_10`.
-OVERLAP_AT = 10
-OVERLAP_QUERIES = 1000
-
 
 @dataclass(frozen=True)
 class CandidateStep:
@@ -49,7 +45,7 @@ class CandidateStep:
 
     Attributes:
         overlap_at_10: for some numbers of candidates, the share of the ten nearest items, by the
-            rescorer's distance to all items, that are candidates.
+            rescorer's distance to all items, that are candidates; as the export measured it.
         default: the bundle's number of candidates.
     """
 
@@ -112,7 +108,7 @@ class RunEvaluation:
             shares = self.candidates.overlap_at_10.items()
             text = ", ".join(f"{share:.3f} at {count}" for count, share in shares)
             lines.append(
-                f"first ten shared with the exhaustive ranking, by number of candidates: {text}"
+                f"first ten of the exhaustive ranking among the candidates, by their number: {text}"
             )
         return "\n".join(lines)
 
@@ -227,16 +223,15 @@ def _served(
     item_class = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
     rescorer = bundle.manifest.rescorer
-    deepest = max(
-        (m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT
-    )
-    k = min(len(item_class) - (exclude is not None), max(deepest, OVERLAP_AT))
+    k = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=1)
+    k = min(len(item_class) - (exclude is not None), k)
     step = None
     if rescorer is None:
         rows = served_neighbors(queries["query"], items["vector"], k, bundle.manifest, exclude)
     else:
-        rows, overlaps = _rescored(bundle, queries, items, exclude, k, rescorer.candidates)
-        step = CandidateStep(overlaps, rescorer.candidates)
+        rows = _rescored(bundle, queries, items, exclude, k, rescorer.candidates)
+        if rescorer.overlap:
+            step = CandidateStep(rescorer.overlap, rescorer.candidates)
     relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
         gallery is None
     )
@@ -274,35 +269,23 @@ def _rescored(
     exclude: Rows | None,
     k: int,
     candidates: int,
-) -> tuple[Rows, dict[str, float]]:
-    """Return the rows (Q, k) that a rescorer ranks first, and `CandidateStep.overlap_at_10`."""
-    size, count = len(items["vector"]), len(queries["query"])
-    counts = sorted({min(number, size) for number in (50, 200, 500, candidates)})
-    deepest = min(counts[-1], size - (exclude is not None))
+) -> Rows:
+    """Return the rows (Q, k) that a rescorer ranks first; row −1 fills up too few candidates."""
+    count, size = len(queries["query"]), len(items["vector"]) - (exclude is not None)
     proposed = nearest_in_each(
-        queries["query"], items["vector"], deepest, bundle.manifest.subspaces, exclude
+        queries["query"],
+        items["vector"],
+        min(candidates, size),
+        bundle.manifest.subspaces,
+        exclude,
     )
     rows = np.full((count, k), -1, dtype=np.int64)
     for i in range(count):
-        code, near = queries["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
-        distances = bundle.rescore(code, items["code"][near])[0]
+        near = np.unique(proposed[:, i])
+        distances = bundle.rescore(queries["code"][i : i + 1], items["code"][near])[0]
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
-    shares = dict.fromkeys(counts, 0.0)
-    # the distances to all items are slow to compute, so only some queries are measured
-    sampled = np.linspace(0, count - 1, min(count, OVERLAP_QUERIES)).round().astype(np.int64)
-    for i in sampled:
-        code, starts = queries["code"][i : i + 1], range(0, size, 4096)
-        parts = [bundle.rescore(code, items["code"][start : start + 4096])[0] for start in starts]
-        distances = np.concatenate(parts)
-        if exclude is not None:
-            distances[exclude[i]] = np.inf
-        truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
-        for number in counts:
-            near = np.unique(proposed[:, i, :number])
-            ordered = near[np.argsort(distances[near], kind="stable")][: len(truth)]
-            shares[number] += len(np.intersect1d(ordered, truth)) / len(truth)
-    return rows, {str(number): share / len(sampled) for number, share in shares.items()}
+    return rows
 
 
 def nearest_in_each(
