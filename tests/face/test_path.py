@@ -151,7 +151,7 @@ def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_p
 def test_each_step_of_a_run_tells_its_own_progress(trained):
     for step, options in (
         (trained.evaluate, {}),
-        (trained.verify, {"draw": 40, "folds": 2}),
+        (trained.verify, {"draw": 40}),
         (trained.encode, {"images": "test"}),
     ):
         told: list[tuple[str, int, int]] = []
