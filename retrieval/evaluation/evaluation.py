@@ -102,7 +102,6 @@ def evaluate(
     by: Sequence[Any] | None = None,
     clusters: bool = False,
     seed: int = 0,
-    block: int | None = None,
     device: str = "auto",
     progress: Progress = False,
 ) -> Evaluation:
@@ -127,7 +126,6 @@ def evaluate(
         clusters: also return NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).
         seed: seed of k-means.
-        block: number of queries per block, which changes memory and speed but no metric.
         device: see `exact_neighbors`.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
@@ -159,7 +157,7 @@ def evaluate(
         by = read_values(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
-    search = Search(codes, gallery, hidden, distance, block, device)
+    search = Search(codes, gallery, hidden, distance, device)
     values, relevant = query_values(search, query_class, item_class, relevance, chosen)
     answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
@@ -239,8 +237,7 @@ def matching(
 def _is_plain(search: Search) -> bool:
     """Return whether items are searched among themselves on a CPU by Euclidean distance."""
     on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
-    plain = search.gallery is None and search.distance is None and search.hidden is None
-    return on_cpu and plain and search.block is None
+    return on_cpu and search.gallery is None and search.distance is None and search.hidden is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
@@ -434,7 +431,7 @@ def _graded_values(
         )
     values = {name: np.full(total, np.nan) for name in metrics}
     relevant = np.zeros(total, np.int64)
-    step = search.block or max(1, min(1024, _GRADES // size))
+    step = max(1, min(1024, _GRADES // size))
     query_rows = np.arange(total) if query_rows is None else query_rows
     with Meter("searching", len(query_rows), "queries") as meter:
         for start in range(0, len(query_rows), step):

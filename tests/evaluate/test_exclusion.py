@@ -13,7 +13,7 @@ from metrics_by_loops import ALL, metrics_by_loops
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.neighbors import Exclusion, Neighbors, Search
 from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
@@ -64,12 +64,12 @@ def test_values_that_exclude_nothing_give_the_very_same_figures():
     assert evaluate(codes, labels, exclude=alone) == evaluate(codes, labels)
 
 
-def test_block_sizes_give_the_very_same_figures():
+def test_block_sizes_give_the_very_same_figures(monkeypatch):
     codes, labels, cameras = items(4, 120, True)
     first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
     for block in (1, 7, 119):
-        other = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block)
-        assert other == first
+        monkeypatch.setattr(Neighbors, "block", lambda self, k, block=block: block)
+        assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras)) == first
 
 
 def test_a_combiners_distance_too():
@@ -155,7 +155,7 @@ def test_who_may_see_nothing_is_never_accepted():
 @pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize("block", [3, 1024])
 def test_the_nearest_that_are_visible(parted, block, monkeypatch):
-    monkeypatch.setattr("retrieval.evaluation.neighbors.Neighbors.block", lambda self, k: block)
+    monkeypatch.setattr(Neighbors, "block", lambda self, k: block)
     codes, labels, cameras = items(7, 40, True)
     gallery, theirs, their_cameras = items(8, 30, True) if parted else (codes, labels, cameras)
     hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
