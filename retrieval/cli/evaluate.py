@@ -101,9 +101,7 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option("--output", type=PATH, default=Path("report.html"), help="File to write or replace.")
-@click.option("--queries", default=2000, help="Most test items to use as queries.")
 @click.option("--sample", default=600, help="Most test items on the map and in pairs.")
-@click.option("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map", "method", type=Choice(["tsne", "pca", "none"]), default="tsne", help="Kind of map."
 )

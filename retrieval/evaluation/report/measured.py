@@ -276,40 +276,28 @@ def _pairs(
     return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
 
 
-def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return the most frequent confusions: (class, nearest item's class, count, queries)."""
-    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
-    wrong = true != nearest
-    pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
-    names = measured.names
-    order = np.argsort(-counts, kind="stable")[:most]
-    return [
-        (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
-        for i in order
-    ]
-
-
 def confusion_matrix(
     measured: Measured, most: int = 12
-) -> tuple[list[str], list[str], list[list[int]], int]:
+) -> tuple[list[str], list[str], list[list[int]], int] | None:
     """Return names of rows and columns, counts of nearest items, and the number of test classes.
 
     Rows and columns are the `most` classes with the most mistakes. A last column counts nearest
-    items of all other classes, if there are any.
+    items of all other classes, if there are any. Without a mistake there is no matrix.
     """
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
-    size = len(measured.names)
-    mistakes = np.bincount(true[true != nearest], minlength=size)
+    if np.array_equal(true, nearest):
+        return None
+    mistakes = np.bincount(true[true != nearest], minlength=len(measured.names))
     classes = np.unique(true)
     kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
-    place = np.full(size, len(kept))
+    place = np.full(len(measured.names), len(kept))
     place[kept] = np.arange(len(kept))
     counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
     np.add.at(counts, (place[true], place[nearest]), 1)
     names = [measured.names[label] for label in kept]
-    if not counts[:-1, -1].any():
-        return names, names, counts[:-1, :-1].tolist(), len(classes)
-    return names, [*names, "other classes"], counts[:-1].tolist(), len(classes)
+    others = bool(counts[:-1, -1].any())
+    columns = [*names, "other classes"] if others else names
+    return names, columns, counts[:-1, : len(columns)].tolist(), len(classes)
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
