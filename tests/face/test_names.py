@@ -158,5 +158,5 @@ def test_opening_a_run_takes_every_part_that_an_object_can_replace():
     from retrieval.run.folder import WORDS, objects_of
 
     assert objects_of(**dict.fromkeys(WORDS.values())) == {}
-    with pytest.raises(TypeError, match="no part 'losss' .*The parts are dataset, .*loss"):
+    with pytest.raises(TypeError, match=r"no part 'losss' .*The parts are dataset, .*loss"):
         objects_of(losss=None)
