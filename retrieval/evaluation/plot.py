@@ -76,16 +76,9 @@ def neighbours(
         labels: each query's label; `None` marks no result as right or wrong.
 
     Raises:
-        DataError: there is no query, or more than 50; a query is not an image; a label is missing
-            or not text; the index holds vectors, not images.
+        DataError: there is no query, or more than 50; a query is not an image; a label is missing;
+            the index holds vectors, not images.
     """
-    from retrieval.serving.index.index import Index
-
-    if not isinstance(index, Index):
-        raise DataError(
-            "Pass an opened index, then the queries:"
-            " neighbours(retrieval.Index.open(path), queries)."
-        )
     images = as_list(queries)
     if not images or len(images) > MOST_QUERIES:
         raise DataError(
@@ -95,11 +88,7 @@ def neighbours(
         raise DataError(
             f"There are {len(labels)} labels for {len(images)} queries; give each query one."
         )
-    names = None if labels is None else read_labels(labels)
-    if names is not None and names.dtype.kind != "U":
-        raise DataError(
-            "The labels of an index are text, so give the queries' labels as text, too."
-        )
+    names = None if labels is None else [str(label) for label in read_labels(labels)]
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images, so it cannot be drawn.")
     answers = index.search(list(images), k=k)
@@ -107,7 +96,7 @@ def neighbours(
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
-        label = None if names is None else str(names[row])
+        label = None if names is None else names[row]
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
@@ -242,17 +231,19 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        losses = [record["loss"] for record in records]
     except OSError as error:
         raise DataError(
             f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was"
             " trained in epochs."
         ) from None
-    except ValueError:
-        raise DataError(f"{file} is damaged: one of its lines is not JSON.") from None
-    if not records or not all(
-        isinstance(r, dict) and isinstance(r.get("loss"), int | float) for r in records
-    ):
-        raise DataError(f"{file} must have at least one epoch, and each epoch must have a loss.")
+    except (ValueError, LookupError, TypeError):
+        losses = []
+    if not losses or not all(isinstance(loss, int | float) for loss in losses):
+        raise DataError(
+            f"{file} must have a JSON object with a number 'loss' for each epoch, at least one."
+            " Train again."
+        )
     return records
 
 
