@@ -82,7 +82,8 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
         metrics = options["metrics"] or DEFAULT_METRICS
         vectors = evaluate_vectors(run, gallery=gallery, metrics=metrics)
         if as_json:
-            say_json({name: value for name, value in vars(vectors).items() if name != "groups"})
+            names = ("values", "queries", "gallery", "singletons")
+            say_json({name: getattr(vectors, name) for name in names})
         else:
             say(vectors.table())
         return

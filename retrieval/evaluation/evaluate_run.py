@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import grid
+from retrieval.evaluation.evaluation import Evaluation, grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import Measured, Protocol, device_of, items_of, refuse_side
+from retrieval.evaluation.protocol import Protocol, device_of, items_of, refuse_side
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
@@ -177,7 +177,7 @@ def evaluate(
     device = device_of(run)
     model, codes = run.model.to(device), ItemCodes(run, device)
 
-    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Measured:
+    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Evaluation:
         left, right = (None if items is None else encode(items) for items in (query, gallery))
         return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
@@ -187,7 +187,7 @@ def evaluate(
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         measured[raw] = measure(lambda items: pixels(run.dataset, items, model))
     values = {name: contestant.values for name, contestant in measured.items()}
-    trained, candidates = measured["trained"].first, None
+    trained, candidates = measured["trained"], None
     if bundle is not None:
         values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
@@ -201,7 +201,7 @@ def evaluate(
         values,
         candidates,
         {name: row.spread for name, row in measured.items() if row.spread},
-        {name: row.first.groups for name, row in measured.items() if row.first.groups},
+        {name: row.groups for name, row in measured.items() if row.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results

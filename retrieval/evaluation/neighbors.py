@@ -437,24 +437,19 @@ class Hidden:
         """Return how many items of its class are hidden from each query (Q,), itself included."""
         # pairs of group and class are counted as one number
         width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
-        pairs, counts = np.unique(self.gallery * width + self.item_class, return_counts=True)
-        own_pairs = self.query * width + self.query_class
-        place = np.minimum(np.searchsorted(pairs, own_pairs), max(len(pairs) - 1, 0))
-        counts_hidden = np.where(pairs[place] == own_pairs, counts[place], 0)
-        counts_hidden[self.query < 0] = int(self.itself)
-        return counts_hidden.astype(np.int64)
+        return self._counts(
+            self.query * width + self.query_class, self.gallery * width + self.item_class
+        )
 
     def every(self) -> Ints:
         """Return how many items are hidden from each query (Q,), itself included."""
-        if self.same_label:
-            return self.matching()
-        # at least one count, because queries without a group look up the first and ignore it
-        counts = np.bincount(
-            self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
-        )
-        return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(
-            np.int64
-        )
+        return self.matching() if self.same_label else self._counts(self.query, self.gallery)
+
+    def _counts(self, query: Ints, items: Ints) -> Ints:
+        """Return how often each query's number is among the items'; a query may have no group."""
+        number = np.unique(np.concatenate([items, query]), return_inverse=True)[1]
+        counts = np.bincount(number[: len(items)], minlength=len(number))[number[len(items) :]]
+        return np.where(self.query < 0, int(self.itself), counts)
 
     def visible(self, rows: Ints, items: Ints) -> Bools:
         """Return whether items (B, k) are visible to queries (B,); −1 stands for no item."""

@@ -11,7 +11,6 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -174,7 +173,7 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
+    A dotted line marks the epoch with the best
     validation, whose weights the run keeps. There is no line if the weights before training are
     the best.
 
@@ -202,29 +201,12 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
         panel.set_ylabel(name)
         panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.spines[["top", "right"]].set_visible(False)
-    _mark_phases(list(panels), records)
     best = [epoch for epoch, r in enumerate(records, 1) if r.get("best")]
     if best:
         panels[1].axvline(best[-1], color="black", linestyle=":", linewidth=1)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
-
-
-def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
-    """If there are several phases, separate them by lines and name them."""
-    phases = [
-        (name, len(list(group)))
-        for name, group in groupby(str(r.get("phase", "")) for r in records)
-    ]
-    begin = 1
-    for name, epochs in phases if len(phases) > 1 else []:
-        for panel in panels if begin > 1 else []:
-            panel.axvline(begin - 0.5, color="0.75", linewidth=1)
-        panels[0].text(
-            begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4"
-        )
-        begin += epochs
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

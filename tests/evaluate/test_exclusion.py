@@ -237,7 +237,7 @@ def check_the_report(codes: Any) -> None:
     """The report's neighbours and figures are of what a query may see, and so are its pairs."""
     run = Run.open(Path("runs/r"))
     labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
-    found = measured.measure(run, 100, 100)
+    found = measured.measure(run, 100)
     apart = distances(codes, codes)
     for place, query in enumerate(found.query.tolist()):
         seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]

@@ -79,7 +79,7 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run_folder):
-    return measured.measure(Run.open(run_folder), queries=1000, sample=100)
+    return measured.measure(Run.open(run_folder), sample=100)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def file(run_folder):
 def test_figures_are_those_of_evaluate(found, run_folder):
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
     theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
-    assert len(found.query) == found.query_count == 100
+    assert len(found.query) == 100
     for name in names:
         mean, low, high = found.intervals[name]
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
@@ -143,7 +143,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
         "train": {"device": "cpu"},
     }
     train(tmp_path / "run", check_recipe(table))
-    seen = measured.measure(Run.open(tmp_path / "run"), 1000, 48)
+    seen = measured.measure(Run.open(tmp_path / "run"), 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     page = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False)
     text = page.read_text()
@@ -155,8 +155,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
     assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
     names, columns, counts, total = measured.confusion_matrix(seen, most=1)
     assert (names, columns, counts, total) == (["6"], ["6", "other classes"], [[12, 1]], 4)
-    sampled = measured.measure(Run.open(tmp_path / "run"), 10, 20)
-    assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
+    assert len(measured.measure(Run.open(tmp_path / "run"), 20).pairs.items) == 20
 
 
 def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder, monkeypatch):
@@ -206,11 +205,11 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
 def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(run_folder, monkeypatch):
     run = Run.open(run_folder)
     monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
-    seen = measured.measure(run, 1000, 60, label_column="parity")
+    seen = measured.measure(run, 60, label_column="parity")
     assert {seen.name(int(item)) for item in seen.query} == {"0", "1"}
     assert len(seen.pairs.items) == 60
     with pytest.raises(DataError, match=r"label_column party: .*Did you mean 'parity'"):
-        measured.measure(run, 1000, 60, label_column="party")
+        measured.measure(run, 60, label_column="party")
 
 
 def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
@@ -331,7 +330,7 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
 )
 def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
     run = protocol(run_folder, **given)
-    seen = measured.measure(run, queries=1000, sample=100)
+    seen = measured.measure(run, sample=100)
     theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
     graded = "levels" in given or "tags" in given
     assert ("ndcg_at_8" in seen.intervals) == graded
@@ -363,4 +362,4 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
         ({"gallery_items": 99}, "no class has more test items"),
     ):
         with pytest.raises((DataError, RecipeError), match=sentence):
-            measured.measure(protocol(run_folder, **given), 100, 20)
+            measured.measure(protocol(run_folder, **given), 20)

@@ -40,7 +40,6 @@ from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
-QUERIES = 2000
 THUMBNAILS = 800
 LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
@@ -58,9 +57,8 @@ def report(
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    The report samples large test sets, so that the file stays small and memory holds little more
-    than the embeddings: it searches for at most `QUERIES` items of each run in the whole gallery,
-    and shows at most `THUMBNAILS` items.
+    The file stays small, because the map and the pairs are of a sample, and it shows at most
+    `THUMBNAILS` items.
 
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
@@ -98,7 +96,7 @@ def report(
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
             thumbnails = Thumbnails(run.dataset, THUMBNAILS // len(opened))
-            measured = measure(run, QUERIES, sample, label_column=label_column)
+            measured = measure(run, sample, label_column)
             sections.append(Section(name, measured, thumbnails, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
