@@ -141,6 +141,13 @@ def test_open_set_by_the_definition(same_label, tied, parted):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_an_open_set_has_known_and_unknown_queries():
+    codes, labels, _ = items(6, 60, False)
+    for classes, what in ((labels + 20, "known"), (labels, "unknown")):
+        with pytest.raises(DataError, match=f"no query is {what}"):
+            open_set(codes, classes, codes, labels)
+
+
 def test_who_may_see_nothing_is_never_accepted():
     codes, labels = np.array([[0.0], [0.1], [0.2], [5.0]]), np.array([0, 0, 1, 2])
     exclude = Exclusion(["a", "a", "b", "c"], ["x", "x", "b", "b", "c"])

@@ -17,7 +17,6 @@ from retrieval.evaluation import verify_run as verification_run
 from retrieval.evaluation.verification import verification
 from retrieval.evaluation.verify_run import verify
 from retrieval.recipe.read import check_recipe
-from retrieval.run import open as run_open
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
@@ -135,19 +134,6 @@ def test_raw_pixels_by_loops(fresh):
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
     expected = verification(distances, same, folds).values
     assert results.metrics["raw pixels"] == pytest.approx(expected, abs=1e-9)
-
-
-def test_each_item_is_encoded_once(fresh, monkeypatch):
-    run = Run.open(fresh("combiner"))
-    asked: list[int] = []
-
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        asked.extend(args[2].tolist())
-        return encode(*args, **options)
-
-    monkeypatch.setattr(run_open, "encode", counted)
-    results = verify(run)
-    assert len(asked) == len(set(asked)) == results.pairs["items"] < 600
 
 
 def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):

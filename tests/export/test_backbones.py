@@ -115,49 +115,6 @@ def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
     assert np.allclose(bundle.encode(pixels).vector, pixels.reshape(160, -1) / 255, atol=1e-6)
 
 
-OWN = """
-import torch
-from retrieval.plugin import Backbone, Preprocessing, hookimpl
-
-class Edges(Backbone):
-    '''Differences of neighbouring pixels.'''
-
-    def __init__(self):
-        super().__init__()
-        self.preprocessing = Preprocessing((9, 9), 1)
-        self.features = 81
-        kernel = torch.tensor([[0.0, -1, 0], [-1, 4, -1], [0, -1, 0]])
-        self.register_buffer("kernel", kernel.view(1, 1, 3, 3))
-
-    def forward(self, x):
-        return torch.nn.functional.conv2d(x, self.kernel, padding=1).flatten(1)
-
-class Worn(Edges):
-    '''With a layer that nobody trained.'''
-
-    def __init__(self):
-        super().__init__()
-        self.last = torch.nn.Linear(2, 2)
-
-@hookimpl
-def retrieval_backbones():
-    return {"edges": Edges, "worn": Worn}
-"""
-
-
-def test_a_plugin_brings_backbones_too(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    plugin = ["--plugin", tmp_path / "own.py", "--output", tmp_path / "b"]
-    done = command("--model", "own.edges", *plugin)
-    assert done.exit_code == 0, done.output
-    assert "on 64 crops of two example photographs (tolerance 0.0001)" in done.output
-    assert read_manifest(tmp_path / "b").vector == 81
-    worn = command("--model", "own.worn", *plugin, "--replace")
-    assert isinstance(worn.exception, BundleError)
-    assert "2 of its 3 tensors differ" in str(worn.exception)
-    assert "'last.weight'" in str(worn.exception)
-
-
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
     changes = ["--set", "size=5", "--set", "backbone.channels=3"]
     options = ["--whiten", folder, "--dimensions", 8, "--variant", "int8", "--allow-drift"]
