@@ -26,14 +26,14 @@ from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.merging import merged, spans_of
+from retrieval.serving.merging import measured, spans_of
 from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.host.plugins import Plugins
     from retrieval.model.contracts import Metric
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.manifest import Manifest, SubspaceEntry
+    from retrieval.serving.manifest import SubspaceEntry
 
 Floats = NDArray[np.floating[Any]]
 Rows = NDArray[np.int64]
@@ -182,12 +182,12 @@ def evaluate(
         return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
     combiner = model.combiner
-    measured = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
+    contestants = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-        measured[raw] = measure(lambda items: pixels(run.dataset, items, model))
-    values = {name: contestant.values for name, contestant in measured.items()}
-    trained, candidates = measured["trained"], None
+        contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))
+    values = {name: contestant.values for name, contestant in contestants.items()}
+    trained, candidates = contestants["trained"], None
     if bundle is not None:
         values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
@@ -200,8 +200,8 @@ def evaluate(
         trained.singletons,
         values,
         candidates,
-        {name: row.spread for name, row in measured.items() if row.spread},
-        {name: row.groups for name, row in measured.items() if row.groups},
+        {name: row.spread for name, row in contestants.items() if row.spread},
+        {name: row.groups for name, row in contestants.items() if row.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results
@@ -222,16 +222,13 @@ def _served(
     items = queries if gallery is None else encoded(bundle, run, gallery)
     item_class = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
-    rescorer = bundle.manifest.rescorer
     k = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=1)
-    k = min(len(item_class) - (exclude is not None), k)
-    step = None
-    if rescorer is None:
-        rows = served_neighbors(queries["query"], items["vector"], k, bundle.manifest, exclude)
-    else:
-        rows = _rescored(bundle, queries, items, exclude, k, rescorer.candidates)
-        if rescorer.overlap:
-            step = CandidateStep(rescorer.overlap, rescorer.candidates)
+    rows = served_rows(
+        bundle, queries, items, min(k, len(item_class) - (exclude is not None)), exclude
+    )
+    rescorer, step = bundle.manifest.rescorer, None
+    if rescorer is not None and rescorer.overlap:
+        step = CandidateStep(rescorer.overlap, rescorer.candidates)
     relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
         gallery is None
     )
@@ -262,27 +259,26 @@ def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
     }
 
 
-def _rescored(
-    bundle: Bundle,
-    queries: dict[str, Any],
-    items: dict[str, Any],
-    exclude: Rows | None,
-    k: int,
-    candidates: int,
+def served_rows(
+    bundle: Bundle, queries: dict[str, Any], items: dict[str, Any], k: int, exclude: Rows | None
 ) -> Rows:
-    """Return the rows (Q, k) that a rescorer ranks first; row −1 fills up too few candidates."""
-    count, size = len(queries["query"]), len(items["vector"]) - (exclude is not None)
-    proposed = nearest_in_each(
-        queries["query"],
-        items["vector"],
-        min(candidates, size),
-        bundle.manifest.subspaces,
-        exclude,
-    )
-    rows = np.full((count, k), -1, dtype=np.int64)
-    for i in range(count):
+    """Return the rows (Q, k) of a server's k results, nearest first; −1 fills up too few.
+
+    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
+    those of a search for ten.
+    """
+    rescorer, vectors = bundle.manifest.rescorer, items["vector"]
+    size = len(vectors) - (exclude is not None)
+    count = min(k if rescorer is None else rescorer.candidates, size)
+    subspaces = bundle.manifest.subspaces
+    proposed = nearest_in_each(queries["query"], vectors, count, subspaces, exclude)
+    rows = np.full((len(queries["query"]), k), -1, dtype=np.int64)
+    for i, query in enumerate(queries["query"]):
         near = np.unique(proposed[:, i])
-        distances = bundle.rescore(queries["code"][i : i + 1], items["code"][near])[0]
+        code, codes = (
+            (None, None) if rescorer is None else (queries["code"][i], items["code"][near])
+        )
+        distances = measured(bundle, query, code, vectors[near], codes, k)
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
     return rows
@@ -304,23 +300,3 @@ def nearest_in_each(
         for span in spans_of(subspaces)
     ]
     return np.stack(rows)
-
-
-def served_neighbors(
-    query: Floats, vector: Floats, k: int, manifest: Manifest, exclude: Rows | None = None
-) -> Rows:
-    """Return the rows (Q, k) that a server returns for k results, nearest first.
-
-    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
-    those of a search for ten. The bundle must not have a rescorer.
-    """
-    proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
-    if len(proposed) == 1 and manifest.merge == "min":
-        only: Rows = proposed[0]
-        return only
-    ordered = np.empty(proposed.shape[1:], dtype=np.int64)
-    for number, query_vector in enumerate(query):
-        rows = np.unique(proposed[:, number])
-        distances = merged(query_vector, vector[rows], k, manifest.subspaces, manifest.merge)
-        ordered[number] = rows[np.argsort(distances, kind="stable")[:k]]
-    return ordered
