@@ -135,8 +135,8 @@ def near_pairs(
                     vectors[queries], vectors, min(count, size), threads=threads
                 )
                 distances = np.sqrt(squared)
-                close: NDArray[np.bool_] = distances <= within
-                more: NDArray[np.bool_] = close.all(axis=1)
+                close = np.less_equal(distances, within)
+                more = np.all(close, axis=1)
                 if count >= min(_MOST, size):  # stop; the rows in `cut` may have further pairs
                     cut += int(np.count_nonzero(more)) if count < size else 0
                     more[:] = False

@@ -323,10 +323,10 @@ def nearest_items(
     merge = "min" if combiner is None else combiner.merge
     nearest = np.empty(size, np.int64)
     for row, query in enumerate(outputs.get("query", vectors)):
-        others = np.delete(np.arange(size), row)
+        gallery = np.delete(np.arange(size), row)
         if rescore is None:
-            distances = merged(query, vectors[others], SCORED, subspaces, merge)
+            distances = merged(query, vectors[gallery], SCORED, subspaces, merge)
         else:
-            distances = rescore(outputs["code"][row : row + 1], outputs["code"][others])[0]
-        nearest[row] = others[distances.argmin()]
+            distances = rescore(outputs["code"][row : row + 1], outputs["code"][gallery])[0]
+        nearest[row] = gallery[distances.argmin()]
     return nearest

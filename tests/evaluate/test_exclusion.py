@@ -72,24 +72,6 @@ def test_block_sizes_give_the_very_same_figures(monkeypatch):
         assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras)) == first
 
 
-def test_a_combiners_distance_too():
-    codes, labels, cameras = items(5, 60, False)
-
-    def cityblock(a, b):
-        return (a[:, None] - b[None]).abs().sum(2)
-
-    order = np.abs(codes[:, None].astype(float) - codes[None]).sum(2)
-    hits = asked = 0
-    for i in range(60):
-        seen = seen_by(i, labels, cameras, labels, cameras, True, False)
-        if any(labels[j] == labels[i] for j in seen):
-            asked += 1
-            hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
-    options = {"metrics": ["recall_at_1"], "exclude": Exclusion(cameras)}
-    found = evaluate(codes, labels, distance=cityblock, **options)
-    assert found.queries == asked and found.values["recall_at_1"] == pytest.approx(hits / asked)
-
-
 def test_values_that_do_not_fit():
     codes, labels, cameras = items(6, 20, False)
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):

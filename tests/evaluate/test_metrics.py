@@ -93,18 +93,6 @@ def test_ties_are_ordered_by_row():
     assert found == {"recall_at_1": 2 / 6, "recall_at_2": 5 / 6}
 
 
-def test_block_sizes_give_the_very_same_figures(digits, monkeypatch):
-    codes, labels = digits
-    codes = np.concatenate([codes, codes.reshape(-1, 8, 8)[:, ::-1].reshape(-1, 64)] * 2)
-    labels = np.concatenate([np.minimum(labels, 4)] * 4)  # a class six times as large as the others
-    names = [name for name in ALL if name != "map"]
-    sides = {"gallery": codes, "gallery_labels": labels, "metrics": names}
-    first = evaluate(codes[:500], labels[:500], **sides).values
-    for block in (1, 61, 499):
-        monkeypatch.setattr(Neighbors, "block", lambda self, k, block=block: block)
-        assert evaluate(codes[:500], labels[:500], **sides).values == first
-
-
 def test_labels_are_compared_exactly(digits):
     codes, labels = digits[0][:200], digits[1][:200]
     names = ["recall_at_1", "map_at_r"]

@@ -46,20 +46,6 @@ def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
     assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
 
 
-def test_by_plain_loops(block):
-    codes, labels = clusters(120)
-    found = pairwise(ArrayRows(codes), labels, metrics=["recall_at_1"])
-    right = []
-    for row in range(120):
-        others = [at for at in range(120) if at != row]
-        if not any(labels[at] == labels[row] for at in others):
-            continue
-        squares = [((codes[at].astype(float) - codes[row]) ** 2).sum() for at in others]
-        nearest = min(zip(map(np.float32, squares), others, strict=True))[1]
-        right.append(labels[nearest] == labels[row])
-    assert found.values["recall_at_1"] == np.mean(right)
-
-
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):
     pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
     from retrieval.serving.embedding.embedding import embed_sources

@@ -57,16 +57,6 @@ def test_a_killed_export_leaves_no_bundle_under_its_name(tmp_path):
     assert visible(tmp_path / "out") == []
 
 
-def test_a_stopped_export_leaves_nothing(linear, vectors, tmp_path):
-    def stop(step, number, of):
-        if step.startswith("opening"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        export_model(linear, vectors[0], tmp_path / "b", name="b", progress=stop)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
     model = Model(parts.Vectors(), nn.Linear(64, 300))
     with ExitStack() as disk:

@@ -117,7 +117,7 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
         metrics.append(f"ndcg_at_{SHOWN}")
     combiner = run.model.combiner
     distance = None if combiner is None else combiner.compute_mat
-    rounds = []
+    rounds: list[tuple[Items, dict[str, Floats]]] = []
     for drawn in protocol.rounds(codes, gallery_codes):
         evaluation = protocol.evaluate(*drawn, distance, metrics=metrics)
         answerable = np.flatnonzero(~np.isnan(evaluation.per_query["map_at_r"]))
@@ -261,8 +261,7 @@ def confusion_matrix(
     counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
     np.add.at(counts, (place[true], place[nearest]), 1)
     names = [measured.names[label] for label in kept]
-    others = bool(counts[:-1, -1].any())
-    columns = [*names, "other classes"] if others else names
+    columns = [*names, "other classes"] if counts[:-1, -1].any() else names
     return names, columns, counts[:-1, : len(columns)].tolist(), len(classes)
 
 
