@@ -216,8 +216,11 @@ def matching(
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each needs. k is at least the depth of each query in the block.
     """
-    # The first `ranked` queries go to `Ranking`; those for which it fails are searched in full.
-    ranked = Ranking.serves(len(item_class), depths) if _is_plain(search) else 0
+    # Items that are searched among themselves by Euclidean distance go to `Ranking`: the first
+    # `ranked` queries. Those for which it fails are searched in full.
+    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
+    plain = search.gallery is None and search.distance is None and search.hidden is None
+    ranked = Ranking.serves(len(item_class), depths) if on_cpu and plain else 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
@@ -233,12 +236,6 @@ def matching(
     if len(places := np.sort(np.concatenate(rest))):
         for rows, items, _ in search.blocks(answerable[places], depths[places]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
-
-
-def _is_plain(search: Search) -> bool:
-    """Return whether items are searched among themselves on a CPU by Euclidean distance."""
-    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
-    return on_cpu and search.gallery is None and search.distance is None and search.hidden is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:

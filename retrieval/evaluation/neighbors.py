@@ -67,10 +67,8 @@ def exact_neighbors(
     Args:
         queries: (Q, C), codes of any float or integer type.
         gallery: (N, C), codes.
-        k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill the
-            row, as in FAISS.
-        exclude: (Q,), the gallery row to leave out for each query (`arange(Q)` if the queries are
-            the gallery), or −1 to leave out none.
+        k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill up.
+        exclude: (Q,), the gallery row to leave out for each query, or −1 to leave out none.
         distance: a function from codes (B, C) and (R, C) to distances (B, R), smaller is closer;
             `None` means Euclidean.
         device: "auto" uses CUDA if available or, with `distance`, the codes' own device.

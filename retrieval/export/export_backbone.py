@@ -260,14 +260,7 @@ class BackboneEncoder(Encoder):
                 features if that is smaller.
             photos: files and folders of photos that verify the bundle, by default those of
                 `whiten`. With the int8 variant, half of them calibrate it instead.
-            variants: further precisions of the encoder: "fp16", "int8".
-            split: write the encoder as two graphs, backbone and head, so that an index can keep
-                features and apply other heads to them.
-            allow_drift: see `Run.export`.
-            tolerance: see `Run.export`.
-            replace: whether a bundle at `output` may be replaced.
-            progress: True shows a bar, False nothing; a function is called with (what, done,
-                total).
+            variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
 
         Returns:
             The encoder of the bundle, on the CPU.
