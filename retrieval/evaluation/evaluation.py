@@ -46,14 +46,7 @@ Ints = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
-DEFAULT_METRICS = (
-    "recall_at_1",
-    "recall_at_2",
-    "recall_at_4",
-    "recall_at_8",
-    "r_precision",
-    "map_at_r",
-)
+DEFAULT_METRICS = (*(f"recall_at_{k}" for k in (1, 2, 4, 8)), "r_precision", "map_at_r")
 
 
 @dataclass(frozen=True, repr=False)

@@ -387,13 +387,13 @@ class Exclusion:
             list(self.query),
             list(self.query if self.gallery is None else self.gallery),
         )
-        for values, count, what in (
-            (queries, len(query_class), "queries"),
-            (items, len(item_class), "gallery items"),
+        for values, labels, what in (
+            (queries, query_class, "queries"),
+            (items, item_class, "gallery items"),
         ):
-            if len(values) != count:
+            if len(values) != len(labels):
                 raise DataError(
-                    f"There are {count:,} {what} and {len(values):,} values to exclude by."
+                    f"There are {len(labels):,} {what} and {len(values):,} values to exclude by."
                 )
         groups = group_numbers(queries, items)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
@@ -486,11 +486,9 @@ class Search:
         """
         search, hidden = self._neighbors, self.hidden
         # hidden items take up ranks, so search deeper by their number
-        reach = (
-            depths
-            if hidden is None
-            else np.minimum(depths + hidden.every()[query_rows], search.size)
-        )
+        reach = depths
+        if hidden is not None:
+            reach = np.minimum(depths + hidden.every()[query_rows], search.size)
         done = 0
         while done < len(query_rows):
             part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
@@ -513,9 +511,8 @@ class Search:
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
         order, done = np.arange(len(query_rows)), 0
-        if (
-            self.hidden is not None
-        ):  # similar depths share a block, which is searched to the largest
+        # similar depths share a block, which is searched to the largest
+        if self.hidden is not None:
             order = np.argsort(self.hidden.every()[query_rows], kind="stable")
         for rows, near, apart in self.blocks(query_rows[order], np.full(len(query_rows), k)):
             part = order[done : done + len(rows)]

@@ -31,6 +31,7 @@ from retrieval.evaluation.report.measured import (
 )
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
+from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
@@ -129,14 +130,8 @@ def panels(run: Run) -> dict[str, bytes]:
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
         drawings["Curves of training"] = svg(curves(run))
-    try:
+    with calling("A plugin's retrieval_report_panels"):
         answers = run.plugins.hook.retrieval_report_panels(run=run)
-    except RetrievalError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"A plugin failed in retrieval_report_panels: {type(error).__name__}: {error}."
-        ) from error
     for answer in answers:
         if not isinstance(answer, Mapping):
             raise PluginError(
