@@ -78,6 +78,13 @@ def neighbours(
         DataError: there is no query, or more than 50; a query is not an image; a label is missing;
             the index holds vectors, not images.
     """
+    from retrieval.serving.index.index import Index
+
+    if not isinstance(index, Index):
+        raise DataError(
+            "Pass an opened index, then the queries:"
+            " neighbours(retrieval.Index.open(path), queries)."
+        )
     images = as_list(queries)
     if not images or len(images) > MOST_QUERIES:
         raise DataError(

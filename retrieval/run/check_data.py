@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""
-_BATCH = 32
+_AHEAD = 64  # items that are measured before they are needed
 
 
 @shown
@@ -192,11 +192,10 @@ class _Scan:
         self.vectors = np.zeros((size, width), np.float32)
         first_with_bytes: dict[bytes, int] = {}
         first_with_values: dict[bytes, int] = {}
-        waiting: list[tuple[int, NDArray[Any]]] = []
         work = partial(_measure, subjects, bundle)
         with Meter("checking", size, "items") as meter:
             items = subjects.read(range(size))
-            for row, opened in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
+            for row, opened in ahead(work, items, workers=min(8, cores()), most=_AHEAD):
                 meter.update()
                 if isinstance(opened, DataError):
                     self.faults[row] = str(opened)
@@ -208,20 +207,10 @@ class _Scan:
                 self.same_values[row] = first_with_values.setdefault(opened.hashes.values, row)
                 if opened.hashes.picture is not None:
                     self.pictures[row], self.has_picture[row] = opened.hashes.picture, True
-                if bundle is not None and opened.pixels is not None:
-                    waiting.append((row, opened.pixels))
-                    if len(waiting) == _BATCH:
-                        self._encode(bundle, waiting)
-            if bundle is not None and waiting:
-                self._encode(bundle, waiting)
+                if opened.vector is not None:
+                    self.vectors[row] = opened.vector
         if len(self.faults) == size:
             raise DataError(f"None of the {size:,} items can be read. The first: {self.faults[0]}")
-
-    def _encode(self, bundle: Bundle, waiting: list[tuple[int, NDArray[Any]]]) -> None:
-        """Encode the waiting items, and clear the list."""
-        rows, pixels = zip(*waiting, strict=True)
-        self.vectors[list(rows)] = bundle.encode(np.stack(pixels), batch=_BATCH).vector
-        waiting.clear()
 
     def same(self) -> tuple[list[Alike], Rows]:
         """Return the groups of identical items, and the rows to compare further.
@@ -246,11 +235,11 @@ class _Scan:
 
 
 class _Measured(NamedTuple):
-    """Measurements of an item: file's hash, fingerprint, model input, sentence for `_Scan.flat`."""
+    """Measurements of an item: file's hash, fingerprint, vector, sentence for `_Scan.flat`."""
 
     file: bytes | None
     hashes: Fingerprint
-    pixels: NDArray[Any] | None
+    vector: NDArray[np.float32] | None
     flat: str | None
 
 
@@ -267,10 +256,11 @@ def _measure(
     try:
         image = item if isinstance(item, Image.Image) else None
         flat = None if image is None else few_levels(image)
-        pixels = None
+        vector = None
         if bundle is not None:
-            pixels = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
-        return row, _Measured(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
+            inputs = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
+            vector = bundle.encode(inputs[None]).vector[0]
+        return row, _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
     except DataError as fault:
         return row, DataError(f"{name}: {fault}")
 
