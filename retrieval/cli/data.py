@@ -71,13 +71,12 @@ def show(
     "--model",
     metavar="BUNDLE",
     type=PATH,
-    help="Also find items that a model, a bundle of 'retrieval export', cannot tell apart.",
+    help="Also find items whose vectors by this model, a bundle of 'retrieval export', are near.",
 )
 @click.option(
     "--within",
     type=Number(min=0),
-    help="With --model: the largest distance of items that count as the same. By default measured"
-    " between items and their copies as JPEG of quality 70.",
+    help="With --model: the largest distance of the vectors of items that count as the same.",
 )
 @click.option("--output", type=PATH, metavar="FILE", help="Also write all findings as JSON.")
 @click.option(

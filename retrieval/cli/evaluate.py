@@ -12,8 +12,8 @@ from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
 # Options of only one protocol: "retrieval" or "verification".
-SEARCH = {"metrics", "clusters"}
-PAIRS = {"pairs", "draw", "folds", "seed"}
+SEARCH = {"metrics", "clusters", "bundle"}
+PAIRS = {"pairs", "draw", "seed"}
 
 
 @click.command()
@@ -48,32 +48,20 @@ PAIRS = {"pairs", "draw", "folds", "seed"}
 )
 @click.option(
     "--draw",
-    type=int,
-    help="Verification: number of random pairs, half of them same. By default up to 600 per fold.",
-)
-@click.option(
-    "--folds", type=int, help="Verification: number of folds, unless FILE has them. By default 10."
+    type=click.IntRange(4),
+    help="Verification: most random pairs, half of them same. By default 6,000.",
 )
 @click.option("--seed", default=0, help="Verification: seed of pairs and folds.")
 @click.option(
     "--baseline",
     is_flag=True,
-    help="Also evaluate the raw inputs (pixels, or vectors), which need no training; for"
-    " verification also the untrained model.",
+    help="Also evaluate the raw inputs (pixels, or vectors), which need no training.",
 )
 @click.option("--bundle", type=PATH, help="Also evaluate this bundle, searched as a server does.")
 @click.option("--gallery", type=PATH, help="For a folder of embeddings: another one to search in.")
 @JSON
 @ALLOW_OPTION
-def evaluate(
-    run: Path,
-    protocol: str,
-    metrics: tuple[str, ...],
-    clusters: bool,
-    gallery: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **options: Any) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
     RUN may also be a folder of 'retrieval embed' whose items have labels. Metrics then use its
@@ -86,43 +74,35 @@ def evaluate(
     from retrieval.serving.index.locations import is_embedding
 
     if is_embedding(run):
-        of_runs = {"protocol", "side", "clusters", "baseline", "bundle", *PAIRS}
+        of_runs = {"protocol", *options} - {"metrics"}
         refuse_options(f"with {run}, a folder of embeddings", of_runs)
         from retrieval.evaluation.evaluation import DEFAULT_METRICS
         from retrieval.evaluation.pairwise import evaluate_vectors
 
-        vectors = evaluate_vectors(run, gallery=gallery, metrics=metrics or DEFAULT_METRICS)
+        metrics = options["metrics"] or DEFAULT_METRICS
+        vectors = evaluate_vectors(run, gallery=gallery, metrics=metrics)
         if as_json:
-            say_json({name: value for name, value in vars(vectors).items() if name != "groups"})
+            names = ("values", "queries", "gallery", "singletons")
+            say_json({name: getattr(vectors, name) for name in names})
         else:
             say(vectors.table())
         return
     refuse_options("with a run, which has its own gallery", {"gallery"})
-    verification = protocol == "verification"
-    refuse_options(f"with --protocol {protocol}", SEARCH if verification else PAIRS)
-    if options["pairs"] is not None:
-        refuse_options("with --pairs", {"draw"})
+    other = SEARCH if protocol == "verification" else PAIRS
+    refuse_options(f"with --protocol {protocol}", other)
+    options = {name: value for name, value in options.items() if name not in other}
+    from retrieval.evaluation import evaluate_run, verify_run
     from retrieval.run.open import Run
 
-    result: Any
-    if verification:
-        from retrieval.evaluation.verify_run import verify
-
-        result = verify(Run.open(run), **options)
-    else:
-        from retrieval.evaluation import evaluate_run
-
-        options = {name: value for name, value in options.items() if name not in PAIRS}
-        result = evaluate_run.evaluate(Run.open(run), metrics=metrics, clusters=clusters, **options)
+    measure: Any = verify_run.verify if protocol == "verification" else evaluate_run.evaluate
+    result = measure(Run.open(run), **options)
     say_json(result.as_dict()) if as_json else say(result.table())
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option("--output", type=PATH, default=Path("report.html"), help="File to write or replace.")
-@click.option("--queries", default=2000, help="Most test items to use as queries.")
 @click.option("--sample", default=600, help="Most test items on the map and in pairs.")
-@click.option("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map", "method", type=Choice(["tsne", "pca", "none"]), default="tsne", help="Kind of map."
 )

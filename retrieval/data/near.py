@@ -8,7 +8,7 @@ a matrix of all pairs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,6 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
 
 Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
-Measure = Callable[[int, Rows], Doubles]
 
 _FIRST, _MOST = 8, 2048  # a row's candidates in the first step, and in the last
 _PAGE = 1024  # rows that are searched at a time
@@ -109,25 +108,18 @@ def near_pairs(
     within: float,
     *,
     same: Rows | None = None,
-    spans: Sequence[tuple[int, int] | None] = (None,),
-    measure: Measure | None = None,
-    candidates: int = 0,
     what: str = "comparing",
 ) -> Near:
-    """Return pairs of rows within a distance of each other, the nearest first.
+    """Return pairs of rows within a Euclidean distance of each other, the nearest first.
 
-    Each row is compared with its eight (or `candidates`) nearest rows by Euclidean distance, then
-    with four times as many, and so on, until no further row is near or 2,048 have been compared.
-    The search stops after more than `MOST_PAIRS` pairs.
+    Each row is compared with its eight nearest rows, then with four times as many, and so on, until
+    one of them is too far or 2,048 have been compared. The search stops after more than
+    `MOST_PAIRS` pairs.
 
     Args:
         vectors: N finite vectors of P numbers (N, P).
         within: largest distance of a pair.
         same: group numbers (N,); rows of the same group are not a pair.
-        spans: column ranges, each searched separately for candidates; `None` means all columns.
-        measure: returns the distances (n,) of a row to n others, by row number. `None` is the
-            Euclidean distance.
-        candidates: number of rows to compare first, if the measure orders rows differently.
         what: title of the progress display.
     """
     threads, size = cores(), len(vectors)
@@ -135,17 +127,16 @@ def near_pairs(
     total, done, cut = 0, 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
-            queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
+            queries, count = np.arange(done, min(done + _PAGE, size)), _FIRST
             done += len(queries)
             meter.update(len(queries))
-            near_before = np.ones(len(queries), np.int64)  # each row is near itself
             while len(queries):
-                most = min(count, size)
-                rows, distances = _candidates(vectors, queries, most, spans, measure, threads)
-                close: NDArray[np.bool_] = distances <= within
-                # A measure may order rows differently, so go on while a step finds new near rows.
-                counts = np.count_nonzero(close, axis=1)
-                more = counts == close.shape[1] if measure is None else counts > near_before
+                squared, rows = nearest(
+                    vectors[queries], vectors, min(count, size), threads=threads
+                )
+                distances = np.sqrt(squared)
+                close = np.less_equal(distances, within)
+                more = np.all(close, axis=1)
                 if count >= min(_MOST, size):  # stop; the rows in `cut` may have further pairs
                     cut += int(np.count_nonzero(more)) if count < size else 0
                     more[:] = False
@@ -154,31 +145,9 @@ def near_pairs(
                 kept = item != neighbor if same is None else same[item] != same[neighbor]
                 parts.append((item[kept], neighbor[kept], distances[row, place][kept]))
                 total += int(kept.sum())
-                queries, near_before, count = queries[more], counts[more], 4 * count
+                queries, count = queries[more], 4 * count
     # A pair is missing only if the search was cut short for both of its rows.
     return _once(parts, done == size and total <= MOST_PAIRS and cut < 2)
-
-
-def _candidates(
-    vectors: NDArray[np.float32],
-    queries: Rows,
-    count: int,
-    spans: Sequence[tuple[int, int] | None],
-    measure: Measure | None,
-    threads: int,
-) -> tuple[Rows, Doubles]:
-    """Return rows (Q, n) near the queries, and their distances; NaN marks a repeated row."""
-    searches = [
-        nearest(vectors[queries], vectors, count, span=span, threads=threads) for span in spans
-    ]
-    if measure is None:
-        return searches[0][1], np.sqrt(searches[0][0])
-    rows = np.sort(np.concatenate([rows_of_span for _, rows_of_span in searches], axis=1), axis=1)
-    distances = np.full(rows.shape, np.nan)
-    for place, query in enumerate(queries.tolist()):
-        unique, first = np.unique(rows[place], return_index=True)
-        distances[place, first] = measure(query, unique)
-    return rows, distances
 
 
 def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:

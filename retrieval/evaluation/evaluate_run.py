@@ -17,30 +17,26 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import grid
+from retrieval.evaluation.evaluation import Evaluation, grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import Measured, Protocol, device_of, items_of, refuse_side
+from retrieval.evaluation.protocol import Protocol, device_of, items_of, refuse_side
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.merging import merged, spans_of
+from retrieval.serving.merging import measured, spans_of
 from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.host.plugins import Plugins
     from retrieval.model.contracts import Metric
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.manifest import Manifest, SubspaceEntry
+    from retrieval.serving.manifest import SubspaceEntry
 
 Floats = NDArray[np.floating[Any]]
 Rows = NDArray[np.int64]
-
-# Ranks, and most queries, of `CandidateStep.overlap_at_10`.
-OVERLAP_AT = 10
-OVERLAP_QUERIES = 1000
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class CandidateStep:
 
     Attributes:
         overlap_at_10: for some numbers of candidates, the share of the ten nearest items, by the
-            rescorer's distance to all items, that are candidates.
+            rescorer's distance to all items, that are candidates; as the export measured it.
         default: the bundle's number of candidates.
     """
 
@@ -112,7 +108,7 @@ class RunEvaluation:
             shares = self.candidates.overlap_at_10.items()
             text = ", ".join(f"{share:.3f} at {count}" for count, share in shares)
             lines.append(
-                f"first ten shared with the exhaustive ranking, by number of candidates: {text}"
+                f"first ten of the exhaustive ranking among the candidates, by their number: {text}"
             )
         return "\n".join(lines)
 
@@ -181,17 +177,17 @@ def evaluate(
     device = device_of(run)
     model, codes = run.model.to(device), ItemCodes(run, device)
 
-    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Measured:
+    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Evaluation:
         left, right = (None if items is None else encode(items) for items in (query, gallery))
         return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
     combiner = model.combiner
-    measured = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
+    contestants = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-        measured[raw] = measure(lambda items: pixels(run.dataset, items, model))
-    values = {name: contestant.values for name, contestant in measured.items()}
-    trained, candidates = measured["trained"].first, None
+        contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))
+    values = {name: contestant.values for name, contestant in contestants.items()}
+    trained, candidates = contestants["trained"], None
     if bundle is not None:
         values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
@@ -204,8 +200,8 @@ def evaluate(
         trained.singletons,
         values,
         candidates,
-        {name: row.spread for name, row in measured.items() if row.spread},
-        {name: row.first.groups for name, row in measured.items() if row.first.groups},
+        {name: row.spread for name, row in contestants.items() if row.spread},
+        {name: row.groups for name, row in contestants.items() if row.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results
@@ -226,17 +222,13 @@ def _served(
     items = queries if gallery is None else encoded(bundle, run, gallery)
     item_class = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
-    rescorer = bundle.manifest.rescorer
-    deepest = max(
-        (m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT
+    k = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=1)
+    rows = served_rows(
+        bundle, queries, items, min(k, len(item_class) - (exclude is not None)), exclude
     )
-    k = min(len(item_class) - (exclude is not None), max(deepest, OVERLAP_AT))
-    step = None
-    if rescorer is None:
-        rows = served_neighbors(queries["query"], items["vector"], k, bundle.manifest, exclude)
-    else:
-        rows, overlaps = _rescored(bundle, queries, items, exclude, k, rescorer.candidates)
-        step = CandidateStep(overlaps, rescorer.candidates)
+    rescorer, step = bundle.manifest.rescorer, None
+    if rescorer is not None and rescorer.overlap:
+        step = CandidateStep(rescorer.overlap, rescorer.candidates)
     relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
         gallery is None
     )
@@ -267,42 +259,29 @@ def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
     }
 
 
-def _rescored(
-    bundle: Bundle,
-    queries: dict[str, Any],
-    items: dict[str, Any],
-    exclude: Rows | None,
-    k: int,
-    candidates: int,
-) -> tuple[Rows, dict[str, float]]:
-    """Return the rows (Q, k) that a rescorer ranks first, and `CandidateStep.overlap_at_10`."""
-    size, count = len(items["vector"]), len(queries["query"])
-    counts = sorted({min(number, size) for number in (50, 200, 500, candidates)})
-    deepest = min(counts[-1], size - (exclude is not None))
-    proposed = nearest_in_each(
-        queries["query"], items["vector"], deepest, bundle.manifest.subspaces, exclude
-    )
-    rows = np.full((count, k), -1, dtype=np.int64)
-    for i in range(count):
-        code, near = queries["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
-        distances = bundle.rescore(code, items["code"][near])[0]
+def served_rows(
+    bundle: Bundle, queries: dict[str, Any], items: dict[str, Any], k: int, exclude: Rows | None
+) -> Rows:
+    """Return the rows (Q, k) of a server's k results, nearest first; −1 fills up too few.
+
+    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
+    those of a search for ten.
+    """
+    rescorer, vectors = bundle.manifest.rescorer, items["vector"]
+    size = len(vectors) - (exclude is not None)
+    count = min(k if rescorer is None else rescorer.candidates, size)
+    subspaces = bundle.manifest.subspaces
+    proposed = nearest_in_each(queries["query"], vectors, count, subspaces, exclude)
+    rows = np.full((len(queries["query"]), k), -1, dtype=np.int64)
+    for i, query in enumerate(queries["query"]):
+        near = np.unique(proposed[:, i])
+        code, codes = (
+            (None, None) if rescorer is None else (queries["code"][i], items["code"][near])
+        )
+        distances = measured(bundle, query, code, vectors[near], codes, k)
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
-    shares = dict.fromkeys(counts, 0.0)
-    # the distances to all items are slow to compute, so only some queries are measured
-    sampled = np.linspace(0, count - 1, min(count, OVERLAP_QUERIES)).round().astype(np.int64)
-    for i in sampled:
-        code, starts = queries["code"][i : i + 1], range(0, size, 4096)
-        parts = [bundle.rescore(code, items["code"][start : start + 4096])[0] for start in starts]
-        distances = np.concatenate(parts)
-        if exclude is not None:
-            distances[exclude[i]] = np.inf
-        truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
-        for number in counts:
-            near = np.unique(proposed[:, i, :number])
-            ordered = near[np.argsort(distances[near], kind="stable")][: len(truth)]
-            shares[number] += len(np.intersect1d(ordered, truth)) / len(truth)
-    return rows, {str(number): share / len(sampled) for number, share in shares.items()}
+    return rows
 
 
 def nearest_in_each(
@@ -321,23 +300,3 @@ def nearest_in_each(
         for span in spans_of(subspaces)
     ]
     return np.stack(rows)
-
-
-def served_neighbors(
-    query: Floats, vector: Floats, k: int, manifest: Manifest, exclude: Rows | None = None
-) -> Rows:
-    """Return the rows (Q, k) that a server returns for k results, nearest first.
-
-    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
-    those of a search for ten. The bundle must not have a rescorer.
-    """
-    proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
-    if len(proposed) == 1 and manifest.merge == "min":
-        only: Rows = proposed[0]
-        return only
-    ordered = np.empty(proposed.shape[1:], dtype=np.int64)
-    for number, query_vector in enumerate(query):
-        rows = np.unique(proposed[:, number])
-        distances = merged(query_vector, vector[rows], k, manifest.subspaces, manifest.merge)
-        ordered[number] = rows[np.argsort(distances, kind="stable")[:k]]
-    return ordered

@@ -14,9 +14,10 @@ F1 counts pairs of items.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,14 +46,7 @@ Ints = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
-DEFAULT_METRICS = (
-    "recall_at_1",
-    "recall_at_2",
-    "recall_at_4",
-    "recall_at_8",
-    "r_precision",
-    "map_at_r",
-)
+DEFAULT_METRICS = (*(f"recall_at_{k}" for k in (1, 2, 4, 8)), "r_precision", "map_at_r")
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +61,8 @@ class Evaluation:
         singletons: number of queries left out because no other visible gallery item has their
             label.
         groups: with `by`, for each group the means over its queries, and their number, "queries".
+        spread: over random galleries, the standard deviation of each metric.
+        per_query: for each metric, the value of each query (Q,), NaN for those left out.
     """
 
     values: dict[str, float]
@@ -74,6 +70,8 @@ class Evaluation:
     gallery: int
     singletons: int
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    per_query: dict[str, Values] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return self.table()
@@ -101,8 +99,6 @@ def evaluate(
     relevance: Relevance | None = None,
     by: Sequence[Any] | None = None,
     clusters: bool = False,
-    seed: int = 0,
-    block: int | None = None,
     device: str = "auto",
     progress: Progress = False,
 ) -> Evaluation:
@@ -126,8 +122,6 @@ def evaluate(
             whose metrics are returned too.
         clusters: also return NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).
-        seed: seed of k-means.
-        block: number of queries per block, which changes memory and speed but no metric.
         device: see `exact_neighbors`.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
@@ -159,7 +153,7 @@ def evaluate(
         by = read_values(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
-    search = Search(codes, gallery, hidden, distance, block, device)
+    search = Search(codes, gallery, hidden, distance, device)
     values, relevant = query_values(search, query_class, item_class, relevance, chosen)
     answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
@@ -170,10 +164,10 @@ def evaluate(
             members = answerable[texts[answerable] == value]
             groups[value] = {**means(values, members), "queries": float(len(members))}
     if clusters:
-        values_by_name |= cluster_metrics(codes, query_class, seed=seed)
-    return Evaluation(
-        values_by_name, len(answerable), len(searched), len(query_class) - len(answerable), groups
-    )
+        values_by_name |= cluster_metrics(codes, query_class)
+    singletons = len(query_class) - len(answerable)
+    counts = len(answerable), len(searched), singletons
+    return Evaluation(values_by_name, *counts, groups, per_query=values)
 
 
 def query_values(
@@ -182,20 +176,18 @@ def query_values(
     item_class: Ints,
     relevance: Relevance | None,
     metrics: Mapping[str, Metric],
-    query_rows: Ints | None = None,
 ) -> tuple[dict[str, Values], Ints]:
     """Return each metric's values (Q,), and the number of relevant items of each query (Q,).
 
-    Without `relevance`, items of the query's class are relevant. `query_rows` are the queries to
-    measure, which all have a relevant item; `None` means all that have one. The values of other
-    queries are NaN. Without metrics, nothing is searched.
+    Without `relevance`, items of the query's class are relevant. The values of queries without a
+    relevant item are NaN.
     """
     if relevance is not None:
-        return _graded_values(search, relevance, metrics, query_rows)
+        return _graded_values(search, relevance, metrics)
     relevant = relevant_items(search, query_class, item_class)
-    answerable = np.flatnonzero(relevant > 0) if query_rows is None else query_rows
+    answerable = np.flatnonzero(relevant > 0)
     values = {name: np.full(len(query_class), np.nan) for name in metrics}
-    if len(answerable) and metrics:
+    if len(answerable):
         # Queries with a similar R share a block, which is searched to the depth of its largest R.
         ordered = answerable[np.argsort(relevant[answerable], kind="stable")]
         distinct, place = np.unique(relevant[ordered], return_inverse=True)
@@ -217,8 +209,11 @@ def matching(
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each needs. k is at least the depth of each query in the block.
     """
-    # The first `ranked` queries go to `Ranking`; those for which it fails are searched in full.
-    ranked = Ranking.serves(len(item_class), depths) if _is_plain(search) else 0
+    # Items that are searched among themselves by Euclidean distance go to `Ranking`: the first
+    # `ranked` queries. Those for which it fails are searched in full.
+    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
+    plain = search.gallery is None and search.distance is None and search.hidden is None
+    ranked = Ranking.serves(len(item_class), depths) if on_cpu and plain else 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
@@ -234,13 +229,6 @@ def matching(
     if len(places := np.sort(np.concatenate(rest))):
         for rows, items, _ in search.blocks(answerable[places], depths[places]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
-
-
-def _is_plain(search: Search) -> bool:
-    """Return whether items are searched among themselves on a CPU by Euclidean distance."""
-    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
-    plain = search.gallery is None and search.distance is None and search.hidden is None
-    return on_cpu and plain and search.block is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
@@ -325,7 +313,7 @@ _GRADES = 2**24
 """Most grades in memory, 64 MB."""
 
 
-class Relevance(Protocol):
+class Relevance(ABC):
     """Grades of relevance of gallery items for queries.
 
     Attributes:
@@ -336,11 +324,12 @@ class Relevance(Protocol):
     match: float
     sizes: tuple[int, int]
 
+    @abstractmethod
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N) of queries (B,) and all gallery items, 0 for irrelevant ones."""
 
 
-class Levels:
+class Levels(Relevance):
     """Classes of several levels, such as species, genus and family, finest first.
 
     The finest level that two items share decides their grade: with L levels, the finest gives grade
@@ -370,7 +359,7 @@ class Levels:
         return grades
 
 
-class Tags:
+class Tags(Relevance):
     """Items with several labels: the grade is the number of shared labels, and 1 is a match.
 
     Raises:
@@ -422,9 +411,9 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
 
 
 def _graded_values(
-    search: Search, relevance: Relevance, metrics: Mapping[str, Metric], query_rows: Ints | None
+    search: Search, relevance: Relevance, metrics: Mapping[str, Metric]
 ) -> tuple[dict[str, Values], Ints]:
-    """Return the result of `query_values`; relevant items are counted for `query_rows` alone."""
+    """Return the result of `query_values`."""
     total = len(search.queries)
     size = total if search.gallery is None else len(search.gallery)
     if relevance.sizes != (total, size):
@@ -434,16 +423,15 @@ def _graded_values(
         )
     values = {name: np.full(total, np.nan) for name in metrics}
     relevant = np.zeros(total, np.int64)
-    step = search.block or max(1, min(1024, _GRADES // size))
-    query_rows = np.arange(total) if query_rows is None else query_rows
-    with Meter("searching", len(query_rows), "queries") as meter:
-        for start in range(0, len(query_rows), step):
-            rows = query_rows[start : start + step]
+    step = max(1, min(1024, _GRADES // size))
+    with Meter("searching", total, "queries") as meter:
+        for start in range(0, total, step):
+            rows = np.arange(start, min(start + step, total))
             grades = _visible_grades(search, relevance, rows)
             relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
             kept = np.flatnonzero(relevant[rows] > 0)
             meter.update(len(rows))
-            if not len(kept) or not metrics:
+            if not len(kept):
                 continue
             rows, grades = rows[kept], grades[kept]
             depth = min(size, depth_of(metrics, int(relevant[rows].max()), size))
@@ -486,21 +474,14 @@ ROUNDS = 100
 """Iterations of Lloyd's algorithm in k-means."""
 
 
-def cluster_metrics(
-    codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
-) -> dict[str, float]:
+def cluster_metrics(codes: NDArray[Any] | Tensor, labels: NDArray[Any]) -> dict[str, float]:
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,)."""
-    if len(codes) != len(labels) or not len(codes):
-        raise DataError(
-            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: at least one"
-            " code is needed, and one label per code."
-        )
     classes = np.unique(read_labels(labels), return_inverse=True)[1]
-    clusters = kmeans(codes, int(classes.max()) + 1, seed=seed)
+    clusters = kmeans(codes, int(classes.max()) + 1)
     return {"nmi": nmi(clusters, classes), "f1": pair_f1(clusters, classes)}
 
 
-def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
+def kmeans(codes: NDArray[Any] | Tensor, count: int) -> NDArray[np.int64]:
     """Return each code's cluster number (N,), by k-means of codes (N, C) into `count` clusters."""
     faiss = load_faiss()
     array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
@@ -516,7 +497,7 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
             table.shape[1],
             count,
             niter=ROUNDS,
-            seed=seed,
+            seed=0,
             init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
             min_points_per_centroid=1,
             max_points_per_centroid=len(table),

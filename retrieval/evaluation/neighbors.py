@@ -18,7 +18,6 @@ codes, and for the distances of a combiner.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,8 +46,6 @@ _MAGNITUDE = 2**63 - MOST_ITEMS
 _BLOCK_BYTES = 128 * 2**20  # working memory of a block
 _PAIRS_PER_CALL = 2**20  # of a `distance`
 _SELECTED = 2**16  # keys to select from at once; 512 KB stay in a core's cache
-_SAMPLED = 16  # one value in so many is sampled to bound the k-th smallest
-_SAMPLED_FROM = 4096  # values in a row; sampling fewer takes longer than it saves
 _DEEP = 256  # full search is faster if k is more than one gallery item in this many
 _MARGIN = 8  # a shallow search takes at least so many neighbours more than k
 _DIFFERENCES = 2**21  # numbers in the differences that are computed at once, 16 MB
@@ -62,7 +59,6 @@ def exact_neighbors(
     k: int,
     *,
     exclude: NDArray[np.integer[Any]] | None = None,
-    block: int | None = None,
     distance: DistanceBlock | None = None,
     device: str = "auto",
 ) -> tuple[Ints, NDArray[np.float32]]:
@@ -71,11 +67,8 @@ def exact_neighbors(
     Args:
         queries: (Q, C), codes of any float or integer type.
         gallery: (N, C), codes.
-        k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill the
-            row, as in FAISS.
-        exclude: (Q,), the gallery row to leave out for each query (`arange(Q)` if the queries are
-            the gallery), or −1 to leave out none.
-        block: number of queries per block; `None` limits the working memory to about 130 MB.
+        k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill up.
+        exclude: (Q,), the gallery row to leave out for each query, or −1 to leave out none.
         distance: a function from codes (B, C) and (R, C) to distances (B, R), smaller is closer;
             `None` means Euclidean.
         device: "auto" uses CUDA if available or, with `distance`, the codes' own device.
@@ -87,12 +80,11 @@ def exact_neighbors(
         DataError: codes have a wrong shape or are not finite, the gallery is empty, `k` is below 1,
             or distances are NaN.
     """
-    search = Neighbors(gallery, distance=distance, block=block, device=device)
+    search = Neighbors(gallery, distance=distance, device=device)
     queries = as_tensor(queries, "queries")
-    total = len(queries)
+    total, size = len(queries), search.block(k)
     indices = np.empty((total, max(k, 0)), dtype=np.int64)
     distances = np.empty((total, max(k, 0)), dtype=np.float32)
-    size = search.block(k)
     for start in range(0, max(total, 1), size):
         rows = slice(start, start + size)
         own = None if exclude is None else exclude[rows]
@@ -108,15 +100,8 @@ class Neighbors:
     """
 
     def __init__(
-        self,
-        gallery: Codes,
-        *,
-        distance: DistanceBlock | None = None,
-        block: int | None = None,
-        device: str = "auto",
+        self, gallery: Codes, *, distance: DistanceBlock | None = None, device: str = "auto"
     ) -> None:
-        if block is not None and block < 1:
-            raise DataError(f"block is {block}, but a block has at least one query.")
         codes = as_tensor(gallery, "gallery")
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
@@ -132,7 +117,6 @@ class Neighbors:
         else:
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.distance = distance
-        self._block = block
         self._codes = codes.to(self.device)
         self._crowded = False  # whether most queries of the last block had ties at the k-th place
         # scaling by a power of two is exact, and keeps the squares of codes within float32
@@ -141,8 +125,6 @@ class Neighbors:
 
     def block(self, k: int) -> int:
         """Return the number of queries per call for `k` neighbours each."""
-        if self._block is not None:
-            return self._block
         # bytes per query: float64 distances of every pair, then the results and their temporaries
         row = (0 if self._shallow(k) else self.size * 8) + max(1, min(k, self.size)) * 40
         return max(1, min(1024, _BLOCK_BYTES // row))
@@ -159,29 +141,23 @@ class Neighbors:
                 f"The queries have {codes.shape[1]} columns, but the gallery has {self.width}: "
                 "they must be codes of one model."
             )
-        left_out = None if exclude is None else np.asarray(exclude, np.int64)
+        columns = np.full((len(codes), k), -1, np.int64)
+        distances = np.full((len(codes), k), np.inf, np.float32)
         if not len(codes):
-            return np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32)
+            return columns, distances
+        left_out = None if exclude is None else np.asarray(exclude, np.int64)
+        reach = min(k, self.size)
         with torch.no_grad():
-            if self.distance is not None:
-                table = self._measured(codes, self.distance)
-                columns, values = self._selected(table, min(k, self.size), left_out)
+            if self.distance is None:
+                rows, values = self._euclidean(codes, reach, left_out)
             else:
-                columns, values = self._euclidean(codes, min(k, self.size), left_out)
+                table = self._measured(codes, self.distance)
+                rows, values = self._selected(table, reach, left_out)
+        # The excluded row has NaN and comes last. It is here only if all rows are.
+        present = ~np.isnan(values)
+        columns[:, :reach] = np.where(present, rows, -1)
         with np.errstate(over="ignore", under="ignore"):  # cannot change the order any more
-            distances = values.astype(np.float32)
-        if left_out is not None and k >= self.size:
-            # The excluded row is among the results only if they are the whole gallery.
-            excluded = columns == left_out[:, None]
-            columns[excluded] = -1
-            distances[excluded] = np.inf
-            places = np.argsort(excluded, axis=1, kind="stable")
-            columns = np.take_along_axis(columns, places, 1)
-            distances = np.take_along_axis(distances, places, 1)
-        if k > self.size:
-            pad = ((0, 0), (0, k - self.size))
-            columns = np.pad(columns, pad, constant_values=-1)
-            distances = np.pad(distances, pad, constant_values=np.inf)
+            distances[:, :reach] = np.where(present, values, np.inf)
         return columns, distances
 
     def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
@@ -257,7 +233,7 @@ class Neighbors:
         squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())
         beyond = _parts(rounded_keys(squared[:, -1:], columns[:, -1:]))[1][:, 0]
         if left_out is not None:
-            squared[columns == left_out[:, None]] = np.inf
+            squared[columns == left_out[:, None]] = np.nan
         keys = rounded_keys(squared, columns)
         keys.sort(axis=1)
         columns, squared = _parts(keys[:, :k])
@@ -302,42 +278,27 @@ class Neighbors:
         """Return columns and rounded values (B, k) of each query's k smallest, in order."""
         if left_out is not None:
             rows = np.flatnonzero(left_out >= 0)
-            values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.inf
+            values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.nan
         if values.device.type != "cpu":
-            every = torch.arange(self.size, device=values.device)
-            keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
+            numbers = torch.arange(self.size, device=values.device)
+            keys = rounded_keys(values, numbers).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
-        table, numbers = values.numpy(), np.arange(self.size)
+        table, every = values.numpy(), np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)
-        sampled = self.size >= _SAMPLED_FROM and 4 * k <= self.size
-        step = 1 if sampled else max(1, _SELECTED // self.size)
+        step = max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
-            block, columns = table[start : start + step], numbers
-            if sampled and (smallest := _smallest(block[0], k)) is not None:
-                block, columns = block[:, smallest], smallest
-            part = rounded_keys(block, columns)
-            if k < len(columns):
+            part = rounded_keys(table[start : start + step], every)
+            if k < self.size:
                 part.partition(k - 1, axis=1)
             keys[start : start + step] = part[:, :k]
         keys.sort(axis=1)
         return _parts(keys)
 
 
-def _smallest(row: NDArray[np.float64], k: int) -> Ints | None:
-    """Return columns that include those of the k smallest keys, or None if a sample misleads."""
-    sample, rank = row[::_SAMPLED].copy(), k // _SAMPLED
-    rank = min(rank + 4 * math.isqrt(rank) + 8, len(sample) - 1)
-    sample.partition(rank)
-    limit = float(sample[rank])
-    margin = abs(limit) * 2.0**-22 if math.isfinite(limit) else 0.0  # equal after rounding
-    columns = np.flatnonzero(row <= limit + margin)
-    return columns if np.count_nonzero(row[columns] <= limit) >= k else None
-
-
 def rounded_keys(values: Any, columns: Any) -> Any:
     """Return int64 keys that compare by value rounded to 24 bits (halves up), then by column.
 
-    Values are a float64 array or tensor without NaN. Columns are int64 of the same shape.
+    Values are a float64 array or tensor, where NaN comes last. Columns are int64 of the same shape.
     """
     # adding 0 turns −0, whose bits differ, into 0
     keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)
@@ -426,13 +387,13 @@ class Exclusion:
             list(self.query),
             list(self.query if self.gallery is None else self.gallery),
         )
-        for values, count, what in (
-            (queries, len(query_class), "queries"),
-            (items, len(item_class), "gallery items"),
+        for values, labels, what in (
+            (queries, query_class, "queries"),
+            (items, item_class, "gallery items"),
         ):
-            if len(values) != count:
+            if len(values) != len(labels):
                 raise DataError(
-                    f"There are {count:,} {what} and {len(values):,} values to exclude by."
+                    f"There are {len(labels):,} {what} and {len(values):,} values to exclude by."
                 )
         groups = group_numbers(queries, items)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
@@ -474,24 +435,19 @@ class Hidden:
         """Return how many items of its class are hidden from each query (Q,), itself included."""
         # pairs of group and class are counted as one number
         width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
-        pairs, counts = np.unique(self.gallery * width + self.item_class, return_counts=True)
-        own_pairs = self.query * width + self.query_class
-        place = np.minimum(np.searchsorted(pairs, own_pairs), max(len(pairs) - 1, 0))
-        counts_hidden = np.where(pairs[place] == own_pairs, counts[place], 0)
-        counts_hidden[self.query < 0] = int(self.itself)
-        return counts_hidden.astype(np.int64)
+        return self._counts(
+            self.query * width + self.query_class, self.gallery * width + self.item_class
+        )
 
     def every(self) -> Ints:
         """Return how many items are hidden from each query (Q,), itself included."""
-        if self.same_label:
-            return self.matching()
-        # at least one count, because queries without a group look up the first and ignore it
-        counts = np.bincount(
-            self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
-        )
-        return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(
-            np.int64
-        )
+        return self.matching() if self.same_label else self._counts(self.query, self.gallery)
+
+    def _counts(self, query: Ints, items: Ints) -> Ints:
+        """Return how often each query's number is among the items'; a query may have no group."""
+        number = np.unique(np.concatenate([items, query]), return_inverse=True)[1]
+        counts = np.bincount(number[: len(items)], minlength=len(number))[number[len(items) :]]
+        return np.where(self.query < 0, int(self.itself), counts)
 
     def visible(self, rows: Ints, items: Ints) -> Bools:
         """Return whether items (B, k) are visible to queries (B,); −1 stands for no item."""
@@ -506,20 +462,19 @@ class Search:
     """Exact search for the nearest gallery items that are visible to a query.
 
     Without a gallery, the queries are searched, and each is left out of its own results. For the
-    arguments `distance`, `block` and `device`, see `exact_neighbors`.
+    arguments `distance` and `device`, see `exact_neighbors`.
     """
 
     queries: Codes
     gallery: Codes | None
     hidden: Hidden | None = None
     distance: DistanceBlock | None = None
-    block: int | None = None
     device: str = "auto"
 
     @cached_property
     def _neighbors(self) -> Neighbors:
         searched = self.queries if self.gallery is None else self.gallery
-        return Neighbors(searched, distance=self.distance, block=self.block, device=self.device)
+        return Neighbors(searched, distance=self.distance, device=self.device)
 
     def blocks(
         self, query_rows: Ints, depths: Ints
@@ -531,11 +486,9 @@ class Search:
         """
         search, hidden = self._neighbors, self.hidden
         # hidden items take up ranks, so search deeper by their number
-        reach = (
-            depths
-            if hidden is None
-            else np.minimum(depths + hidden.every()[query_rows], search.size)
-        )
+        reach = depths
+        if hidden is not None:
+            reach = np.minimum(depths + hidden.every()[query_rows], search.size)
         done = 0
         while done < len(query_rows):
             part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
@@ -558,9 +511,8 @@ class Search:
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
         order, done = np.arange(len(query_rows)), 0
-        if (
-            self.hidden is not None
-        ):  # similar depths share a block, which is searched to the largest
+        # similar depths share a block, which is searched to the largest
+        if self.hidden is not None:
             order = np.argsort(self.hidden.every()[query_rows], kind="stable")
         for rows, near, apart in self.blocks(query_rows[order], np.full(len(query_rows), k)):
             part = order[done : done + len(rows)]

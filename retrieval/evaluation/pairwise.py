@@ -1,20 +1,17 @@
 """Retrieval metrics of vectors that need not fit into memory: `retrieval evaluate FOLDER`.
 
-Each of this machine's cores searches one block of the gallery for one block of queries. A neighbour
-is a key (see `rounded_keys`): an integer that holds its distance, rounded to 24 bits, and its row.
-The nearest items are therefore the smallest keys of all blocks, whatever the order of the blocks,
-and the metrics are those of `evaluate`.
+Blocks of queries search one block of the gallery after another. A neighbour is a key (see
+`rounded_keys`): an integer that holds its distance, rounded to 24 bits, and its row. The nearest
+items are therefore the smallest keys of all blocks, and the metrics are those of `evaluate`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
@@ -26,20 +23,13 @@ from retrieval.evaluation.evaluation import (
     means,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
-from retrieval.host.cores import cores
 from retrieval.model.metrics import metric
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.sessions import ahead
 from retrieval.serving.store.search import measured
 
-if TYPE_CHECKING:
-    from retrieval.model.contracts import Metric
-
 Ints = NDArray[np.int64]
-Block = tuple[range, range, int]
-"""Rows of queries, rows of the gallery, and the number of neighbours."""
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192
@@ -47,6 +37,7 @@ _GALLERY_BYTES = 64 * 2**20
 _NO_NEIGHBOR = np.iinfo(np.int64).max
 
 
+@shown
 def evaluate_vectors(
     folder: StrPath,
     *,
@@ -72,25 +63,17 @@ def evaluate_vectors(
             f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
         )
     item_labels = None if items is None else items.labels()
-    options: Any = {"metrics": metrics, "progress": progress}
-    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=item_labels, **options)
+    return pairwise(queries, queries.labels(), items, item_labels, metrics)
 
 
-@shown
 def pairwise(
     codes: VectorRows,
     labels: Sequence[Any] | NDArray[Any],
-    *,
     gallery: VectorRows | None = None,
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
-    block: int | None = None,
-    progress: Progress = False,
 ) -> Evaluation:
     """Return the metrics of `evaluate` without holding the gallery or all distances in memory.
-
-    A block has `block` rows of the gallery and of queries; `None` means 64 MB of the gallery and
-    8,192 queries. For the other arguments, see `evaluate`.
 
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
@@ -105,76 +88,44 @@ def pairwise(
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
     relevant = counts[query_class] - int(itself)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
-    blocks = _blocks(relevant, searched, chosen, block)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the last bit of a product may depend on the number of threads
-    try:
-        with Meter("searching", len(blocks), "blocks") as meter:
-            search = _Search(codes, searched, itself)
-            nearest = np.empty((0, 0), np.int64)
-            for (queries, items, k), keys in ahead(search, blocks, workers=cores(), most=cores()):
-                if items.start:  # not the first block of these queries
-                    keys = np.sort(np.concatenate([nearest, keys], axis=1), axis=1)[:, :k]
-                nearest = keys
-                meter.update()
-                if items.stop < len(searched):
-                    continue
-                rows, scored = np.array(queries), relevant[queries] > 0
+    with Meter("searching", len(codes), "queries") as meter:
+        for start in range(0, len(codes), _QUERIES):
+            rows = np.arange(start, min(start + _QUERIES, len(codes)))
+            if most := int(relevant[rows].max()):
+                k, scored = depth_of(chosen, most, len(searched)), relevant[rows] > 0
+                nearest = _nearest(codes, searched, rows, k, itself)
                 present = nearest != _NO_NEIGHBOR
                 classes = item_class[np.where(present, key_rows(nearest), 0)]
                 matches = (classes == query_class[rows, None]) & present
                 for name, measure in chosen.items():
                     values[name][rows[scored]] = measure(matches[scored], relevant[rows[scored]])
-    finally:
-        torch.set_num_threads(threads)
+            meter.update(len(rows))
     answerable = np.flatnonzero(relevant > 0)
     singletons = len(query_class) - len(answerable)
     return Evaluation(means(values, answerable), len(answerable), len(searched), singletons)
 
 
-def _blocks(
-    relevant: Ints, gallery: VectorRows, metrics: Mapping[str, Metric], block: int | None
-) -> list[Block]:
-    """Return all blocks in the order of queries, whose numbers of relevant items are given (Q,)."""
-    size = block or max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
-    step = block or _QUERIES
-    blocks = []
-    for first in range(0, len(relevant), step):
-        queries = range(first, min(first + step, len(relevant)))
-        if most := int(relevant[queries].max(initial=0)):
-            k = depth_of(metrics, most, len(gallery))
-            for start in range(0, len(gallery), size):
-                blocks.append((queries, range(start, min(start + size, len(gallery))), k))
-    return blocks
-
-
-class _Search(threading.local):
-    """Searches a block. Each thread keeps the last block of the gallery that it read."""
-
-    def __init__(self, codes: VectorRows, gallery: VectorRows, itself: bool) -> None:
-        self.codes, self.gallery, self.itself = codes, gallery, itself
-        self.kept: tuple[range, Neighbors, NDArray[np.float64]] | None = None
-
-    def __call__(self, block: Block) -> tuple[Block, Ints]:
-        """Return the block and the sorted keys (B, k) of its queries' neighbours."""
-        queries, items, k = block
-        if self.kept is None or self.kept[0] != items:
-            self.kept = None  # free the old block before reading
-            vectors = self.gallery.read(items.start, items.stop)
-            exact = np.ascontiguousarray(vectors, np.float64)
-            self.kept = items, Neighbors(vectors, device="cpu"), exact
-        _, search, gallery = self.kept
-        keys = np.full((len(queries), k), _NO_NEIGHBOR)
+def _nearest(codes: VectorRows, gallery: VectorRows, rows: Ints, k: int, itself: bool) -> Ints:
+    """Return the sorted keys (B, k) of the nearest items of consecutive queries `rows` (B,)."""
+    nearest = np.full((len(rows), k), _NO_NEIGHBOR)
+    size = max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
+    for start in range(0, len(gallery), size):
+        items = range(start, min(start + size, len(gallery)))
+        vectors = gallery.read(items.start, items.stop)
+        search, exact = Neighbors(vectors, device="cpu"), np.ascontiguousarray(vectors, np.float64)
         step = search.block(k)
-        for start in range(0, len(queries), step):
-            rows = queries[start : start + step]
-            codes = self.codes.read(rows.start, rows.stop)
-            own = np.array([row - items.start if row in items else -1 for row in rows])
-            columns, _ = search(codes, k, own if self.itself else None)
-            query, place = np.nonzero(columns >= 0)
-            column = columns[query, place]
+        for place in range(0, len(rows), step):
+            part = rows[place : place + step]
+            queries = codes.read(int(part[0]), int(part[-1]) + 1)
+            own = np.where((part >= items.start) & (part < items.stop), part - items.start, -1)
+            columns, _ = search(queries, min(k, len(items)), own if itself else None)
+            query, rank = np.nonzero(columns >= 0)
+            column = columns[query, rank]
             # `Neighbors` scales each block, so measure again to compare distances across blocks
-            squared = measured(np.asarray(codes, np.float64), gallery, query, column)
-            keys[start + query, place] = rounded_keys(squared, column + items.start)
-        keys.sort(axis=1)
-        return block, keys
+            squared = measured(np.asarray(queries, np.float64), exact, query, column)
+            keys = np.full(columns.shape, _NO_NEIGHBOR)
+            keys[query, rank] = rounded_keys(squared, column + items.start)
+            both = np.concatenate([nearest[place : place + step], keys], axis=1)
+            both.sort(axis=1)
+            nearest[place : place + step] = both[:, :k]
+    return nearest

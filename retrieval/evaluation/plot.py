@@ -11,7 +11,6 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,8 +75,8 @@ def neighbours(
         labels: each query's label; `None` marks no result as right or wrong.
 
     Raises:
-        DataError: there is no query, or more than 50; a query is not an image; a label is missing
-            or not text; the index holds vectors, not images.
+        DataError: there is no query, or more than 50; a query is not an image; a label is missing;
+            the index holds vectors, not images.
     """
     from retrieval.serving.index.index import Index
 
@@ -95,11 +94,7 @@ def neighbours(
         raise DataError(
             f"There are {len(labels)} labels for {len(images)} queries; give each query one."
         )
-    names = None if labels is None else read_labels(labels)
-    if names is not None and names.dtype.kind != "U":
-        raise DataError(
-            "The labels of an index are text, so give the queries' labels as text, too."
-        )
+    names = None if labels is None else [str(label) for label in read_labels(labels)]
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images, so it cannot be drawn.")
     answers = index.search(list(images), k=k)
@@ -107,7 +102,7 @@ def neighbours(
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
-        label = None if names is None else str(names[row])
+        label = None if names is None else names[row]
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
@@ -185,7 +180,7 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
+    A dotted line marks the epoch with the best
     validation, whose weights the run keeps. There is no line if the weights before training are
     the best.
 
@@ -213,7 +208,6 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
         panel.set_ylabel(name)
         panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.spines[["top", "right"]].set_visible(False)
-    _mark_phases(list(panels), records)
     best = [epoch for epoch, r in enumerate(records, 1) if r.get("best")]
     if best:
         panels[1].axvline(best[-1], color="black", linestyle=":", linewidth=1)
@@ -222,37 +216,23 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
     return figure
 
 
-def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
-    """If there are several phases, separate them by lines and name them."""
-    phases = [
-        (name, len(list(group)))
-        for name, group in groupby(str(r.get("phase", "")) for r in records)
-    ]
-    begin = 1
-    for name, epochs in phases if len(phases) > 1 else []:
-        for panel in panels if begin > 1 else []:
-            panel.axvline(begin - 0.5, color="0.75", linewidth=1)
-        panels[0].text(
-            begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4"
-        )
-        begin += epochs
-
-
 def _records(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        losses = [record["loss"] for record in records]
     except OSError as error:
         raise DataError(
             f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was"
             " trained in epochs."
         ) from None
-    except ValueError:
-        raise DataError(f"{file} is damaged: one of its lines is not JSON.") from None
-    if not records or not all(
-        isinstance(r, dict) and isinstance(r.get("loss"), int | float) for r in records
-    ):
-        raise DataError(f"{file} must have at least one epoch, and each epoch must have a loss.")
+    except (ValueError, LookupError, TypeError):
+        losses = []
+    if not losses or not all(isinstance(loss, int | float) for loss in losses):
+        raise DataError(
+            f"{file} must have a JSON object with a number 'loss' for each epoch, at least one."
+            " Train again."
+        )
     return records
 
 

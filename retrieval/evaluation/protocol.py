@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,21 +46,6 @@ def device_of(run: Run) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The metrics of a contestant.
-
-    Attributes:
-        values: each metric; with random galleries, its mean over these.
-        first: the result of `evaluate` on the first gallery.
-        spread: standard deviation of each metric over random galleries; empty without them.
-    """
-
-    values: dict[str, float]
-    first: Evaluation
-    spread: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Protocol:
     """The queries and the gallery of an evaluation, measured as a run's `[evaluate]` says.
 
@@ -84,9 +69,10 @@ class Protocol:
                 " Leave out the bundle, or remove this from the recipe."
             )
 
-    def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Measured:
+    def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Evaluation:
         """Return the metrics of the queries' and the gallery's codes.
 
+        With random galleries, each metric is its mean over these, and the rest is of the first.
         `further` are arguments of `evaluate`.
 
         Raises:
@@ -96,36 +82,41 @@ class Protocol:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            arguments = self.arguments(items, gallery_items)
-            named = None if gallery_items is None else labels[gallery_items]
-            evaluation = evaluate(
-                left,
-                labels[items],
-                gallery=right,
-                gallery_labels=named,
-                distance=distance,
-                **arguments,
-                **further,
-            )
+            evaluation = self.evaluate(items, gallery_items, left, right, distance, **further)
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
                 item_class = labels[items if gallery_items is None else gallery_items]
-                rows[-1] |= open_set(
-                    left,
-                    labels[items],
-                    right,
-                    item_class,
-                    fars=rates,
-                    distance=distance,
-                    exclude=arguments.get("exclude"),
-                )
+                exclude = self.arguments(items, gallery_items).get("exclude")
+                options: Any = {"fars": rates, "distance": distance, "exclude": exclude}
+                rows[-1] |= open_set(left, labels[items], right, item_class, **options)
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
         spread = {}
         if len(rows) > 1:
             spread = {name: float(np.std(column, ddof=1)) for name, column in columns.items()}
-        return Measured(values, evaluations[0], spread)
+        return replace(evaluations[0], values=values, spread=spread)
+
+    def evaluate(
+        self,
+        items: Items,
+        gallery_items: Items | None,
+        query: Any,
+        gallery: Any,
+        distance: Any,
+        **further: Any,
+    ) -> Evaluation:
+        """Return the metrics in one gallery; the arguments are those that `rounds` yields."""
+        labels = self.run.splits.labels
+        return evaluate(
+            query,
+            labels[items],
+            gallery=gallery,
+            gallery_labels=None if gallery_items is None else labels[gallery_items],
+            distance=distance,
+            **self.arguments(items, gallery_items),
+            **further,
+        )
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
         """Yield queries, gallery, and the codes of both: once, or for each random gallery."""

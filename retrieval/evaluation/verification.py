@@ -10,7 +10,7 @@ class or two classes, then their items, so that a large class does not dominate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,133 +191,82 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300  # pairs of each kind
 ENOUGH = 30
-"""Folds share no class or no item if each fold then has at least this many pairs of each kind."""
+"""Folds share no class if each fold then has at least this many pairs of each kind."""
 
 
 def draw_pairs(
-    items: Items,
-    labels: Items,
-    *,
-    count: int | None = None,
-    folds: int | None = None,
-    seed: int = 0,
+    items: Items, labels: Items, *, count: int | None = None, seed: int = 0
 ) -> LabelledPairs:
-    """Draw pairs in folds, with equally many pairs of one class and of two classes in each fold.
+    """Draw pairs in up to ten folds, with equally many pairs of each kind in each fold.
 
-    Folds share no class if there are enough classes, otherwise no item or, if there are few items,
-    no pair.
+    Folds share no class if there are enough classes, otherwise no item. Few items are divided into
+    fewer folds.
 
     Args:
         items: (n,), the items to draw from.
         labels: (n,), the items' class numbers.
-        count: number of pairs, a multiple of 2 × `folds`. By default 300 of each kind per fold
-            (6,000 in ten folds), or as many as exist.
-        folds: number of folds, by default ten, or as many as the pairs allow.
+        count: largest number of pairs in all, by default 6,000. There are fewer if the folds do
+            not have enough items.
         seed: seed of the draw. The same seed, items and labels give the same pairs.
 
     Raises:
-        DataError: there are not enough pairs, or `count` and `folds` do not fit.
+        DataError: two folds would not each have a pair of each kind.
     """
-    fold_count = FOLDS if folds is None else folds
-    problems = []
-    if fold_count < 2:
-        problems.append(
-            f"folds = {fold_count} is too few: a fold's threshold is chosen on the other folds, so"
-            " at least two are needed."
-        )
-    elif count is not None and (count < 2 * fold_count or count % (2 * fold_count)):
-        problems.append(
-            f"{count:,} pairs cannot be drawn, half of them same, in {fold_count} equal folds: take"
-            f" a multiple of {2 * fold_count}."
-        )
-    most = _capacities(labels)
-    if not most[0]:
-        problems.append("no class has two items, so no two are the same.")
-    if not most[1]:
-        problems.append("they are of one class, so no two differ.")
-    if not problems and folds is None and count is None:
-        fold_count = min(fold_count, *most)
-    per_fold = PER_FOLD if count is None else count // (2 * max(fold_count, 1))
-    if not problems and (
-        fold_count < 2 or (min(most) < fold_count * (per_fold if count is not None else 1))
-    ):
-        problems.append(
-            f"there are only {most[0]:,} pairs of one class and {most[1]:,} of two classes;"
-            f" {fold_count if fold_count > 1 else 2} folds"
-            f" {f'of {per_fold:,} of each kind ' if count is not None else ''}need more. Draw"
-            " fewer pairs or folds."
-        )
-    if problems:
-        refuse(f"Pairs of {len(items):,} items", problems)
     random = np.random.default_rng([seed % 2**64, *b"verification"])
-    groups, number = _groups(labels, fold_count, per_fold, count is not None, random)
-    if groups is None:  # folds share items, but no pair
-        number = min(per_fold, min(most) // fold_count)
-        same, different = (
-            draw(labels, number * fold_count, random) for draw in (_same, _different)
-        )
-        same = random.permutation(same)
-        parts = [rows[k::fold_count] for k in range(fold_count) for rows in (same, different)]
+    plans = [(_by_class, FOLDS, ENOUGH)]
+    for folds in range(FOLDS, 1, -1):
+        plans += [(_by_item, folds, 1), (_by_class, folds, 1)]
+    for deal, folds, least in plans:
+        fold = deal(labels, folds, random)
+        groups = [np.flatnonzero(fold == k) for k in range(folds)]
+        number = min(_fewest_pairs(labels[rows]) for rows in groups)
+        if number >= least:
+            break
     else:
-        parts = [
-            group[draw(labels[group], number, random)]
-            for group in groups
-            for draw in (_same, _different)
-        ]
-    rows = np.concatenate(parts)
+        raise DataError(
+            f"No pairs can be drawn from {len(items):,} items of {len(np.unique(labels)):,}"
+            " classes: two folds that share no item each need two classes, one of them with two"
+            " items. Name a list of pairs instead."
+        )
+    number = min(number, PER_FOLD if count is None else max(1, count // (2 * folds)))
+    parts = [
+        rows[_draw(labels[rows], number, same, random)] for rows in groups for same in (True, False)
+    ]
+    pairs = items[np.concatenate(parts)]
     return LabelledPairs(
-        items[rows[:, 0]],
-        items[rows[:, 1]],
-        np.tile(np.repeat([True, False], number), fold_count),
-        np.repeat(np.arange(fold_count), 2 * number),
-        _names(fold_count),
+        pairs[:, 0],
+        pairs[:, 1],
+        np.tile(np.repeat([True, False], number), folds),
+        np.repeat(np.arange(folds), 2 * number),
+        _names(folds),
     )
 
 
-def make_folds(
-    same: NDArray[np.bool_], folds: int | None = None, seed: int = 0
-) -> tuple[Items, tuple[str, ...]]:
+def make_folds(same: NDArray[np.bool_], seed: int = 0) -> tuple[Items, tuple[str, ...]]:
     """Return a random fold for each pair (P,), and the folds' names.
 
-    Each kind of pairs is spread evenly over the folds. By default there are ten folds, or as many
-    as there are pairs of the rarer kind.
+    Each kind of pairs is spread evenly over ten folds, or over as many as there are pairs of the
+    rarer kind.
 
     Raises:
-        DataError: there are fewer than two folds, or fewer pairs of a kind than folds.
+        DataError: there are fewer than two pairs of a kind.
     """
-    least = int(min(same.sum(), (~same).sum()))
-    fold_count = min(FOLDS, least) if folds is None else folds
-    if fold_count < 2 or fold_count > least:
-        refuse(
-            f"{int(same.sum()):,} same and {int((~same).sum()):,} different pairs",
-            [
-                f"they cannot be divided into {max(fold_count, 2) if folds is None else folds}"
-                " folds: there must be at least two folds, each with a pair of each kind."
-            ],
+    folds = min(FOLDS, int(same.sum()), int((~same).sum()))
+    if folds < 2:
+        raise DataError(
+            f"{int(same.sum()):,} same and {int((~same).sum()):,} different pairs cannot be divided"
+            " into two folds, each with a pair of each kind. List more pairs."
         )
     random = np.random.default_rng([seed % 2**64, *b"folds"])
     fold = np.empty(len(same), np.int64)
     for kind in (True, False):
         rows = random.permutation(np.flatnonzero(same == kind))
-        fold[rows] = np.arange(len(rows)) % fold_count
-    return fold, _names(fold_count)
+        fold[rows] = np.arange(len(rows)) % folds
+    return fold, _names(folds)
 
 
 def _names(folds: int) -> tuple[str, ...]:
     return tuple(str(k + 1) for k in range(folds))
-
-
-def _groups(
-    labels: Items, folds: int, per_fold: int, exact: bool, random: np.random.Generator
-) -> tuple[list[Items] | None, int]:
-    """Return each fold's rows, or `None` if folds must share items, and its pairs of each kind."""
-    need = per_fold if exact else min(per_fold, ENOUGH)
-    for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
-        groups = [np.flatnonzero(dealt == k) for k in range(folds)]
-        available = min(min(_capacities(labels[rows])) for rows in groups)
-        if available >= need:
-            return groups, min(per_fold, available)
-    return None, 0
 
 
 def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
@@ -332,81 +281,40 @@ def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
 
 def _by_item(labels: Items, folds: int, random: np.random.Generator) -> Items:
     """Return a fold for each row, with every class spread evenly over the folds."""
-    dealt = np.empty(len(labels), np.int64)
-    start = 0
-    for label in np.unique(labels):
-        rows = random.permutation(np.flatnonzero(labels == label))
-        dealt[rows] = (start + np.arange(len(rows))) % folds
-        start += len(rows)
-    return dealt
+    order = random.permutation(len(labels))
+    fold = np.empty(len(labels), np.int64)
+    fold[order[np.argsort(labels[order], kind="stable")]] = np.arange(len(labels)) % folds
+    return fold
 
 
-def _capacities(labels: Items) -> tuple[int, int]:
-    """Return the number of pairs of one class, and of two classes."""
+def _fewest_pairs(labels: Items) -> int:
+    """Return the smaller of the numbers of pairs of one class and of two classes."""
     sizes = np.unique(labels, return_counts=True)[1]
     same = int((sizes * (sizes - 1) // 2).sum())
-    return same, len(labels) * (len(labels) - 1) // 2 - same
+    return min(same, len(labels) * (len(labels) - 1) // 2 - same)
 
 
-def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return pairs of rows (count, 2) of one class, as evenly from all classes as possible."""
-    order = np.argsort(labels, kind="stable")
-    sizes = np.unique(labels, return_counts=True)[1]
-    starts = np.cumsum(sizes) - sizes
-    room = sizes * (sizes - 1) // 2
-    share = np.zeros_like(room)
-    while missing := count - int(share.sum()):
-        classes = random.permutation(np.flatnonzero(share < room))
-        quota, extra = divmod(missing, len(classes))
-        more = np.full(len(classes), quota)
-        more[:extra] += 1
-        share[classes] += np.minimum(more, room[classes] - share[classes])
-    parts = []
-    for c in np.flatnonzero(share):
-        chosen = random.choice(int(room[c]), int(share[c]), replace=False)
-        # pair number t is (i, j), i < j, with t = j (j − 1) / 2 + i
-        j = ((1 + np.sqrt(8.0 * chosen + 1)) / 2).astype(np.int64)
-        j -= j * (j - 1) // 2 > chosen  # correct the rounding of the root
-        j += j * (j + 1) // 2 <= chosen
-        i = chosen - j * (j - 1) // 2
-        flip = random.random(len(chosen)) < 0.5
-        pairs = np.stack([np.where(flip, j, i), np.where(flip, i, j)], axis=1)
-        parts.append(order[starts[c] + pairs])
-    return np.concatenate(parts).astype(np.int64)
+def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) -> Items:
+    """Return `count` distinct pairs of rows (count, 2), which exist, of one class or of two.
 
-
-def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return `count` distinct pairs of rows (count, 2) of two classes."""
-    size = len(labels)
-    kept = np.empty((0, 2), np.int64)
-    for proposed in _proposals(labels, count, random):
-        both = np.concatenate([kept, proposed])
-        number = both.min(axis=1) * size + both.max(axis=1)
-        first = np.sort(np.unique(number, return_index=True)[1])
-        kept = both[first[:count]]
-        if len(kept) == count:
-            return kept
-    raise AssertionError  # the proposals are endless
-
-
-def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterator[Items]:
-    """Yield pairs of rows of two classes: eight times by random classes, then by random pairs.
-
-    Random classes alone may never give enough distinct pairs, if most pairs are of two large
-    classes among many small ones.
+    The classes are drawn uniformly, so that a large class does not dominate. Where this does not
+    give enough distinct pairs, the classes of random items follow.
     """
     order = np.argsort(labels, kind="stable")
-    sizes = np.unique(labels, return_counts=True)[1]
+    _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     starts = np.cumsum(sizes) - sizes
-    for _ in range(8):
-        a = random.integers(len(sizes), size=count)
-        b = (a + random.integers(1, len(sizes), size=count)) % len(sizes)
-        yield np.stack([order[starts[c] + random.integers(sizes[c])] for c in (a, b)], axis=1)
-    pairs_by_class = sizes * (len(labels) - sizes)
-    while True:
-        a = random.choice(len(sizes), count, p=pairs_by_class / pairs_by_class.sum())
-        first_row = starts[a] + random.integers(sizes[a])
-        # any row of another class: one before the class, or one after it
-        second_row = random.integers(len(labels) - sizes[a])
-        second_row += np.where(second_row >= starts[a], sizes[a], 0)
-        yield order[np.stack([first_row, second_row], axis=1)]
+    paired = np.flatnonzero(sizes > int(same))
+
+    def classes() -> Items:
+        return np.concatenate([random.choice(paired, count), random.choice(place, count)])
+
+    pairs = np.empty((0, 2), np.int64)
+    while len(pairs) < count:
+        first = classes()
+        second = first if same else classes()
+        rows = order[np.stack([starts[c] + random.integers(sizes[c]) for c in (first, second)], 1)]
+        rows = rows[rows[:, 0] != rows[:, 1] if same else first != second]
+        pairs = np.concatenate([pairs, rows])
+        number = pairs.min(axis=1) * len(labels) + pairs.max(axis=1)
+        pairs = pairs[np.sort(np.unique(number, return_index=True)[1])[:count]]
+    return pairs

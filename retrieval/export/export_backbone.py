@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 
-_SHOWN = 5
-"""Largest number of unreadable photos that a message names."""
 _CROPS = 64
 
 
@@ -102,13 +100,11 @@ class Photos:
         if len(bad) == len(files):
             raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
         if bad:
-            more = f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""
             log.warning(
-                "%d of %d photos cannot be read and are skipped:%s%s",
+                "%d of %d photos cannot be read and are skipped. The first: %s",
                 len(bad),
                 len(files),
-                "".join(f"\n  - {text}" for text in bad[:_SHOWN]),
-                more,
+                bad[0],
             )
 
 
@@ -135,7 +131,7 @@ def example_photos(preprocessing: Preprocessing) -> Pixels:
 DIMENSIONS = 128
 """Default dimension of whitened vectors."""
 
-_FEATURE_BYTES = 1 << 29
+_FEATURE_BYTES = 1 << 28
 """Largest size of the float32 features that whitening is fitted on."""
 _RANK = 1e-9
 """A direction with less than this share of the largest variance is float32 noise."""
@@ -144,8 +140,6 @@ _SMALL = 1e-6
 
 It limits the scale of any direction to 1,000 times that of the first.
 """
-_EXACT_WIDTH = 4096
-"""Wider features are whitened by scikit-learn's randomised solver, as their covariance is large."""
 
 
 def whitening_head(
@@ -167,8 +161,6 @@ def whitening_head(
         DataError: C is out of range, the features have no more than C rows, or they vary in fewer
             than C directions.
     """
-    from sklearn.decomposition import PCA
-
     photos, width = features.shape
     outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
     if not 1 <= outputs <= width:
@@ -182,34 +174,26 @@ def whitening_head(
             " photos than dimensions. Name more photos, or choose fewer dimensions, such as"
             f" {max(1, photos // 4)}."
         )
-    # Rounding alone makes equal features of this size vary by this much.
+    mean = features.mean(axis=0, dtype=np.float64)
+    _, values, directions = np.linalg.svd(features - mean, full_matrices=False)
+    variance = values**2 / (photos - 1)
+    # Rounding alone makes equal features of this size vary by `noise`.
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
-    if float(np.ptp(features, axis=0).max()) <= noise:
-        raise DataError(
-            f"The backbone gives the same features for all {photos:,} photos, which cannot be"
-            " whitened. Name photos that differ."
-        )
-    exact = width <= _EXACT_WIDTH
-    pca = PCA(outputs, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
-    pca.fit(features.astype(np.float64) if exact else features)
-    variance = pca.explained_variance_.astype(np.float64)
-    largest = float(variance[0])
-    varied = int((variance > max(_RANK * largest, noise**2)).sum())
+    varied = int((variance > max(_RANK * variance[0], noise**2)).sum())
     if varied < outputs:
         raise DataError(
-            f"The features of the {photos:,} photos vary in only {varied:,} directions. Name more"
-            f" photos that differ, or choose at most {varied:,} dimensions."
+            f"The features of the {photos:,} photos vary in only {varied:,} directions, fewer than"
+            f" the {outputs:,} dimensions. Name more photos that differ, or choose fewer"
+            " dimensions."
         )
-    components = pca.components_ / np.sqrt(variance + _SMALL * largest)[:, None]
-    return nn.Sequential(*linear_head(components, pca.mean_), Normalize())
+    scale = np.sqrt(variance[:outputs] + _SMALL * variance[0])
+    return nn.Sequential(*linear_head(directions[:outputs] / scale[:, None], mean), Normalize())
 
 
 Places = StrPath | Sequence[StrPath]
 
 MOST_PHOTOS = 20_000
 """Largest number of photos that whitening is fitted on."""
-_WEIGHTS_PARAMETERS = ("pretrained", "weights")
-"""Usual names of the parameter that makes a backbone load pretrained weights."""
 
 
 class BackboneEncoder(Encoder):
@@ -276,14 +260,7 @@ class BackboneEncoder(Encoder):
                 features if that is smaller.
             photos: files and folders of photos that verify the bundle, by default those of
                 `whiten`. With the int8 variant, half of them calibrate it instead.
-            variants: further precisions of the encoder: "fp16", "int8".
-            split: write the encoder as two graphs, backbone and head, so that an index can keep
-                features and apply other heads to them.
-            allow_drift: see `Run.export`.
-            tolerance: see `Run.export`.
-            replace: whether a bundle at `output` may be replaced.
-            progress: True shows a bar, False nothing; a function is called with (what, done,
-                total).
+            variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
 
         Returns:
             The encoder of the bundle, on the CPU.
@@ -401,16 +378,11 @@ def named_backbone(
     if backbone.preprocessing is None:
         raise takes_vectors
     if not random_weights and (drawn := differing(backbone, build(1))):
-        names = (p.name for p in factory.parameters if p.name in _WEIGHTS_PARAMETERS)
-        advice = "Train it (retrieval train), or name another backbone"
-        if parameter := next(names, None):
-            advice = (
-                f"Load pretrained weights with its parameter '{parameter}', which `retrieval"
-                f" plugins show {name}` explains"
-            )
         raise BundleError(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
-            f" tensors differ from one build to the next, such as '{drawn[0]}'. {advice}. To export"
-            " the random weights, use --random-weights (in Python random_weights=True)."
+            f" tensors differ from one build to the next, such as '{drawn[0]}'. Load pretrained"
+            f" weights by a parameter (`retrieval plugins show {name}` lists them), train it"
+            " (retrieval train), or allow random weights with --random-weights (in Python"
+            " random_weights=True)."
         )
     return backbone

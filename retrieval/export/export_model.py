@@ -34,7 +34,6 @@ from retrieval.model.graph import (
 )
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.locks import hold
 from retrieval.serving.files.strict_json import problems_of
 from retrieval.serving.manifest import (
     FILE,
@@ -68,23 +67,16 @@ _MAKERS = (
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `output` at the end.
 
-    On an error the hidden folder is removed. A killed process leaves it as `.NAME.XXXXXXXX.part`;
-    the next export into the same parent folder removes it.
-
     Raises:
-        BundleError: `output` exists and must not be replaced, another process is exporting to it,
-            or the folder cannot be written.
+        BundleError: `output` exists and must not be replaced, or the folder cannot be written.
     """
     output = Path(os.path.realpath(output))
     refuse_existing(output, replace)
+    exists = _exists_already(output)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with hold(output, "exporting this bundle", BundleError):
-            refuse_existing(output, replace)  # the lock's previous holder may have created it
-            exists = _exists_already(output)
-            with files.whole_folder(output, replace=replace, exists_error=exists) as temporary:
-                yield temporary
-                refuse_existing(output, replace)  # a program without the lock may have created it
+        with files.whole_folder(output, replace=replace, exists_error=exists) as temporary:
+            yield temporary
+            refuse_existing(output, replace)  # another program may have created it
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
@@ -208,9 +200,7 @@ class _Export:
             verify.onnx_outputs(session(graph).run, list(self.outputs), self.items)
             for graph in (encoder, self.files[file], *emulations)
         )
-        subspaces = () if combiner is None else combiner.subspaces
-        merge = "min" if combiner is None else combiner.merge
-        return measure(file, before, afters, labels, self.rescore, subspaces, merge)
+        return measure(file, before, afters, labels, self.rescore, combiner)
 
     def description(self) -> dict[str, Any]:
         """Return the manifest's entries for input, outputs and distance."""

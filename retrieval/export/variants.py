@@ -12,11 +12,11 @@ import onnx
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.verify import Floats, merged_distances
-from retrieval.model.contracts import Subspace
+from retrieval.export.verify import Floats
+from retrieval.model.contracts import Combiner
 from retrieval.model.graph import first_line, quiet
 from retrieval.serving.manifest import Cosine, Recall, Variant
-from retrieval.serving.merging import best_score
+from retrieval.serving.merging import merged
 
 VariantName = Literal["fp16", "int8"]
 
@@ -247,8 +247,7 @@ def measure(
     afters: Sequence[Mapping[str, Floats]],
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
-    subspaces: Sequence[Subspace],
-    merge: Literal["min", "score"] = "min",
+    combiner: Combiner | None,
 ) -> Variant:
     """Return a variant's drift: cosine to the encoder's vectors, and Recall@1 of both.
 
@@ -260,8 +259,7 @@ def measure(
         labels: (N,), or `None` to leave out Recall@1.
         rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if the bundle has
             one.
-        subspaces: the combiner's sub-spaces.
-        merge: how the combiner merges the sub-spaces.
+        combiner: the model's combiner.
 
     Raises:
         BundleError: the variant returns NaN or infinity.
@@ -272,23 +270,22 @@ def measure(
                 f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
                 " precision. Leave this variant out."
             )
-    after = min(
-        afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min())
-    )
-    cosine = row_cosine(before["vector"], after["vector"])
+    cosines = [row_cosine(before["vector"], after["vector"]) for after in afters]
+    worst = min(range(len(afters)), key=lambda number: float(cosines[number].min()))
     recall = None
     if labels is not None:
-        recalls = [
-            recall_at_1(distances_of(outputs, rescore, subspaces, merge), labels)
-            for outputs in (before, after)
-        ]
-        if recalls[0] is not None and recalls[1] is not None:
-            recall = Recall(before=recalls[0], after=recalls[1])
-    return Variant(
-        file=file,
-        cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())),
-        recall_at_1=recall,
-    )
+        _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        queries = counts[classes] > 1
+        if queries.any():
+            shares = [
+                float(
+                    (classes[nearest_items(outputs, rescore, combiner)] == classes)[queries].mean()
+                )
+                for outputs in (before, afters[worst])
+            ]
+            recall = Recall(before=shares[0], after=shares[1])
+    cosine = Cosine(mean=float(cosines[worst].mean()), min=float(cosines[worst].min()))
+    return Variant(file=file, cosine=cosine, recall_at_1=recall)
 
 
 def check_drift(name: str, variant: Variant) -> None:
@@ -312,47 +309,24 @@ def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
     return np.where(both_zero, 1.0, cosine.clip(-1.0, 1.0))
 
 
-def distances_of(
+def nearest_items(
     outputs: Mapping[str, Floats],
     rescore: Callable[[Floats, Floats], Floats] | None,
-    subspaces: Sequence[Subspace],
-    merge: Literal["min", "score"] = "min",
-) -> NDArray[np.floating[Any]]:
-    """Return the distances (N, N) by which a bundle sorts results, with each item as a query.
+    combiner: Combiner | None,
+) -> NDArray[np.int64]:
+    """Return the other item (N,) that a bundle ranks first for each item.
 
-    With merge "score", the distances are those of a list of `SCORED` results without the query.
+    With merge "score", the order is that of a list of `SCORED` results.
     """
-    if rescore is None and merge == "score":
-        query, vector = outputs.get("query", outputs["vector"]), outputs["vector"]
-        spaces = np.stack([merged_distances(query, vector, [space]) for space in subspaces])
-        spaces[:, np.arange(len(vector)), np.arange(len(vector))] = np.inf
-        k, weights = min(SCORED, len(vector) - 1), [space.weight for space in subspaces]
-        return np.stack([best_score(spaces[:, row], k, weights) for row in range(len(vector))])
-    if rescore is None:
-        return merged_distances(
-            outputs.get("query", outputs["vector"]), outputs["vector"], subspaces
-        )
-    codes = outputs["code"]
-    return np.concatenate(
-        [rescore(codes[start : start + 16], codes) for start in range(0, len(codes), 16)]
-    )
-
-
-def recall_at_1(distances: NDArray[np.floating[Any]], labels: NDArray[Any]) -> float | None:
-    """Return the share of items whose nearest other item has their label.
-
-    Args:
-        distances: (N, N); the diagonal is ignored.
-        labels: (N,); items with a unique label are not queries.
-
-    Returns:
-        The share, or `None` if every label is unique.
-    """
-    distances = distances.copy()
-    np.fill_diagonal(distances, np.inf)
-    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    queries = np.flatnonzero(counts[classes] > 1)
-    if not len(queries):
-        return None
-    nearest = distances[queries].argmin(axis=1)
-    return float((classes[nearest] == classes[queries]).mean())
+    vectors, size = outputs["vector"], len(outputs["vector"])
+    subspaces: Any = () if combiner is None else combiner.subspaces
+    merge = "min" if combiner is None else combiner.merge
+    nearest = np.empty(size, np.int64)
+    for row, query in enumerate(outputs.get("query", vectors)):
+        gallery = np.delete(np.arange(size), row)
+        if rescore is None:
+            distances = merged(query, vectors[gallery], SCORED, subspaces, merge)
+        else:
+            distances = rescore(outputs["code"][row : row + 1], outputs["code"][gallery])[0]
+        nearest[row] = gallery[distances.argmin()]
+    return nearest

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,24 +25,19 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, few_levels, to_mode
+from retrieval.serving.images import few_levels
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.locations import Sources, is_embedding, is_table
 from retrieval.serving.index.parquet import holds_vectors
 from retrieval.serving.index.sources import collect
-from retrieval.serving.merging import measured
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""
-_BATCH = 32
-_COPIES = 256
-"""Largest number of items that are compared with their JPEG copies to choose `within`."""
-_QUALITY = 70
-"""JPEG quality of the copies."""
+_AHEAD = 64  # items that are measured before they are needed
 
 
 @shown
@@ -61,8 +55,8 @@ def check_data(
     Each item is decoded once, by the decoder that training and serving share. Hashes find files
     with identical bytes and images with identical pixels. Small pictures of the images find images
     that look the same, for example because they were saved again or resized. If there is a model,
-    its distance finds further pairs. Memory grows with the number of items, and the time of the
-    comparison with its square.
+    the Euclidean distance of its vectors finds further pairs. Memory grows with the number of
+    items, and the time of the comparison with its square.
 
     The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
 
@@ -72,9 +66,7 @@ def check_data(
             side. In a single source, the subfolders `train`, `test`, … of a folder are sides, and
             so are the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: the largest model distance at which two items count as the same. The default is the
-            95th percentile of the distances between up to 256 items and their copies, saved again
-            as JPEG of quality 70. Required for a bundle that takes vectors.
+        within: with a model, the largest distance at which two items count as the same.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -85,17 +77,13 @@ def check_data(
         RecipeError: the recipe is wrong.
         BundleError: the bundle cannot be used.
     """
-    if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("within is a model's distance: pass a model and a number of at least 0.")
+    if (within is None) != (model is None) or not 0 <= (within or 0) < float("inf"):
+        raise DataError("model and within come together: a bundle, and a distance of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     name, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
         kind = "images" if subjects.kind == "image" else "vectors"
         raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
-    if bundle is not None and within is None and subjects.kind == "features":
-        raise DataError(
-            "For vectors, pass within: the largest model distance at which two items are the same."
-        )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
     limits: dict[str, float] = {}
@@ -108,9 +96,10 @@ def check_data(
         pairs = near_pairs(scan.pictures[pictured], PICTURES, same=values, what=what)
         near += _pairs(pairs, pictured, "picture")
         complete = pairs.complete
-    if bundle is not None:
-        limits["model"] = scan.copy_distance(bundle, rows) if within is None else within
-        pairs = scan.near(bundle, rows, limits["model"])
+    if within is not None:
+        limits["model"] = within
+        values, vectors = scan.same_values[rows], scan.vectors[rows]
+        pairs = near_pairs(vectors, within, same=values, what="comparing by the model")
         near += _pairs(pairs, rows, "model")
         complete = complete and pairs.complete
     return Findings(
@@ -184,13 +173,11 @@ class _Scan:
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         has_picture: (N,) true for the rows that have a picture.
-        encoded: the model's output for N items, if there is a model.
+        vectors: (N, D) the model's vectors; no columns without a model.
 
     Raises:
         DataError: no item can be read.
     """
-
-    encoded: Encoded
 
     def __init__(self, subjects: Subjects, bundle: Bundle | None) -> None:
         size = len(subjects.items)
@@ -201,15 +188,14 @@ class _Scan:
         self.same_values = np.full(size, -1, np.int64)
         self.pictures = np.zeros((size if subjects.kind == "image" else 0, WIDTH), np.float32)
         self.has_picture = np.zeros(size, bool)
-        if bundle is not None:
-            self.encoded = _empty(bundle, size)
+        width = 0 if bundle is None else bundle.manifest.vector
+        self.vectors = np.zeros((size, width), np.float32)
         first_with_bytes: dict[bytes, int] = {}
         first_with_values: dict[bytes, int] = {}
-        waiting: list[tuple[int, NDArray[Any]]] = []
         work = partial(_measure, subjects, bundle)
         with Meter("checking", size, "items") as meter:
             workers = min(8, cores())
-            for row, opened in ahead(work, range(size), workers=workers, most=2 * _BATCH):
+            for row, opened in ahead(work, range(size), workers=workers, most=_AHEAD):
                 meter.update()
                 if isinstance(opened, DataError):
                     self.faults[row] = str(opened)
@@ -221,23 +207,10 @@ class _Scan:
                 self.same_values[row] = first_with_values.setdefault(opened.hashes.values, row)
                 if opened.hashes.picture is not None:
                     self.pictures[row], self.has_picture[row] = opened.hashes.picture, True
-                if bundle is not None and opened.pixels is not None:
-                    waiting.append((row, opened.pixels))
-                    if len(waiting) == _BATCH:
-                        self._encode(bundle, waiting)
-            if bundle is not None and waiting:
-                self._encode(bundle, waiting)
+                if opened.vector is not None:
+                    self.vectors[row] = opened.vector
         if len(self.faults) == size:
             raise DataError(f"None of the {size:,} items can be read. The first: {self.faults[0]}")
-
-    def _encode(self, bundle: Bundle, waiting: list[tuple[int, NDArray[Any]]]) -> None:
-        """Encode the waiting items, and clear the list."""
-        rows = [row for row, _ in waiting]
-        encoded = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
-        self.encoded.vector[rows], self.encoded.query[rows] = encoded.vector, encoded.query
-        if self.encoded.code is not None:
-            self.encoded.code[rows] = encoded.code
-        waiting.clear()
 
     def same(self) -> tuple[list[Alike], Rows]:
         """Return the groups of identical items, and the rows to compare further.
@@ -260,60 +233,13 @@ class _Scan:
                 pairs.append(Alike(tuple(rows), by))
         return pairs, np.array(sorted(compared), np.int64)
 
-    def near(self, bundle: Bundle, rows: Rows, within: float) -> Near:
-        """Return the pairs of items whose model distance is at most `within`."""
-        manifest = bundle.manifest
-        spans = [(part.start, part.stop) for part in manifest.subspaces if manifest.merge == "min"]
-        plain = not (bundle.has_code or spans or manifest.distance.measure == "inner")
-
-        def measure(query: int, items: Rows) -> NDArray[np.float64]:
-            return self._distances(bundle, self.encoded, int(rows[query]), rows[items])
-
-        return near_pairs(
-            np.ascontiguousarray(self.encoded.vector[rows]),
-            within,
-            same=self.same_values[rows],
-            spans=spans or (None,),
-            measure=None if plain else measure,
-            candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
-            what="comparing by the model",
-        )
-
-    def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
-        """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
-        places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
-        chosen = rows[np.unique(places)]
-        work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
-        items = chosen.tolist()
-        distances = []
-        with Meter("measuring copies", len(chosen), "items") as meter:
-            for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
-                copy = bundle.encode(pixels[None])
-                distances.append(float(self._distances(bundle, copy, 0, np.array([row]))[0]))
-                meter.update()
-        return float(np.quantile(distances, 0.95))
-
-    def _distances(
-        self, bundle: Bundle, queries: Encoded, number: int, rows: Rows
-    ) -> NDArray[np.float64]:
-        """Return the model's distances of query `number` to items.
-
-        If the model merges sub-spaces by score, Euclidean distances replace the scores.
-        """
-        query, vectors = queries.query[number], self.encoded.vector[rows]
-        code = None if queries.code is None else queries.code[number]
-        codes = None if self.encoded.code is None else self.encoded.code[rows]
-        if bundle.manifest.merge == "score" and code is None:
-            return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
-        return measured(bundle, query, code, vectors, codes, len(rows))
-
 
 class _Measured(NamedTuple):
-    """Measurements of an item: file's hash, fingerprint, model input, sentence for `_Scan.flat`."""
+    """Measurements of an item: file's hash, fingerprint, vector, sentence for `_Scan.flat`."""
 
     file: bytes | None
     hashes: Fingerprint
-    pixels: NDArray[Any] | None
+    vector: NDArray[np.float32] | None
     flat: str | None
 
 
@@ -329,21 +255,13 @@ def _measure(
     try:
         image = item if isinstance(item, Image.Image) else None
         flat = None if image is None else few_levels(image)
-        pixels = None
+        vector = None
         if bundle is not None:
-            pixels = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
-        return row, _Measured(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
+            inputs = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
+            vector = bundle.encode(inputs[None]).vector[0]
+        return row, _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
     except DataError as fault:
         return row, DataError(f"{name}: {fault}")
-
-
-def _empty(bundle: Bundle, size: int) -> Encoded:
-    """Return zeros for the embeddings of `size` items."""
-    manifest = bundle.manifest
-    vector = np.zeros((size, manifest.vector), np.float32)
-    query = np.zeros_like(vector) if manifest.query_vectors else vector
-    code = np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
-    return Encoded(vector, query, code)
 
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
@@ -351,15 +269,6 @@ def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
         Alike((int(rows[row]), int(rows[other])), by, float(distance))
         for row, other, distance in zip(near.first, near.second, near.distance, strict=True)
     ]
-
-
-def _copy(subjects: Subjects, bundle: Bundle, row: int) -> tuple[int, NDArray[Any]]:
-    """Return an item's row, and the model input of its JPEG copy."""
-    _, item = subjects.open(row)
-    assert isinstance(item, Image.Image)
-    out = io.BytesIO()
-    to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
-    return row, bundle.preprocess(decode(out.getvalue()))
 
 
 MOST = 64

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from retrieval.data.encode import encode, evaluating
 from retrieval.data.features import backbone_features
@@ -23,7 +23,7 @@ from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
-from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
+from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
@@ -74,14 +74,7 @@ class Run:
         path: StrPath,
         *,
         or_kept: bool = False,
-        dataset: Any = None,
-        sampler: Any = None,
-        backbone: nn.Module | None = None,
-        combiner: Combiner | None = None,
-        loss: Callable[..., Any] | None = None,
-        miner: Callable[..., Any] | None = None,
-        generator: Generator | None = None,
-        learner: Learner | None = None,
+        **objects: Any,
     ) -> Self:
         """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
@@ -89,14 +82,8 @@ class Run:
             path: the run's folder.
             or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
                 opened. `dataset` is then a `KeptInputs`, and `splits.notes` says why.
-            dataset: the object that was passed to `train` as `dataset`; `None` if none was passed.
-            sampler: see `dataset`.
-            backbone: see `dataset`.
-            combiner: see `dataset`.
-            loss: see `dataset`.
-            miner: see `dataset`.
-            generator: see `dataset`.
-            learner: see `dataset`.
+            objects: the objects that were passed to `train`, by the same names: dataset, sampler,
+                backbone, combiner, loss, miner, generator, learner.
 
         Returns:
             The run, with its model in evaluation mode on the CPU.
@@ -109,16 +96,7 @@ class Run:
         if not is_run(path):
             lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
-        objects = objects_of(
-            dataset=dataset,
-            sampler=sampler,
-            backbone=backbone,
-            combiner=combiner,
-            loss=loss,
-            miner=miner,
-            generator=generator,
-            learner=learner,
-        )
+        objects = objects_of(**objects)
         refuse_extra_objects(path, objects)
         recipe = read_recipe(path / "recipe.toml", objects=objects)
         refuse_other_objects(path, recipe)
@@ -295,13 +273,8 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
         raise DataError(
             f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
         )
-    advice = checkpoint.TRAIN_AGAIN
-    if len(names) > 1:
-        advice = (
-            f"Remove the file to use {names[1]}.safetensors instead, which may hold the weights of"
-            f" another epoch. Or: {checkpoint.TRAIN_AGAIN}"
-        )
-    return checkpoint_file(path, names[0]), advice
+    other = f"Remove the file to use {names[1]}.safetensors instead. Or: " if names[1:] else ""
+    return checkpoint_file(path, names[0]), other + checkpoint.TRAIN_AGAIN
 
 
 class ItemCodes:

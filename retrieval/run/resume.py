@@ -224,18 +224,15 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
     if refused:
-        tables = list(dict.fromkeys(key.partition(".")[0] for key in refused))
         shown = [
             f"{key} was {_text(before.get(key))}, and is {_text(now.get(key))}"
             for key in refused[:6]
         ]
         raise DataError(
-            f"{folder} was started with another recipe:"
-            f" {', '.join(f'[{table}]' for table in tables)}"
-            f" differ{'s' if len(tables) == 1 else ''}"
-            f" ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the recipe"
-            " and overrides that started the run, or train into another folder. Only these may"
-            f" change: {MAY_CHANGE_TEXT}."
+            f"{folder} was started with another recipe: {'; '.join(shown)}"
+            f"{'; …' if len(refused) > 6 else ''}. Resume with the recipe and overrides that"
+            " started the run, or train into another folder. Only these may change:"
+            f" {MAY_CHANGE_TEXT}."
         )
     epochs = [key for key in differing if key.endswith(".epochs")]
     if epochs:
@@ -257,26 +254,20 @@ def _check_epochs(
     if progress is None:
         return
     for i, (old, new) in enumerate(zip(run_recipe.phases, recipe.phases, strict=True)):
-        if old.epochs == new.epochs or i > progress.phase:
-            continue
-        if i < progress.phase:
+        # epochs that were begun; a phase that is over keeps its number
+        begun = old.epochs if i < progress.phase else progress.phase_epoch + bool(progress.step)
+        over = i < progress.phase and new.epochs != old.epochs
+        if over or (i == progress.phase and new.epochs < begun):
             raise DataError(
-                f"{folder}: the phase '{new.name}' ended after {old.epochs} epochs; this number"
-                " cannot change."
+                f"{folder} has already begun epoch {begun} of the phase '{new.name}'"
+                f"{', which is over' if over else ''}: it cannot have {new.epochs} epochs."
             )
-        done = progress.phase_epoch + bool(progress.step)
-        if new.epochs < done:
-            raise DataError(
-                f"{folder} has already begun epoch {done} of the phase '{new.name}', so the phase"
-                f" cannot have only {new.epochs} epochs."
-            )
-        patience = recipe.train.patience
-        if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
-            raise DataError(
-                f"{folder} stopped early, after {progress.stale} validations without an"
-                " improvement, and would stop again at once. Set train.patience above"
-                f" {progress.stale} too."
-            )
+    patience = recipe.train.patience
+    if patience is not None and progress.stale >= patience:
+        raise DataError(
+            f"{folder} stopped early, after {progress.stale} validations without an improvement,"
+            f" and would stop again at once. Set train.patience above {progress.stale} too."
+        )
 
 
 def _plugins(table: Mapping[str, Any]) -> list[str]:

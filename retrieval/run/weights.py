@@ -36,9 +36,6 @@ def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
         ) from error
 
 
-MAX_PROBLEMS_SHOWN = 8
-
-
 def take_weights(model: Model, recipe: Recipe) -> None:
     """Load into a model the weights of the run named by `[train] start_from`, if it is set.
 
@@ -47,7 +44,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
     Raises:
         RecipeError: the run does not exist, or some of its weights do not match the model's in name
-            or shape; the message lists the first `MAX_PROBLEMS_SHOWN`.
+            or shape; the message lists the first eight.
         DataError: the run's checkpoint is damaged.
     """
     if recipe.train.start_from is None:
@@ -66,18 +63,14 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
     faults = {part: _mismatches(part, model.state_dict(), theirs) for part in parts}
-    problems = [problem for sentences in faults.values() for problem in sentences]
-    if problems:
-        matching = [part for part, sentences in faults.items() if not sentences]
-        hidden = len(problems) - MAX_PROBLEMS_SHOWN
-        rest = f" (and {hidden} more)" if hidden > 0 else ""
-        advice = (
-            f"Load only the parts that match: [train] start_parts = {matching}.".replace("'", '"')
-            if matching
-            else "No part matches."
+    if problems := [problem for sentences in faults.values() for problem in sentences]:
+        matching = ", ".join(f'"{part}"' for part in parts if not faults[part])
+        raise RecipeError(
+            [
+                *(f"[train] start_from: {problem}" for problem in problems[:8]),
+                f"Load only the parts that match: [train] start_parts = [{matching}].",
+            ]
         )
-        shown = [f"[train] start_from: {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
-        raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{rest}. {advice}"])
     model.load_state_dict(
         {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
         strict=False,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluation.neighbors import exact_neighbors
+from retrieval.evaluation.neighbors import Neighbors, exact_neighbors
 from sklearn.datasets import load_digits
 
 
@@ -81,12 +81,14 @@ def test_depths(unit, k):
 
 
 @pytest.mark.parametrize("k", [4, 700])
-def test_block_size_and_threads_change_nothing(digits, unit, k):
+def test_block_size_and_threads_change_nothing(digits, unit, k, monkeypatch):
     for gallery in (digits, unit):
         queries, exclude = gallery[:300], np.arange(300)
         first = exact_neighbors(queries, gallery, k, exclude=exclude)
         for block in (1, 7, 128):
-            other = exact_neighbors(queries, gallery, k, exclude=exclude, block=block)
+            with monkeypatch.context() as patch:
+                patch.setattr(Neighbors, "block", lambda self, k, block=block: block)
+                other = exact_neighbors(queries, gallery, k, exclude=exclude)
             assert np.array_equal(first[0], other[0])
             assert np.array_equal(first[1], other[1])
         threads = torch.get_num_threads()
@@ -178,7 +180,7 @@ def test_no_queries_and_no_columns(digits):
     assert (distances == 0).all()
 
 
-def test_a_distance_of_ones_own(digits):
+def test_a_distance_of_ones_own(digits, monkeypatch):
     """Negative numbers, infinity, ties and blocks over the gallery."""
     sizes = set()
 
@@ -190,7 +192,8 @@ def test_a_distance_of_ones_own(digits):
 
     codes = digits[:2500]
     special = torch.from_numpy(codes[3])
-    rows, distances = exact_neighbors(codes[:1200], codes, 50, distance=similarity, block=600)
+    monkeypatch.setattr(Neighbors, "block", lambda self, k: 600)
+    rows, distances = exact_neighbors(codes[:1200], codes, 50, distance=similarity)
     table = -(codes[:1200].astype(np.float64) @ codes.T.astype(np.float64)).astype(np.float32)
     table[:, 3] = np.inf
     expected = np.argsort(table, axis=1, kind="stable")[:, :50]
@@ -212,8 +215,7 @@ def test_values_beyond_24_bits_are_rounded_then_tied():
     assert squared.tolist() == [2**24 + 64 + j for j in (25, 1, 9, 4, 0, 16)]
     # Multiples of 2 are left; halves go up: 25 to 26, 1 to 2, 9 to 10.
     expected = sorted(range(6), key=lambda j: (-(-int(squared[j]) // 2) * 2, j))
-    for block in (None, 1):
-        assert exact_neighbors(queries, gallery, 6, block=block)[0].tolist() == [expected]
+    assert exact_neighbors(queries, gallery, 6)[0].tolist() == [expected]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,6 @@ def test_values_beyond_24_bits_are_rounded_then_tied():
         ({"gallery": np.array([["a"] * 4])}, "numbers"),
         ({"gallery": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]])}, "row 1"),
         ({"queries": np.array([[np.inf, 0, 0, 0]])}, "row 0"),
-        ({"block": 0}, "block is 0"),
         ({"queries": np.full((2, 4), 1e30)}, "of one model"),
         ({"distance": lambda a, b: torch.zeros(len(a))}, "one number per pair"),
         ({"distance": lambda a, b: torch.full((len(a), len(b)), torch.nan)}, "NaN"),
@@ -243,13 +244,15 @@ def test_memory_does_not_hold_queries_times_gallery(process):
         import resource
         import numpy as np, torch
         from retrieval.evaluation.evaluation import evaluate
+        from retrieval.evaluation.neighbors import Neighbors
+        Neighbors.block = lambda self, k: 256
         codes = np.random.default_rng(0).normal(size=(12000, 8)).astype(np.float32)
         evaluate(codes[:500], np.zeros(500, int), metrics=["recall_at_1"])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for classes, distance in [(3000, None), (10, None), (3000, torch.cdist)]:
             labels = np.arange(12000) % classes
             metrics = ["recall_at_1", "map_at_r"]
-            evaluate(codes, labels, metrics=metrics, distance=distance, block=256)
+            evaluate(codes, labels, metrics=metrics, distance=distance)
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
     done = process("-c", textwrap.dedent(program), seconds=300)

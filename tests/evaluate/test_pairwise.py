@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from array_rows import ArrayRows
 from retrieval.errors import DataError
+from retrieval.evaluation import pairwise as module
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.pairwise import evaluate_vectors, pairwise
 
@@ -27,33 +28,22 @@ def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.float32), labels
 
 
-@pytest.mark.parametrize("block", [31, 100, None])
+@pytest.fixture(params=[17, 100, None])
+def block(request, monkeypatch):
+    """Blocks of so many queries and items of 8 columns, or those of the program."""
+    if request.param is not None:
+        monkeypatch.setattr(module, "_QUERIES", request.param)
+        monkeypatch.setattr(module, "_GALLERY_BYTES", 64 * request.param)
+
+
 def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
     codes, labels = clusters(500)
-    found = pairwise(ArrayRows(codes), labels, metrics=METRICS, block=block)
-    assert found == evaluate(codes, labels, metrics=METRICS)
-
-
-def test_a_gallery_of_its_own():
-    codes, labels = clusters(400)
+    assert pairwise(ArrayRows(codes), labels, metrics=METRICS) == evaluate(
+        codes, labels, metrics=METRICS
+    )
     theirs = {"gallery_labels": labels[90:], "metrics": METRICS}
-    gallery = ArrayRows(codes[90:])
-    found = pairwise(ArrayRows(codes[:90]), labels[:90], gallery=gallery, block=33, **theirs)
+    found = pairwise(ArrayRows(codes[:90]), labels[:90], ArrayRows(codes[90:]), **theirs)
     assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
-
-
-def test_by_plain_loops():
-    codes, labels = clusters(120)
-    found = pairwise(ArrayRows(codes), labels, metrics=["recall_at_1"], block=17)
-    right = []
-    for row in range(120):
-        others = [at for at in range(120) if at != row]
-        if not any(labels[at] == labels[row] for at in others):
-            continue
-        squares = [((codes[at].astype(float) - codes[row]) ** 2).sum() for at in others]
-        nearest = min(zip(map(np.float32, squares), others, strict=True))[1]
-        right.append(labels[nearest] == labels[row])
-    assert found.values["recall_at_1"] == np.mean(right)
 
 
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.evaluation import evaluation
 from retrieval.evaluation.evaluation import Levels, Tags, evaluate
 from retrieval.evaluation.neighbors import Exclusion
-from retrieval.evaluation.protocol import open_set
 from retrieval.model.metrics import NDCGAt, RecallAt
 
 GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt(1)}
@@ -91,7 +91,7 @@ def test_levels_of_classes(tied, parted):
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked
 
 
-def test_items_of_several_labels():
+def test_items_of_several_labels(monkeypatch):
     codes, labels, random = items(3, 40)
     tags = [
         [f"t{t}" for t in random.choice(12, size=random.integers(0, 4), replace=False)]
@@ -100,7 +100,8 @@ def test_items_of_several_labels():
     expected, asked = plain(codes, codes, lambda i, j: len({*tags[i]} & {*tags[j]}), 1, True)
     found = evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags))
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked < 40
-    assert evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags), block=3) == found
+    monkeypatch.setattr(evaluation, "_GRADES", 3 * 40)  # three queries at once
+    assert evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags)) == found
     with pytest.raises(
         DataError, match="40 queries and 40 gallery items, but relevance has grades for 39 and 39"
     ):
@@ -130,30 +131,6 @@ def test_figures_by_group():
     assert found.values == evaluate(codes, labels, metrics=["recall_at_1"]).values
     with pytest.raises(DataError, match="50 queries and 2 values to group by"):
         evaluate(codes, labels, by=["a", "b"])
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_open_set(tied):
-    codes, labels, _ = items(6, 60, tied)
-    gallery, theirs, _ = items(7, 40, tied)
-    keep = theirs < 5  # classes 5 to 7 are strangers
-    gallery, theirs = gallery[keep], theirs[keep]
-    found = open_set(codes, labels, gallery, theirs, fars=(0.0, 0.1, 0.5, 1.0))
-    nearest = [ranked(codes, gallery, i, False)[0] for i in range(60)]
-    apart = [np.float32(math.sqrt(squared(codes[i], gallery[nearest[i]]))) for i in range(60)]
-    known = [label in set(theirs.tolist()) for label in labels]
-    for far, value in zip((0.0, 0.1, 0.5, 1.0), found.values(), strict=True):
-        best = 0.0
-        for t in apart:
-            accepted = [i for i in range(60) if apart[i] <= t]
-            if sum(not known[i] for i in accepted) / known.count(False) <= far:
-                right = sum(known[i] and theirs[nearest[i]] == labels[i] for i in accepted)
-                best = max(best, right / known.count(True))
-        assert value == pytest.approx(best, abs=1e-12)
-    with pytest.raises(DataError, match="no query is unknown"):
-        open_set(codes[labels < 5], labels[labels < 5], gallery, theirs)
-    with pytest.raises(DataError, match="no query is known"):
-        open_set(codes[labels >= 5], labels[labels >= 5], gallery, theirs)
 
 
 RECIPE = """

@@ -114,9 +114,7 @@ def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
 
 def test_what_is_in_doubt_is_measured():
     codes, labels, _ = KINDS["two decimals"]
-    found = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 17))
     truth = truth_of("two decimals")
-    assert all(np.array_equal(m[~f], truth[r[~f]]) for r, m, f in found)
     sure = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 17))
     for panel in sure._panels:
         panel.error[:] = 0

@@ -92,18 +92,6 @@ def test_a_model_of_features_has_no_backbone_to_split_off(linear, vectors, refus
     refused(linear, vectors[0], "takes feature vectors and has no backbone", split=True)
 
 
-class Fixed(nn.Module):
-    """A head that takes the batch of its example for the only one."""
-
-    def forward(self, x):
-        return x.reshape(int(x.shape[0]), -1)
-
-
-def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, refused):
-    model = Model(net.backbone, Fixed())
-    refused(model, digits[0][:9], "The head cannot be exported.*batch", split=True)
-
-
 FROZEN = """
 import torch
 from retrieval.plugin import Backbone, Preprocessing, hookimpl

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from retrieval.export.variants import recall_at_1, row_cosine
+from retrieval.export.variants import measure, row_cosine
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.bundle import Bundle
 from torch import nn
@@ -164,10 +164,11 @@ def test_variants_of_every_output(combiner, parts, vectors, exported, tmp_path):
 
 
 def test_recall_leaves_out_labels_that_occur_once():
-    distances = np.array([[0, 1, 2.0], [1, 0, 3], [2, 3, 0]])
-    # item 0 finds 1, item 2 finds 0
-    assert recall_at_1(distances, np.array(["a", "b", "a"])) == 0.5
-    assert recall_at_1(distances, np.array(["a", "b", "c"])) is None
+    outputs = {"vector": np.array([[0.0], [1.0], [2.5]], np.float32)}
+    # item 0 finds 1, item 2 finds 1
+    for labels, share in ((["a", "b", "a"], 0.0), (["a", "a", "c"], 1.0), (["a", "b", "c"], None)):
+        recall = measure("f", outputs, [outputs], np.array(labels), None, None).recall_at_1
+        assert (recall and recall.after) == share
 
 
 def test_cosine_of_zero_rows():

@@ -142,7 +142,9 @@ def test_a_type_checker_sees_the_types(tmp_path):
     assert len(revealed) == 4 and all("def (" in text for text in revealed[:3])
 
 
-def test_opening_a_run_names_every_part_that_an_object_can_replace():
-    from retrieval.run.folder import WORDS
+def test_opening_a_run_takes_every_part_that_an_object_can_replace():
+    from retrieval.run.folder import WORDS, objects_of
 
-    assert set(WORDS.values()) <= inspect.signature(retrieval.Run.open).parameters.keys()
+    assert objects_of(**dict.fromkeys(WORDS.values())) == {}
+    with pytest.raises(TypeError, match=r"no part 'losss' .*The parts are dataset, .*loss"):
+        objects_of(losss=None)

@@ -103,9 +103,9 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"margin": 0.3}, "another loss: margin was 0.2, and is 0.3"),
+        ({"margin": 0.3}, "another loss: its margin was 0.2, and is 0.3"),
         ({"width": 16}, "checkpoint does not match the model"),
-        ({"count": 900}, "1,797 items then, 900 now"),
+        ({"count": 900}, "it had 1,797 items, and has 900 now"),
     ],
 )
 def test_other_objects_are_refused(own, settings, sentence):
@@ -114,7 +114,7 @@ def test_other_objects_are_refused(own, settings, sentence):
 
 def test_objects_of_other_classes_or_items_are_refused(own, trained):
     other = refusal(DataError, retrieval.load, own.path, **objects() | {"loss": ContrastiveLoss()})
-    assert re.search("another loss: .*TripletMarginLoss then, .*ContrastiveLoss now", other)
+    assert re.search("another loss: its class was .*TripletMarginLoss, and is .*ContrastiveLoss now", other)
     changed = objects()
     changed["dataset"].arrays[17, 3, 3] ^= 1
     assert "items, labels or sides differ" in refusal(

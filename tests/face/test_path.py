@@ -44,7 +44,7 @@ def test_paths_are_text_or_paths(kind, trained, photos, tmp_path):
     with retrieval.Index.open(kind(tmp_path / "i")) as index:
         assert len(index) == 60
     run.evaluate(bundle=bundle, **quiet)
-    run.verify(draw=40, folds=2, bundle=bundle, **quiet)
+    run.verify(draw=40, **quiet)
 
 
 def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
@@ -133,7 +133,7 @@ def whole_path(folder: Path, photos: Path, progress, **options) -> None:
     """Train, evaluate, verify, encode, export and index."""
     run = retrieval.train(SMALL, folder / "run", progress=progress, **options)
     run.evaluate(progress=progress)
-    run.verify(draw=40, folds=2, progress=progress)
+    run.verify(draw=40, progress=progress)
     run.encode("test", progress=progress)
     bundle = run.export(progress=progress)
     retrieval.Index.create(folder / "index", photos, model=bundle, progress=progress).close()

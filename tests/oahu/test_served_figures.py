@@ -4,6 +4,7 @@ other ranking.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from retrieval.evaluation.evaluate_run import (
     evaluate,
     nearest_in_each,
 )
-from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
+from retrieval.export.variants import SCORED, measure
 from retrieval.model.contracts import Subspace
 from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
@@ -99,7 +100,8 @@ def test_a_variants_drift_is_of_eq_27():
     first = [ranking(v, x, row, alpha, SCORED)[0] for row, v in enumerate(x)]
     share = float(np.mean(labels[first] == labels))
     outputs = {"vector": x}
-    assert recall_at_1(distances_of(outputs, None, spaces, "score"), labels) == pytest.approx(share)
-    assert recall_at_1(distances_of(outputs, None, spaces, "min"), labels) != pytest.approx(share)
-    variant = measure("f", outputs, [outputs], labels, None, spaces, "score")
-    assert variant.recall_at_1 is not None and variant.recall_at_1.after == pytest.approx(share)
+    for merge, equal in (("score", True), ("min", False)):
+        combiner: Any = SimpleNamespace(subspaces=spaces, merge=merge)
+        variant = measure("f", outputs, [outputs], labels, None, combiner)
+        assert variant.recall_at_1 is not None
+        assert (variant.recall_at_1.after == pytest.approx(share)) == equal

@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean
-from retrieval.evaluation.evaluation import Relevance, query_values
-from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.evaluation import Relevance
+from retrieval.evaluation.neighbors import Search
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
-from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
 
 Items = NDArray[np.int64]
@@ -30,36 +29,18 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Searched:
-    """Queries and their results.
+class Measured:
+    """Results on a run's test items; with random galleries, the results in the first gallery.
 
     Attributes:
-        query: (Q,), the queries: items that have a relevant item, or a sample of these.
-        query_count: number of items that have a relevant item, before sampling.
+        run: the run.
+        query: (Q,), the queries: items that have a relevant item.
         gallery: number of items in the gallery.
         neighbours: (Q, SHOWN), the results, nearest first, padded with −1.
         distances: (Q, SHOWN), the distances of the results.
         grades: (Q, SHOWN), the grades of relevance of the results.
         match: the smallest grade that counts as a match.
         metrics: by name, the values (Q,) of each metric.
-    """
-
-    query: Items
-    query_count: int
-    gallery: int
-    neighbours: Items
-    distances: Floats
-    grades: Floats
-    match: float
-    metrics: dict[str, Floats]
-
-
-@dataclass(frozen=True)
-class Measured(Searched):
-    """Results on a run's test items; with random galleries, the results in the first gallery.
-
-    Attributes:
-        run: the run.
         rounds: number of random galleries, or 1 if the recipe draws none.
         intervals: each metric's mean over all galleries, and its 95 % `interval`.
         pairs: a sample of pairs for the histograms and thresholds.
@@ -67,6 +48,13 @@ class Measured(Searched):
     """
 
     run: Run
+    query: Items
+    gallery: int
+    neighbours: Items
+    distances: Floats
+    grades: Floats
+    match: float
+    metrics: dict[str, Floats]
     rounds: int
     intervals: dict[str, tuple[float, float, float]]
     pairs: Pairs
@@ -105,40 +93,70 @@ class Pairs:
     same: NDArray[np.bool_]
 
 
-def measure(run: Run, queries: int, sample: int, label_column: str | None = None) -> Measured:
+def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
-    In each gallery, at most `queries` items are searched for. Pairs are of at most `sample` items.
-    `label_column` is a column of metadata with names of classes.
+    Pairs are of at most `sample` items. `label_column` is a column of metadata with names of
+    classes.
 
     Raises:
         DataError: the run has no test items, no query has a relevant item, or the data lack the
             column.
         RecipeError: `[evaluate]` names a column that the data lack.
     """
-    splits, random = run.splits, np.random.default_rng(0)
+    labels, random = run.splits.labels, np.random.default_rng(0)
     names = class_names(run, label_column)
     query, gallery = items_of(run, "test")
     encoded = ItemCodes(run, device_of(run))
     codes = encoded(query)
     gallery_codes = None if gallery is None else encoded(gallery)
     run.model.to("cpu")
-    protocol = Protocol(run, query, gallery)
-    rounds = [
-        _searched(protocol, *drawn, queries, random)
-        for drawn in protocol.rounds(codes, gallery_codes)
-    ]
-    first = rounds[0]
-    classes = np.concatenate([splits.labels[searched.query] for searched in rounds])
+    protocol, table = Protocol(run, query, gallery), run.recipe.evaluate
+    metrics = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
+    if table.levels or table.tags is not None:
+        metrics.append(f"ndcg_at_{SHOWN}")
+    combiner = run.model.combiner
+    distance = None if combiner is None else combiner.compute_mat
+    rounds: list[tuple[Items, dict[str, Floats]]] = []
+    for drawn in protocol.rounds(codes, gallery_codes):
+        evaluation = protocol.evaluate(*drawn, distance, metrics=metrics)
+        answerable = np.flatnonzero(~np.isnan(evaluation.per_query["map_at_r"]))
+        values = {name: column[answerable] for name, column in evaluation.per_query.items()}
+        if not rounds:
+            first, places = drawn, answerable
+        rounds.append((labels[drawn[0][answerable]], values))
+    if not len(places):
+        raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
+    classes = np.concatenate([own for own, _ in rounds])
     intervals = {
-        name: interval(
-            np.concatenate([searched.metrics[name] for searched in rounds]), classes, random
-        )
-        for name in first.metrics
+        name: interval(np.concatenate([values[name] for _, values in rounds]), classes, random)
+        for name in metrics
     }
-    pairs = _pairs(run, query, codes, sample, random)
+    items, gallery_items, left, right = first
+    searched = items if gallery_items is None else gallery_items
+    arguments = protocol.arguments(items, gallery_items)
+    exclude, relevance = arguments.get("exclude"), arguments.get("relevance")
+    hidden = None if exclude is None else exclude.hidden(labels[items], labels[searched])
+    search = Search(left, right, hidden, distance)
+    rows, distances = search.nearest(min(len(searched), SHOWN), places)
+    if relevance is None:
+        matches = (labels[searched[rows]] == labels[items[places], None]) & (rows >= 0)
+        grades, match = matches.astype(np.float64), 1.0
+    else:
+        grades, match = _grades(relevance, places, rows), relevance.match
     return Measured(
-        **vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs, names=names
+        run=run,
+        query=items[places],
+        gallery=len(searched),
+        neighbours=np.where(rows >= 0, searched[rows], -1),
+        distances=distances.astype(np.float64),
+        grades=grades,
+        match=match,
+        metrics=rounds[0][1],
+        rounds=len(rounds),
+        intervals=intervals,
+        pairs=_pairs(run, query, codes, sample, random),
+        names=names,
     )
 
 
@@ -158,58 +176,6 @@ def class_names(run: Run, column: str | None) -> list[str]:
         if (value := rows[item].get(column)) is not None:
             names[int(run.splits.labels[item])] = str(value)
     return names
-
-
-def _searched(
-    protocol: Protocol,
-    items: Items,
-    gallery_items: Items | None,
-    codes: Any,
-    gallery: Any,
-    queries: int,
-    random: np.random.Generator,
-) -> Searched:
-    """Search for at most `queries` items in a gallery or, if that is `None`, among themselves."""
-    run, searched = protocol.run, items if gallery_items is None else gallery_items
-    query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
-    arguments = protocol.arguments(items, gallery_items)
-    exclude: Exclusion | None = arguments.get("exclude")
-    relevance: Relevance | None = arguments.get("relevance")
-    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-    combiner = run.model.combiner
-    distance = None if combiner is None else combiner.compute_mat
-    search = Search(codes, gallery, hidden, distance)
-    relevant = query_values(search, query_class, item_class, relevance, {})[1]
-    answerable = np.flatnonzero(relevant > 0)
-    if not len(answerable):
-        what = (
-            "another item of its class"
-            if relevance is None
-            else "a relevant item ([evaluate] levels, tags)"
-        )
-        seen = "" if hidden is None else " that [evaluate] exclude lets it find"
-        raise DataError(f"{run.path}: no test item has {what}{seen}.")
-    chosen = np.sort(random.permutation(answerable)[:queries])
-    rows, distances = search.nearest(min(len(searched), SHOWN), chosen)
-    names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
-    if relevance is None:
-        matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
-        grades, match = matches.astype(np.float64), 1.0
-    else:
-        names.append(f"ndcg_at_{SHOWN}")
-        grades, match = _grades(relevance, chosen, rows), relevance.match
-    metrics = {name: metric(name) for name in names}
-    values, _ = query_values(search, query_class, item_class, relevance, metrics, chosen)
-    return Searched(
-        query=items[chosen],
-        query_count=len(answerable),
-        gallery=len(searched),
-        neighbours=np.where(rows >= 0, searched[rows], -1),
-        distances=distances.astype(np.float64),
-        grades=grades,
-        match=match,
-        metrics={name: column[chosen] for name, column in values.items()},
-    )
 
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
@@ -276,40 +242,27 @@ def _pairs(
     return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
 
 
-def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return the most frequent confusions: (class, nearest item's class, count, queries)."""
-    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
-    wrong = true != nearest
-    pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
-    names = measured.names
-    order = np.argsort(-counts, kind="stable")[:most]
-    return [
-        (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
-        for i in order
-    ]
-
-
 def confusion_matrix(
     measured: Measured, most: int = 12
-) -> tuple[list[str], list[str], list[list[int]], int]:
+) -> tuple[list[str], list[str], list[list[int]], int] | None:
     """Return names of rows and columns, counts of nearest items, and the number of test classes.
 
     Rows and columns are the `most` classes with the most mistakes. A last column counts nearest
-    items of all other classes, if there are any.
+    items of all other classes, if there are any. Without a mistake there is no matrix.
     """
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
-    size = len(measured.names)
-    mistakes = np.bincount(true[true != nearest], minlength=size)
+    if np.array_equal(true, nearest):
+        return None
+    mistakes = np.bincount(true[true != nearest], minlength=len(measured.names))
     classes = np.unique(true)
     kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
-    place = np.full(size, len(kept))
+    place = np.full(len(measured.names), len(kept))
     place[kept] = np.arange(len(kept))
     counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
     np.add.at(counts, (place[true], place[nearest]), 1)
     names = [measured.names[label] for label in kept]
-    if not counts[:-1, -1].any():
-        return names, names, counts[:-1, :-1].tolist(), len(classes)
-    return names, [*names, "other classes"], counts[:-1].tolist(), len(classes)
+    columns = [*names, "other classes"] if counts[:-1, -1].any() else names
+    return names, columns, counts[:-1, : len(columns)].tolist(), len(classes)
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:

@@ -24,7 +24,6 @@ from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
     confusion_matrix,
-    confusions,
     hardest,
     measure,
     suspects,
@@ -32,6 +31,7 @@ from retrieval.evaluation.report.measured import (
 )
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
+from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
@@ -41,6 +41,7 @@ from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
+THUMBNAILS = 800
 LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
 
@@ -50,24 +51,20 @@ def report(
     runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",
     *,
-    queries: int = 2000,
     sample: int = 600,
-    thumbnails: int = 800,
     map: str = "tsne",
     label_column: str | None = None,
     progress: Progress = True,
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    The report samples large test sets, so that the file stays small and memory holds little more
-    than the embeddings.
+    The file stays small, because the map and the pairs are of a sample, and it shows at most
+    `THUMBNAILS` items.
 
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
         output: the file to write; an existing file is replaced.
-        queries: most test items to search for, 1 to 100,000. The gallery is always complete.
         sample: most test items on the map and in pairs, 10 to 3,000.
-        thumbnails: most thumbnails over all runs, 0 to 5,000.
         map: kind of map: "tsne", "pca" or "none".
         label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -84,13 +81,8 @@ def report(
     runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
-    for name, value, least, most in (
-        ("queries", queries, 1, 100_000),
-        ("sample", sample, 10, 3000),
-        ("thumbnails", thumbnails, 0, 5000),
-    ):
-        if not least <= value <= most:
-            raise DataError(f"{name} must be from {least:,} to {most:,}, not {value:,}.")
+    if not 10 <= sample <= 3000:
+        raise DataError(f"sample must be from 10 to 3,000, not {sample:,}.")
     if map not in METHODS:
         raise DataError(f"map must be one of {', '.join(METHODS)}, not {map!r}.")
     target = Path(output)
@@ -104,9 +96,9 @@ def report(
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
-            thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
-            measured = measure(run, queries, sample, label_column=label_column)
-            sections.append(Section(name, measured, thumbnails_of_run, method, panels(run)))
+            thumbnails = Thumbnails(run.dataset, THUMBNAILS // len(opened))
+            measured = measure(run, sample, label_column)
+            sections.append(Section(name, measured, thumbnails, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, page(sections), DataError)
@@ -138,14 +130,8 @@ def panels(run: Run) -> dict[str, bytes]:
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
         drawings["Curves of training"] = svg(curves(run))
-    try:
+    with calling("A plugin's retrieval_report_panels"):
         answers = run.plugins.hook.retrieval_report_panels(run=run)
-    except RetrievalError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"A plugin failed in retrieval_report_panels: {type(error).__name__}: {error}."
-        ) from error
     for answer in answers:
         if not isinstance(answer, Mapping):
             raise PluginError(
@@ -266,7 +252,6 @@ def page(sections: Sequence[Section]) -> str:
         facts=facts([section.measured.run for section in sections]),
         compared=compared(sections),
         recalls=recalls({section.name: section.measured.intervals for section in sections}),
-        confusions=confusions,
         hardest=hardest,
         distances=distances,
         confusion_matrix=confusion_matrix,
