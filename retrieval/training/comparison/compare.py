@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +21,9 @@ from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, r
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.search import Search, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
-from retrieval.training.comparison.written import Latex, differences, metric_table, write
+from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
-from retrieval.training.tracking import Tracking, ending, failures
+from retrieval.training.tracking import failures, full_name
 
 MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
@@ -94,8 +94,8 @@ def compare(
             table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
-            "mlflow", or a plugin's.
+        track: trackers of each training with a seed: "tensorboard", "wandb", "mlflow", or a
+            plugin's.
         latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with the messages of trackers, which are printed by default if `progress` is
@@ -131,8 +131,8 @@ def compare(
             f"against {against}: there is no such contestant.{did_you_mean(against, known)}"
             f" They are: {', '.join(known)}."
         )
-    say = report or (print if progress is True else lambda line: None)
-    tracking = Tracking(track, read[0].loaded, say)
+    for tracker in track:
+        full_name(read[0].loaded, tracker)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -142,8 +142,6 @@ def compare(
         untrained = seeds if "untrained" in titles else 1
         total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
-        stack.enter_context(ending(tracking))
-        tracking.begin(folder, folder.name, asdict(planned))
         jobs = Jobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
         try:
@@ -160,7 +158,7 @@ def compare(
             [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
         )
         write(folder, result, latex or Latex())
-        _tell(tracking, result)
+    say = report or (print if progress is True else lambda line: None)
     for sentence in failures([*folder.glob("runs/*/*seed-*")]) if track else ():
         say(f"warning: {sentence}")
     return result
@@ -247,25 +245,6 @@ class Jobs:
             )
         rows = [row["trained"] for row in metrics]
         return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
-
-
-def _tell(tracking: Tracking, result: Comparison) -> None:
-    """Send the means and the tables to trackers."""
-    tracking.log(
-        {
-            f"{row.name}/{metric}": result.mean(row, metric).value
-            for row in result.contestants
-            for metric in result.metrics
-        }
-    )
-    tracking.table("metrics", metric_table(result))
-    tracking.table("differences", differences(result))
-    for row in result.contestants:
-        trials = [trial for tried in row.searches for trial in tried.trials]
-        if trials:
-            keys = list(trials[0].values)
-            cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
-            tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
 
 
 def _refuse_numbers(
