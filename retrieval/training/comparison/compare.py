@@ -25,7 +25,6 @@ from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
 from retrieval.training.tracking import failures, full_name
 
-MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
 """Backbone of frozen features, if it is installed and the recipe's own has no weights."""
 
@@ -46,7 +45,6 @@ def compare(
     fold_by: Literal["class", "item"] = "class",
     workers: int = 1,
     ray: str | None = None,
-    cpus: int | None = None,
     pretrained: str | None = None,
     allow_different: bool = False,
     overrides: Sequence[str] = (),
@@ -85,8 +83,6 @@ def compare(
         workers: number of processes that train at the same time.
         ray: train on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. `output`
             and the data must be in folders that all nodes share.
-        cpus: with `ray`, cores per training. `None` means 4, or all cores of the smallest node if
-            it has fewer.
         pretrained: the backbone of the baseline of frozen, pretrained features; "none" leaves this
             baseline out. `None` uses the recipes' own backbone if it has pretrained weights, else
             `INSTALLED`.
@@ -111,7 +107,15 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
-    _refuse_numbers(seeds, splits, search, folds, repeats, workers)
+    if min(seeds, splits) < 1 or max(seeds, splits) < 2:
+        raise DataError(
+            "A comparison needs at least two seeds or two splits for its intervals, and five to say"
+            f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
+        )
+    numbers = {"search": (search, 0), "folds": (folds, 2), "repeats": (repeats, 1)}
+    for option, (number, least) in {**numbers, "workers": (workers, 1)}.items():
+        if number < least:
+            raise DataError(f"{option} is {number}, and must be at least {least}.")
     if ray is not None and workers != 1:
         raise DataError("Use either workers, on this machine, or ray, on a cluster; not both.")
     if search:
@@ -143,7 +147,9 @@ def compare(
         total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
         jobs = Jobs(base, titles, folder, planned, tuple(track))
-        worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
+        worker = stack.enter_context(
+            prepared_workers(workers, ray, base.train.device, folder, meter)
+        )
         try:
             with signals(signal.default_int_handler):
                 rows, *contestants = worker.all(
@@ -245,24 +251,6 @@ class Jobs:
             )
         rows = [row["trained"] for row in metrics]
         return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
-
-
-def _refuse_numbers(
-    seeds: int, splits: int, trials: int, folds: int, repeats: int, workers: int
-) -> None:
-    if min(seeds, splits) < 1 or max(seeds, splits) < 2:
-        raise DataError(
-            "A comparison needs at least two seeds or two splits for its intervals, and five to say"
-            f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
-        )
-    if trials < 0:
-        raise DataError("search is a number of trials and must be 0 or more.")
-    if folds < 2:
-        raise DataError("folds must be at least 2: one fold judges what the others have trained.")
-    if repeats < 1:
-        raise DataError("repeats is how often the training side is divided and must be at least 1.")
-    if not 1 <= workers <= MOST_WORKERS:
-        raise DataError(f"workers is a number of processes and must be from 1 to {MOST_WORKERS}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
