@@ -260,8 +260,9 @@ def proposed(proposals: Proposals, scores: Sequence[float | None], known: Any = 
     """Return the values of trials that end with these scores, the first of which are known."""
     trials = []
     for score, values in itertools.zip_longest(scores, known):
-        trials.append(proposals.next(values))
-        proposals.tell(score)
+        drawn = proposals.next()
+        trials.append(drawn if values is None else values)
+        proposals.tell(trials[-1], score)
     return trials
 
 
@@ -297,7 +298,7 @@ def test_a_search_finds_an_optimum():
         for _ in range(32):
             values = proposals.next()
             score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
-            proposals.tell(score)
+            proposals.tell(values, score)
             best = max(best, score)
         assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
 
@@ -360,7 +361,7 @@ def refused(*recipes: Path, out: Path, says: str, **options: Any) -> None:
 
 def test_what_is_wrong_is_told_at_once(write, tmp_path):
     good, out = write("triplet"), tmp_path / "out"
-    says = r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"
+    says = r"a\.toml has 1 problem(.|\n)*No such file(.|\n)*b\.toml has 1 problem"
     refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.errors import DataError, Interrupted, did_you_mean
+from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -19,7 +19,7 @@ from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, recipe_of
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Search, require_optuna, search
+from retrieval.training.comparison.search import Search, search
 from retrieval.training.comparison.workers import workers as prepared_workers
 from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
@@ -118,8 +118,11 @@ def compare(
             raise DataError(f"{option} is {number}, and must be at least {least}.")
     if ray is not None and workers != 1:
         raise DataError("Use either workers, on this machine, or ray, on a cluster; not both.")
-    if search:
-        require_optuna()
+    if search and find_spec("optuna") is None:
+        raise MissingDependency(
+            "A search needs optuna, which is not installed. Install it: pip install"
+            " 'embedding-retrieval[compare]'."
+        )
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
     # The recipes must share data, backbone and budget, but a grid may change these on purpose.
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)

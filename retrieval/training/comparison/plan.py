@@ -81,9 +81,6 @@ def read_recipes(
         DataError: recipes are wrong; the message lists every problem of every file.
     """
     written = [_written(source) for source in sources]
-    paths = [source for source in written if isinstance(source, str | os.PathLike)]
-    if missing := [str(path) for path in paths if not Path(path).is_file()]:
-        raise _refused([f"There is no recipe {path}." for path in missing])
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
     origin: dict[str, str] = {}
