@@ -22,12 +22,11 @@ from refusals import refusal
 from retrieval.errors import DataError, Interrupted, MissingDependency
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.allow import ALLOW
-from retrieval.recipe import read
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.training.comparison import plan, space
+from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
@@ -434,29 +433,3 @@ def test_without_optuna_a_search_is_refused_in_a_sentence(write, tmp_path, monke
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
         go([write("triplet"), write("proxy")], tmp_path / "out")
-
-
-SEARCHED = """
-data.name = "core.digits"
-split = { by = "class", test = 0.5 }
-backbone = { name = "core.convnet", size = 8 }
-loss.name = "daml.triplet"
-[search]
-loss.margin = { low = 0.1, high = 0.5 }
-optimizer.name = { choices = ["AdamW", "SGD"] }
-optimizer.lr = { low = 1e-4, high = 1e-2, log = true }
-"""
-
-
-def test_ends_and_choices_are_checked_without_loading_a_plugin_again(tmp_path, monkeypatch):
-    file = tmp_path / "triplet.toml"
-    file.write_text(SEARCHED, encoding="utf-8")
-    loads = []
-    load = read.load_plugins
-    monkeypatch.setattr(read, "load_plugins", lambda extra: loads.append(extra) or load(extra))
-    recipe = read_recipe(file)
-    assert len(loads) == 1
-    assert space.faults(recipe) == [] and len(loads) == 1
-    file.write_text(SEARCHED.replace('"SGD"', '"Adm"'), encoding="utf-8")
-    (wrong,) = space.faults(read_recipe(file))
-    assert wrong.startswith('[search] optimizer.name = "Adm":') and len(loads) == 2
