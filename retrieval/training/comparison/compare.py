@@ -107,17 +107,9 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
-    if min(seeds, splits) < 1 or max(seeds, splits) < 2:
-        raise DataError(
-            "A comparison needs at least two seeds or two splits for its intervals, and five to say"
-            f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
-        )
-    numbers = {"search": (search, 0), "folds": (folds, 2), "repeats": (repeats, 1)}
-    for option, (number, least) in {**numbers, "workers": (workers, 1)}.items():
-        if number < least:
-            raise DataError(f"{option} is {number}, and must be at least {least}.")
-    if ray is not None and workers != 1:
-        raise DataError("Use either workers, on this machine, or ray, on a cluster; not both.")
+    _refuse_too_few(seeds, splits, search=(search, 0), folds=(folds, 2), repeats=(repeats, 1))
+    if workers < 1 or (ray is not None and workers != 1):
+        raise DataError("Use one or more workers on this machine, or ray on a cluster; not both.")
     if search and find_spec("optuna") is None:
         raise MissingDependency(
             "A search needs optuna, which is not installed. Install it: pip install"
@@ -254,6 +246,18 @@ class Jobs:
             )
         rows = [row["trained"] for row in metrics]
         return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
+
+
+def _refuse_too_few(seeds: int, splits: int, **options: tuple[int, int]) -> None:
+    """Refuse an option's number, the first of a pair, below the smallest, the second."""
+    if min(seeds, splits) < 1 or max(seeds, splits) < 2:
+        raise DataError(
+            "A comparison needs at least two seeds or two splits for its intervals, and five to say"
+            f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
+        )
+    for option, (number, least) in options.items():
+        if number < least:
+            raise DataError(f"{option} is {number}, and must be at least {least}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
