@@ -96,10 +96,6 @@ def test_another_space_is_refused():
         check_generator(generator, "mine.shifted")
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes):
-    resumes(make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2}), 4)
-
-
 ONTO = {"name": "toolbox.onto"}
 
 
@@ -125,5 +121,6 @@ def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_p
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 
 
-def test_it_trains_and_resumes_to_the_same_bits(make, resumes):
-    resumes(make(generator=ONTO), 7)
+@pytest.mark.parametrize("tables", [SYMMETRICAL, {"generator": ONTO}], ids=["after", "bound"])
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes, tables):
+    resumes(make(**tables, train={"epochs": 2, "checkpoint_every": 2}), 7)
