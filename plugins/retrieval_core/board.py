@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,11 +48,6 @@ class Board:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, 0 if epoch is None else epoch + 1)
         self._writer.flush()
-
-    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Log a table as text."""
-        head, *rest = (f"| {' | '.join(map(str, row))} |" for row in rows)
-        self._writer.add_text(title, "\n".join([head, f"|{' --- |' * len(rows[0])}", *rest]))
 
     def image(self, title: str, pixels: np.ndarray[Any, Any]) -> None:
         """Log an image (H, W, 3)."""

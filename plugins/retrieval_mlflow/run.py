@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -30,6 +28,8 @@ class MlflowRun:
     def __init__(self) -> None:
         """Load the package and open its store in the calling thread."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
+        # MLflow's own 7 tries would hold up training for four minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
@@ -87,12 +87,6 @@ class MlflowRun:
         now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
         entries = [Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._key, metrics=entries)
-
-    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Log a table as a CSV file, which MLflow displays as a table."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        self._client.log_text(self._key, text.getvalue(), f"tables/{title}.csv")
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """End the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from retrieval.plugin import TrackedRun
@@ -57,13 +57,6 @@ class WandbRun:
             self._run.summary.update(dict(metrics))
         else:
             self._run.log({"epoch": epoch + 1, **metrics}, step=epoch)
-
-    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Log a table."""
-        head, *rest = ([str(cell) for cell in row] for row in rows)
-        self._run.log(
-            {title: self._wandb.Table(columns=[cell or "name" for cell in head], data=rest)}
-        )
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """Send the remaining data and end the run."""

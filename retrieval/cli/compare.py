@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, Choice, loading, refuse_options
+from retrieval.cli.common import PATH, Choice, loading
 from retrieval.cli.train import TRACK_OPTION, recipe_options
 
 MOST_VALUES = 1000
@@ -31,11 +31,6 @@ OPTIONS = (
         metavar="ADDRESS",
         help="Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
         " must share --output and the data.",
-    ),
-    click.option(
-        "--cpus",
-        type=click.IntRange(min=1),
-        help="With --ray: cores per training. By default 4, or the smallest node's if fewer.",
     ),
     click.option(
         "--pretrained",
@@ -153,8 +148,6 @@ def _run(
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
-    if options["ray"] is None:
-        refuse_options("without --ray", {"cpus"})
     with loading():
         from retrieval.training.comparison.compare import compare as run
         from retrieval.training.comparison.written import Latex, markdown

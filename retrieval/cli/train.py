@@ -151,18 +151,10 @@ def train(
     say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
 
 
-def _inode(folder: Path) -> int | None:
-    """Return the inode of a folder, which changes if the folder is replaced; `None` if missing."""
+def _inode(path: Path) -> int | None:
+    """Return the inode of a path, which changes if the path is replaced; `None` if missing."""
     try:
-        return folder.stat().st_ino
-    except OSError:
-        return None
-
-
-def _modified(file: Path) -> int | None:
-    """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
-    try:
-        return file.stat().st_mtime_ns
+        return path.stat().st_ino
     except OSError:
         return None
 
@@ -202,12 +194,12 @@ def distill(
     with loading():
         from retrieval.training.distill import distill as distilled
     run = run or Path("runs") / output.stem
-    before = _modified(run / "distill.json")
+    before = _inode(run / "distill.json")
     try:
         result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
     except (KeyboardInterrupt, Interrupted):
         # --replace stays, for the old bundle; before the old run is gone, --resume would resume it
-        begun = options["resume"] or _modified(run / "distill.json") != before
+        begun = options["resume"] or _inode(run / "distill.json") != before
         again = this_command("--resume") if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))

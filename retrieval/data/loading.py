@@ -93,7 +93,7 @@ class RawInputs:
     ) -> NDArray[Any]:
         """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         pre = self.preprocessing
-        if changes is None or not changes.table.active or pre is None:
+        if changes is None or pre is None:
             return self._unchanged(indices)
         assert draws is not None
         if changes.table.crop_scale is None:
@@ -186,15 +186,18 @@ class Job(NamedTuple):
 
 @dataclass
 class BatchMaker:
-    """Makes a batch's inputs from a `Job`, in this or another process."""
+    """Makes a batch's inputs from a `Job`, in this or another process.
+
+    `changes` are the random changes to images; `None` if the inputs stay as they are.
+    """
 
     raw: RawInputs
-    changes: Changes
+    changes: Changes | None
     seed: int
 
     def __call__(self, job: Job) -> Tensor:
         """Return the inputs of the job's items."""
-        if not self.changes.table.active:
+        if self.changes is None:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
         mix = self.mix(job.epoch, job.batch, len(job.items))
@@ -209,7 +212,7 @@ class BatchMaker:
 
     def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
         """Return how a batch of `size` images is mixed; None for vectors or without a mix."""
-        if self.raw.preprocessing is None:
+        if self.changes is None or self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
         return Mix.drawn(self.changes.table, key, size, self.raw.preprocessing.size)
@@ -329,7 +332,8 @@ class TrainBatches:
         self._count = self.batch_sampler.batches(self.items)
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        self._make = BatchMaker(raw, Changes(augmentation, tuple(transforms)), seed)
+        changes = Changes(augmentation, tuple(transforms)) if augmentation.active else None
+        self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
         # Mere slices of pixels in this process's memory need no workers. A random crop cannot use
         # such pixels, because it starts from the whole image, and transforms take time.

@@ -399,11 +399,11 @@ class TrackedRun:
     """Description of a run, which the run's tracker gets at the beginning.
 
     Attributes:
-        name: name of the recipe or the comparison.
+        name: name of the recipe; in a comparison, with the seed.
         group: the comparison that this training belongs to, or `None`.
-        configuration: the recipe, or the comparison's settings, as JSON values.
+        configuration: the recipe, as JSON values.
         key: for a resumed run, the key that `begin` returned when the run began; otherwise `None`.
-        folder: the folder of the run or the comparison.
+        folder: the folder of the run.
     """
 
     name: str
@@ -416,8 +416,8 @@ class TrackedRun:
 class Tracker(Protocol):
     """Logs the progress of one run to a service or a file.
 
-    All methods are called from one thread, which is not the training thread. The factory is called
-    in the training thread, before anything else; import the tracker's packages there.
+    The factory is called before anything is written; import the tracker's packages there. Training
+    waits for each call.
 
     If a tracker raises an error, the user gets a message and the run continues without the tracker.
 
@@ -437,9 +437,6 @@ class Tracker(Protocol):
 
         An interrupted epoch is repeated and logged again.
         """
-
-    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Log a table; the first row is its header."""
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """End the run; called last. A stopped run may be resumed later."""

@@ -111,14 +111,11 @@ def _fit_some(
         try:
             fit(learner, name, x, labels[rows])
             return len(rows)
-        except ValueError as error:
+        except DataError as error:
             refused = error
         if len(rows) == len(labels):
             break
-    raise DataError(
-        f"The learner {name} cannot be fitted on {len(rows):,} of the {len(labels):,} training"
-        f" items: {str(refused).rstrip('.')}."
-    ) from refused
+    raise refused
 
 
 def _items(recipe: Recipe, splits: Splits) -> str:

@@ -54,17 +54,8 @@ def fit_learner(
     assert features.arrays is not None
     started = time.perf_counter()
     name = recipe.learner.name
-    try:
-        fit(
-            learner,
-            name,
-            np.asarray(features.arrays[splits.train], dtype=np.float64),
-            splits.train_labels,
-        )
-    except ValueError as refused:
-        raise DataError(
-            f"The learner {name} refuses the training features: {str(refused).rstrip('.')}."
-        ) from refused
+    x = np.asarray(features.arrays[splits.train], dtype=np.float64)
+    fit(learner, name, x, splits.train_labels)
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
@@ -102,16 +93,19 @@ def fit(
     """Fit a learner on features (N, F) and labels (N,).
 
     Raises:
-        ValueError: the estimator rejects the data.
+        DataError: the estimator rejects the data.
         PluginError: the learner fails in any other way.
     """
     try:
         with calling(f"The learner {name}"):
             learner.fit(features, labels)
     except PluginError as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        reason = str(error.__cause__).rstrip(".")
+        raise DataError(
+            f"The learner {name} cannot be fitted on {len(features):,} items: {reason}."
+        ) from error
 
 
 def _verify(run: Run, features: NDArray[np.float32]) -> None:

@@ -44,8 +44,6 @@ class Monitor:
         best, start = progress.best, progress.start
         assert best is not None
         where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
-        if start is None and not progress.best_epoch:  # an older version recorded neither value
-            where = "the best epoch"
         lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
         if start is not None:
             lines.append(

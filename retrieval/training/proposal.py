@@ -6,15 +6,18 @@ import tempfile
 import time
 import tomllib
 from dataclasses import dataclass
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError
 from retrieval.host.files import write_text
 from retrieval.host.plugins import create
+from retrieval.host.values import toml_value
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.check_data import check_data
@@ -35,6 +38,11 @@ _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
 """Fewest classes for which the test side, and the validation side, hold out whole classes."""
 _FEW = 200
 """Fewest photos to train a net from scratch, unless no pretrained weights are installed."""
+SUMMARIES = {
+    "frozen": "a frozen pretrained net and a head; the first thing to try",
+    "finetune": "the head first, then the whole pretrained net, carefully",
+    "scratch": "a small net from scratch; the fastest to serve",
+}
 
 
 @dataclass(frozen=True)
@@ -192,161 +200,32 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
         facts: the facts about the photos.
         weights: whether the package with EfficientNet-Lite0's weights is installed.
     """
-    # On a CPU, bf16 slows down the depthwise convolutions of EfficientNet-Lite0.
-    phases = _PHASES + _GPU_PRECISION if torch.cuda.is_available() else _PHASES
-    recipes = {}
-    if weights:
-        recipes["frozen"] = (
-            "a frozen pretrained net and a head; the first thing to try",
-            _recipe("frozen", facts, [_FROZEN, _MULTI_SIMILARITY, _HEAD_ONLY]),
-        )
-        recipes["finetune"] = (
-            "the head first, then the whole pretrained net, carefully",
-            _recipe("finetune", facts, [_AUGMENTED, _FINE_TUNED, _MULTI_SIMILARITY, phases]),
-        )
+    names = ["frozen", "finetune"] if weights else []
     if not weights or facts.items >= _FEW:
-        recipes["scratch"] = (
-            "a small net from scratch; the fastest to serve",
-            _recipe(
-                "scratch", facts, [_AUGMENTED, _small_net(facts), _MULTI_SIMILARITY, _FROM_SCRATCH]
+        names.append("scratch")
+    text = files(__package__).joinpath("proposal.toml").read_text(encoding="utf-8")
+    template = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(text)
+    holds_out = facts.divided or facts.classes >= _MANY_CLASSES
+    size, depth = (64, 4) if facts.side >= 64 else (32, 3)
+    return {
+        name: (
+            SUMMARIES[name],
+            template.render(
+                name=name,
+                facts=facts,
+                folder=toml_value(str(facts.folder)),
+                few_classes=facts.classes < _MANY_CLASSES,
+                validation_by="class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item",
+                classes=max(2, min(32, int(facts.classes * (0.5 if holds_out else 1)))),
+                items=max(2, min(4, facts.per_class[1])),
+                size=size,
+                depth=depth,
+                # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
+                gpu=torch.cuda.is_available(),
             ),
         )
-    return recipes
-
-
-_AUGMENTED = """\
-[augmentation]
-crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo
-horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing
-"""
-_MULTI_SIMILARITY = """\
-[head]
-embedding_size = 128     # 64 makes a smaller index, 256 may find a little more
-
-[loss]
-name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes
-
-[miner]
-name = "pml.multi_similarity"
-"""
-_FREEZE = (
-    "frozen = true            # each photo goes through the net once; its features are cached\n"
-)
-_FROZEN = f"""\
-[backbone]
-name = "core.efficientnet_lite0"
-{_FREEZE}size = 160               # 224 sees more detail and takes twice as long
-# several depths, averaged over grids: early ones show strokes and places, late ones objects
-levels = {{ image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }}
-"""
-_FINE_TUNED = _FROZEN.replace(_FREEZE, "")
-_HEAD_ONLY = """\
-[optimizer]
-lr = 3e-3                # only the head learns, so the rate can be high
-
-[schedule]
-name = "cosine"
-
-[train]
-epochs = 20              # an epoch takes a second; more epochs rarely hurt
-"""
-_PHASES = """\
-[[phase]]
-name = "head"            # a head with random weights would spoil the pretrained net
-train = ["head", "loss"]
-augment = false          # so that each photo goes through the net once in this phase
-epochs = 20
-lr = 3e-3
-
-[[phase]]
-name = "whole"
-epochs = 5
-lr = 3e-4                # small, because the net is pretrained
-freeze = "vectors"       # batch norm keeps the statistics that the head has learned with
-
-[optimizer]
-layer_decay = 0.8        # early stages learn more slowly
-weight_decay = { vectors = 0 }
-
-[schedule]
-name = "cosine"
-warmup = 0.1
-
-[train]
-ema = 0.99               # validate, keep and export an average of the weights
-clip_norm = 1.0
-channels_last = true     # faster convolutions
-"""
-_GPU_PRECISION = 'precision = "bf16"       # faster on this GPU\n'
-_FROM_SCRATCH = """\
-[optimizer]
-lr = 2e-3
-
-[schedule]
-name = "cosine"
-warmup = 0.05
-
-[train]
-epochs = 30              # a net from scratch needs many; patience stops it early
-patience = 8
-precision = "bf16"       # faster with ordinary convolutions
-channels_last = true     # faster convolutions
-"""
-
-
-def _small_net(facts: Facts) -> str:
-    size, depth = (64, 4) if facts.side >= 64 else (32, 3)
-    channels = "channels = 1             # all photos are grey" if facts.grey else "channels = 3"
-    return f"""\
-[backbone]
-name = "core.convnet"
-size = {size:<18}# the photos' shorter sides have about {facts.side} pixels
-{channels}
-width = 32
-depth = {depth}
-pool = "grid"            # keeps where things are; "mean" forgets it
-"""
-
-
-def _recipe(name: str, facts: Facts, method: list[str]) -> str:
-    """Return a recipe's text: name, data, split and sampler, then the tables of its method."""
-    folder = str(facts.folder).replace("\\", "\\\\").replace('"', '\\"')
-    items = max(2, min(4, facts.per_class[1]))
-    training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
-    classes = max(2, min(32, int(training)))
-    data = f"""\
-name = "{name}"
-
-[data]
-name = "core.image_folder"
-folder = "{folder}"
-skip_bad = true          # unreadable photos are reported and skipped
-"""
-    sampler = f"""\
-[sampler]
-classes = {classes:<15}# of {facts.classes:,} classes
-items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more
-"""
-    return "\n".join([data, _split(facts), sampler, *method])
-
-
-def _split(facts: Facts) -> str:
-    if facts.divided:
-        return '[split]\nby = "given"             # the folders train, validation, test\n'
-    if facts.classes < _MANY_CLASSES:
-        reason = f"{facts.classes} classes are too few to hold some out"
-        return f"""\
-[split]
-by = "item"              # {reason}; "class" tests unseen classes
-test = 0.3
-"""
-    validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
-    return f"""\
-[split]
-by = "class"             # holds out whole classes, as new ones will come; else "item"
-test = 0.3
-validation_by = "{validation}"    # the part that decides when to stop
-"""
+        for name in names
+    }
 
 
 def expected_seconds(recipe: Recipe) -> float:

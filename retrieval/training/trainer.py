@@ -100,7 +100,6 @@ class Trainer:
         self.progress = progress or Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
-        self._files: list[str] = []
         self.warnings: list[str] = []
         shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
         if shares_batches and trains_batch_norm(run.model, self.recipe):
@@ -455,7 +454,7 @@ class Trainer:
         """
         self.tally.read()
         self._refuse_nan()
-        self._files = save(self.run, self.step, self.average, self.progress, self._files)
+        save(self.run, self.step, self.average, self.progress)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
@@ -484,7 +483,7 @@ class Trainer:
         Raises:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
-        self._files = restore(standing, self.run, self.step, self.average)
+        restore(standing, self.run, self.step, self.average)
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
 

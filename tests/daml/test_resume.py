@@ -8,18 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
 from daml_recipes import BASE as DAML
-from retrieval.cli.app import app
 from retrieval.errors import DataError
 from retrieval.recipe.read import check_recipe, to_toml
-from retrieval.run import checkpoint
-from retrieval.training.trainer import train
+from retrieval.training.trainer import all_finite, train
+from trained_weights import load, log, ran, retrieval, same_state
 
 BASE: dict[str, Any] = {
     **DAML,
@@ -101,22 +97,6 @@ for recipe, kills in json.loads(sys.argv[1]).items():
 """
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def figures(folder: Path) -> list[dict[str, Any]]:
-    """The log without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A folder of runs: undisturbed ones, and those that were killed and resumed."""
@@ -124,14 +104,9 @@ def killed(tmp_path_factory):
     for name, (tables, _) in RUNS.items():
         (folder / f"{name}.toml").write_text(to_toml(check_recipe(BASE | tables)))
     kills = json.dumps({name: steps for name, (_, steps) in RUNS.items()})
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, kills],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    words, environment = [sys.executable, "-c", DRIVER, kills], {"OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": folder, "env": os.environ | environment, "check": False}
+    done = subprocess.run(words, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -139,20 +114,18 @@ def killed(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(killed, name):
     tables, kills = RUNS[name]
-    whole = checkpoint.load(killed / name / "whole" / "checkpoints" / "last.safetensors")
+    folder = killed / name / "whole"
+    whole, best = load(folder), load(folder, "best")
     assert set(whole["optimizers"]) == {"metric", "generator"}
     for optimizer in whole["optimizers"].values():
         assert all(state["exp_avg"].any() for state in optimizer["state"].values())
     assert whole["modules"]["generator"] and any("head" in name for name in whole["model"])
     assert any("combiner.out" in name for name in whole["model"]) == ("combiner" in tables)
-    best = checkpoint.load(killed / name / "whole" / "checkpoints" / "best.safetensors")
     for kill in kills:
         run = killed / name / f"step{kill}"
-        again = checkpoint.load(run / "checkpoints" / "last.safetensors")
-        for part in ("model", "modules", "optimizers", "schedules", "random", "progress"):
-            assert same(whole[part], again[part]), f"{part} after a kill at step {kill}"
-        assert same(best, checkpoint.load(run / "checkpoints" / "best.safetensors"))
-        assert figures(run) == figures(killed / name / "whole")
+        same_state(whole, load(run), f"killed at step {kill}")
+        same_state(best, load(run, "best"), f"killed at step {kill}")
+        assert log(run) == log(folder)
 
 
 # --- a generator that becomes NaN
@@ -197,15 +170,10 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypat
         "phase": [{"name": "both", "epochs": 2}],
     }
     (tmp_path / "recipe.toml").write_text(to_toml(check_recipe(BASE | tables)))
-
-    def retrieval(*arguments: str) -> Any:
-        return CliRunner().invoke(app, list(arguments))
-
-    train = ["train", str(tmp_path / "recipe.toml"), "--output"]
-    assert retrieval(*train, str(tmp_path / "whole")).exit_code == 0
+    words, run = ["train", tmp_path / "recipe.toml", "--output"], tmp_path / "run"
+    ran(*words, tmp_path / "whole")
     monkeypatch.setenv("NAN_AT", str(stop))
-    run = tmp_path / "run"
-    stopped = retrieval(*train, str(run))
+    stopped = retrieval(*words, run)
     assert isinstance(stopped.exception, DataError)
     epoch = 1 + (stop - 1) // 4
     assert (
@@ -216,20 +184,13 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypat
         ' clip_norm, or precision = "no".'
     )
     monkeypatch.delenv("NAN_AT")
-    kept = checkpoint.load(run / "checkpoints" / "last.safetensors")
+    kept = load(run)
     assert kept["progress"]["total"] == (stop - 1) // 2 * 2
-    for part in (kept["model"], kept["modules"]["generator"]):
-        assert all(torch.isfinite(value).all() for value in part.values())
-    done = retrieval("evaluate", str(run))
-    assert done.exit_code == 0 and "recall_at_1" in done.output, done.output
-    assert retrieval("report", str(run), "--output", str(tmp_path / "r.html")).exit_code == 0
-    assert retrieval(*train, str(run), "--resume").exit_code == 0
-    whole, again = (
-        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")
-        for name in ("whole", "run")
-    )
-    for part in ("model", "modules", "optimizers", "schedules", "random", "progress"):
-        assert same(whole[part], again[part]), part
+    assert all_finite([*kept["model"].values(), *kept["modules"]["generator"].values()])
+    assert "recall_at_1" in ran("evaluate", run)
+    ran("report", run, "--output", tmp_path / "r.html")
+    ran(*words, run, "--resume")
+    same_state(load(tmp_path / "whole"), load(run))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +212,5 @@ def test_a_generator_that_becomes_nan_stops_with_the_steps_number(tmp_path, rate
     recipe = check_recipe({k: v for k, v in (BASE | tables).items() if v is not None})
     with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
         train(tmp_path / "run", recipe)
-    kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
-    for part in (kept["model"], kept["modules"]["generator"]):
-        assert all(torch.isfinite(value).all() for value in part.values())
+    kept = load(tmp_path / "run")
+    assert all_finite([*kept["model"].values(), *kept["modules"]["generator"].values()])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from discriminator_by_loops import affine, gamma, local_distances
 from numpy.typing import NDArray
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
-from retrieval.model.contracts import Combiner
-from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import create_index, open_index
@@ -37,56 +36,43 @@ COMBINERS = {
 class Served:
     """A trained run, its bundle and its index of the held-out digits."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, make: Any, name: str, folder: Path) -> None:
         digits = load_digits()
         vectors = (digits.data / 16.0).astype(np.float32)
         np.savez(folder / "digits.npz", features=vectors, labels=digits.target)
-        built = check_recipe(
-            {
-                "data": {"name": "core.features", "file": str(folder / "digits.npz")},
-                "split": {"by": "item", "test": 0.6, "validation": 0.0},
-                "sampler": {"classes": 8, "items": 6, "batches": 25},
-                "backbone": {"name": "core.features"},
-                "head": {"embedding_size": 32},
-                "combiner": COMBINERS[name],
-                "loss": {"name": "daml.triplet"},
-                "optimizer": {"lr": 0.01},
-                "train": {"epochs": 3},
-            }
+        recipe = make(
+            data={"name": "core.features", "file": str(folder / "digits.npz")},
+            split={"by": "item", "test": 0.6, "validation": 0.0},
+            sampler={"classes": 8, "items": 6, "batches": 25},
+            head={"embedding_size": 32},
+            combiner=COMBINERS[name],
+            generator=None,
+            train={"epochs": 3},
         )
-        train(folder / "run", built)
+        train(folder / "run", recipe)
         self.run: Run = Run.open(folder / "run")
-        assert self.run.model.combiner is not None
-        self.combiner: Combiner = self.run.model.combiner
+        self.combiner: Any = self.run.model.combiner
         self.manifest = export(self.run).bundle.manifest
-        self.items: NDArray[np.float32] = vectors[self.run.splits.query]
-        np.savez(
-            folder / "gallery.npz",
-            features=self.items,
-            labels=digits.target[self.run.splits.query],
-            keys=np.array([str(row) for row in range(len(self.items))]),
-        )
-        self.index_path = folder / "index"
-        create_index(
-            self.index_path,
-            folder / "run" / "bundle",
-            [folder / "gallery.npz"],
-            backend="flat",
-            progress=False,
-        )
+        query = self.run.splits.query
+        self.items: NDArray[np.float32] = vectors[query]
+        keys = [str(row) for row in range(len(query))]
+        gallery, self.index_path = folder / "gallery.npz", folder / "index"
+        np.savez(gallery, features=self.items, labels=digits.target[query], keys=keys)
+        options: dict[str, Any] = {"backend": "flat", "progress": False}
+        create_index(self.index_path, folder / "run" / "bundle", [gallery], **options)
         with torch.no_grad():
             self.codes = self.run.model(torch.from_numpy(self.items))[1]
             self.distances = self.combiner.compute_mat(self.codes, self.codes).numpy()
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(make, tmp_path_factory):
     """A model by the name of its combiner, made once."""
     built: dict[str, Served] = {}
 
     def get(name: str) -> Served:
         if name not in built:
-            built[name] = Served(name, tmp_path_factory.mktemp(name))
+            built[name] = Served(make, name, tmp_path_factory.mktemp(name))
         return built[name]
 
     return get
@@ -120,10 +106,11 @@ def test_onnx_gives_the_distances_of_plain_loops(served, name):
         if name != "views":
             return affine(state[f"{first}.weight"], state[f"{first}.bias"], v)
         maps = [f"{first}.maps.{k}" for k in range(4)]
-        parts = (
-            affine(state[f"{left}.weight"], state[f"{left}.bias"], v[16 * k : 16 * k + 16])
-            for k, left in enumerate(maps)
-        )
+        views = [v[16 * k : 16 * k + 16] for k in range(4)]
+        parts = [
+            affine(state[f"{left}.weight"], state[f"{left}.bias"], view)
+            for left, view in zip(maps, views, strict=True)
+        ]
         return [value for part in parts for value in part]
 
     def weights(x: list[float], y: list[float]) -> list[float]:
@@ -145,9 +132,8 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served, name):
     built = served(name)
     size = len(built.items)
     expected = {}
-    euclidean = np.linalg.norm(
-        built.codes[:, None, :32].double() - built.codes[None, :, :32].double(), axis=2
-    )
+    vectors = built.codes[:, :32].double()
+    euclidean = np.linalg.norm(vectors[:, None] - vectors[None], axis=2)
     exact = built.distances.astype(np.float64)
     np.fill_diagonal(exact, np.inf)
     np.fill_diagonal(euclidean, np.inf)
@@ -155,25 +141,20 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served, name):
     for number in (50, 200, 500):
         kept = []
         for row in requested:
-            candidates = set(np.argsort(euclidean[row], kind="stable")[:number].tolist())
-            kept.append(
-                len(candidates & set(np.argsort(exact[row], kind="stable")[:10].tolist())) / 10
-            )
+            candidates = np.argsort(euclidean[row], kind="stable")[:number]
+            first = np.argsort(exact[row], kind="stable")[:10]
+            kept.append(len({*candidates.tolist()} & {*first.tolist()}) / 10)
         expected[str(number)] = sum(kept) / len(kept)
     overlap = built.manifest.rescorer.overlap
     assert {key: overlap[key] for key in expected} == pytest.approx(expected, abs=2e-3)
     assert overlap["500"] >= 0.95
     assert overlap["50"] <= overlap["200"] <= overlap["500"]
-    results = evaluate(
-        built.run, bundle=built.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"]
-    )
+    metrics = ["recall_at_1", "recall_at_10"]
+    results = evaluate(built.run, bundle=built.run.path / "bundle", metrics=metrics)
     stated = results.candidates.overlap_at_10
-    assert stated == pytest.approx(
-        expected | {k: v for k, v in stated.items() if k not in expected}, abs=0.02
-    )
-    assert results.metrics["bundle"]["recall_at_1"] == pytest.approx(
-        results.metrics["trained"]["recall_at_1"], abs=0.02
-    )
+    assert {k: stated[k] for k in expected} == pytest.approx(expected, abs=0.02)
+    trained, bundle = (results.metrics[name]["recall_at_1"] for name in ("trained", "bundle"))
+    assert bundle == pytest.approx(trained, abs=0.02)
 
 
 def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served):
@@ -195,11 +176,8 @@ def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served)
 
 def test_squares_of_equal_weight_need_no_rescorer(served):
     built = served("squares")
-    assert (
-        built.manifest.distance.exact
-        and built.manifest.rescorer is None
-        and built.manifest.code is None
-    )
+    assert built.manifest.distance.exact
+    assert built.manifest.rescorer is built.manifest.code is None
     with open_index(built.index_path, threads=1) as index:
         hits = index.search(index.bundle.encode(built.items[:5]), 10)
     for row, actual in enumerate(hits):

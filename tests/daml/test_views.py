@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from retrieval.errors import RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.plugins import load_plugins
-from retrieval.recipe.read import check_recipe
 from retrieval.training.trainer import train
 
 VIEWS, WIDTH = 4, 8
@@ -69,13 +68,10 @@ def test_the_discriminator_sees_all_views():
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 def test_features_that_are_not_so_many_views_are_refused(name):
-    arguments = {"features": 30, "embedding_size": 12}
-    combiner = load_plugins().build(
-        "combiners", {"name": name, "metrics": 4, "views": True}, arguments
-    )
-    with pytest.raises(
-        RetrievalError, match="30 features are not 4 views of equal width side by side"
-    ):
+    table = {"name": name, "metrics": 4, "views": True}
+    combiner = load_plugins().build("combiners", table, {"features": 30, "embedding_size": 12})
+    says = "30 features are not 4 views of equal width side by side"
+    with pytest.raises(RetrievalError, match=says):
         combiner.build_head(30)
 
 
@@ -96,7 +92,7 @@ def spoilt_views(rng: np.random.Generator) -> tuple[NDArray[np.float32], list[st
     return x.reshape(len(x), -1).astype(np.float32), [str(label) for label in labels]
 
 
-def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path):
+def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(make, tmp_path):
     x, y = spoilt_views(np.random.default_rng(0))
     np.savez(tmp_path / "views.npz", features=x, labels=y)
     actual = {}
@@ -104,26 +100,19 @@ def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path):
         combiner: dict[str, Any] = {"name": name, "metrics": VIEWS, "views": True}
         if name == "daml.discriminator":
             combiner |= {"hidden": 16, "mu": 0.0}
-        built = check_recipe(
-            {
-                "data": {"name": "core.features", "file": str(tmp_path / "views.npz")},
-                "split": {
-                    "by": "class",
-                    "test": [str(c) for c in range(40, 60)],
-                    "validation": 0.0,
-                },
-                "sampler": {"classes": 16, "items": 4, "batches": 50},
-                "backbone": {"name": "core.features"},
-                "head": {"embedding_size": 32},
-                "combiner": combiner,
-                "loss": {"name": "daml.triplet", "margin": 0.5},
-                "miner": {"name": "daml.semi_hard", "pick": "hardest"},
-                "optimizer": {"lr": 0.003},
-                "train": {"epochs": 2},
-                "evaluate": {"metrics": ["recall_at_1"]},
-            }
+        recipe = make(
+            data={"name": "core.features", "file": str(tmp_path / "views.npz")},
+            split={"by": "class", "test": [*map(str, range(40, 60))], "validation": 0.0},
+            sampler={"classes": 16, "items": 4, "batches": 50},
+            head={"embedding_size": 32},
+            combiner=combiner,
+            generator=None,
+            loss={"name": "daml.triplet", "margin": 0.5},
+            miner={"name": "daml.semi_hard", "pick": "hardest"},
+            optimizer={"lr": 0.003},
+            evaluate={"metrics": ["recall_at_1"]},
         )
-        run = train(tmp_path / name, built)
+        run = train(tmp_path / name, recipe)
         actual[name] = evaluate(run).metrics["trained"]["recall_at_1"]
         if name == "daml.discriminator":
             _check_weights(run, x[480:], spoilt=x[480:].reshape(-1, VIEWS, WIDTH)[:, :, 0] > 2.5)

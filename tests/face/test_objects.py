@@ -114,7 +114,9 @@ def test_other_objects_are_refused(own, settings, sentence):
 
 def test_objects_of_other_classes_or_items_are_refused(own, trained):
     other = refusal(DataError, retrieval.load, own.path, **objects() | {"loss": ContrastiveLoss()})
-    assert re.search("another loss: its class was .*TripletMarginLoss, and is .*ContrastiveLoss now", other)
+    assert re.search(
+        "another loss: its class was .*TripletMarginLoss, and is .*ContrastiveLoss now", other
+    )
     changed = objects()
     changed["dataset"].arrays[17, 3, 3] ^= 1
     assert "items, labels or sides differ" in refusal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ from accelerate import Accelerator
 from retrieval.evaluation import evaluate_run
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.host.plugins import create
-from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training import trainer
 from retrieval.training.trainer import moved, train
+from trained_weights import lines_of, same
 
 Make = Callable[..., Any]
 
@@ -23,14 +22,9 @@ Make = Callable[..., Any]
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_each_precision_learns(make, tmp_path, device, precision, channels_last):
-    made = make(
-        device,
-        train={"epochs": 4, "precision": precision, "channels_last": channels_last},
-    )
+    made = make(device, train={"epochs": 4, "precision": precision, "channels_last": channels_last})
     run = train(tmp_path / "run", made)
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["validation_recall_at_1"] > 0.7
     assert next(run.model.parameters()).device.type == device
 
@@ -72,18 +66,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, devic
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "stopped", made)
     train(tmp_path / "stopped", made, resume=True)
-    one, other = (
-        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")["model"]
-        for name in ("whole", "stopped")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_a_compiled_run_learns(make, tmp_path, device):
     train(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
@@ -106,14 +94,7 @@ def test_exact_search_on_the_device_gives_the_same_figures(device):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "pml.multi_similarity",
-        "pml.circle",
-        "pml.contrastive",
-        "pml.sup_con",
-        "pml.arc_face",
-    ],
+    "name", ["pml.multi_similarity", "pml.circle", "pml.contrastive", "pml.sup_con", "pml.arc_face"]
 )
 def test_a_loss_of_8192_items_is_that_of_the_cpu(device, name):
     torch.manual_seed(0)

@@ -1,17 +1,14 @@
-"""DAML's recipes over digits of 8 × 8 pixels, and what training them moved."""
+"""DAML's recipes over digits of 8 × 8 pixels."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from retrieval.recipe.read import check_recipe
-from retrieval.run import checkpoint
-from retrieval.run.open import build_run
 from retrieval.training.trainer import Trainer
+from trained_weights import trainer_of
 
 BASE: dict[str, Any] = {
     "name": "daml",
@@ -41,10 +38,7 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": {"name": "daml.npair"}, "miner": {"name": "daml.one_per_class", "anchors": "one"}},
     {"loss": {"name": "daml.triplet"}, "generator": {"name": "daml.hard_positive"}},
     {"loss": {"name": "pml.contrastive"}},
-    {
-        "loss": {"name": "pml.triplet_margin", "margin": 2.0},
-        "miner": {"name": "pml.batch_hard"},
-    },
+    {"loss": {"name": "pml.triplet_margin", "margin": 2.0}, "miner": {"name": "pml.batch_hard"}},
     {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
     {"loss": {"name": "pml.nt_xent"}},
     {"loss": {"name": "pml.circle"}},
@@ -63,46 +57,12 @@ def made(**tables: Any) -> Any:
 
 def trainer(folder: Path, **tables: Any) -> Trainer:
     """A trainer before its first step, its generator not at the identity any more."""
-    recipe = made(**tables)
-    checkpoint.seed_everything(recipe.seed)
-    run = build_run(folder, recipe)
-    assert run.objective is not None and run.objective.generator is not None
-    for parameter in run.objective.generator.parameters():
+    of = trainer_of(folder, made(**tables))
+    for parameter in of.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return Trainer(run, Accelerator(cpu=True))
+    return of
 
 
 def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = next(iter(of.batches.epoch(0)))
     return inputs, labels
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state = checkpoint.load(folder / "checkpoints" / "last.safetensors")
-    return {f"model.{k}": v for k, v in state["model"].items()} | {
-        f"generator.{k}": v for k, v in state["modules"].get("generator", {}).items()
-    }
-
-
-def start(folder: Path, recipe: Any) -> dict[str, torch.Tensor]:
-    checkpoint.seed_everything(recipe.seed)
-    run = build_run(folder, recipe)
-    assert run.objective is not None and run.objective.generator is not None
-    both = (("model", run.model), ("generator", run.objective.generator))
-    return {
-        f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()
-    }
-
-
-def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    return {
-        name
-        for name in before
-        if not torch.equal(before[name], after[name])
-        and "running" not in name
-        and "num_b" not in name
-    }
-
-
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -95,6 +95,22 @@ def same(one: Path, other: Path, name: str = "last") -> bool:
     return ours.keys() == theirs.keys() and not moved(ours, theirs)
 
 
+def same_state(one: Any, other: Any, where: str = "state") -> None:
+    """Fail unless two nested states are the same, bit for bit."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same_state(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            same_state(*pair, f"{where}/{number}")
+    else:
+        assert one == other, where
+
+
 def difference(one: Weights, other: Weights) -> float:
     """The largest difference of any weight."""
     assert one.keys() == other.keys()

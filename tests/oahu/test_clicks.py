@@ -25,9 +25,8 @@ def log(folder: Path, text: str, header: str = HEADER) -> ClickLog:
 
 
 def test_what_was_shown_and_passed_over_is_negative(tmp_path):
-    clicks = log(
-        tmp_path, '2024-05-01T10:00:00,a,b|c|d,c\n2024-05-01T10:00:05,"e f.jpg",a| b |e f.jpg,a|b\n'
-    )
+    lines = '2024-05-01T10:00:00,a,b|c|d,c\n2024-05-01T10:00:05,"e f.jpg",a| b |e f.jpg,a|b\n'
+    clicks = log(tmp_path, lines)
     assert list(clicks) == [(0, 2, 1), (0, 2, 3)]
     assert clicks.lines == 2 and clicks.unusable == 1  # the second has nothing that was passed over
     assert list(log(tmp_path, "7.5,a,b|c|d,b|c\n")) == [(0, 1, 3), (0, 2, 3)]
@@ -42,13 +41,8 @@ def test_what_cannot_be_used_is_counted(tmp_path):
         "yesterday,a,b|c,b\n7,a,b\ninf,a,b|c,b\n\n",
     )
     assert list(clicks) == [(0, 2, 1), (0, 1, 2)]
-    assert (clicks.lines, clicks.unknown, clicks.unusable, clicks.late, clicks.malformed) == (
-        5,
-        2,
-        3,
-        1,
-        3,
-    )
+    names = ("lines", "unknown", "unusable", "late", "malformed")
+    assert [getattr(clicks, name) for name in names] == [5, 2, 3, 1, 3]
 
 
 def test_contradictions_of_users_are_found(tmp_path):
@@ -76,9 +70,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
 
 def test_it_follows_a_file_that_is_being_written(tmp_path):
     path = tmp_path / "clicks.csv"
-    path.write_text(
-        HEADER + "1,a,b|c,b\n2,a,c|", encoding="utf-8"
-    )  # the last line is not complete yet
+    # the last line is not complete yet
+    path.write_text(HEADER + "1,a,b|c,b\n2,a,c|", encoding="utf-8")
 
     def write() -> None:
         time.sleep(0.1)

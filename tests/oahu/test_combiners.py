@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,9 @@ def batch(width: int = 4) -> torch.Tensor:
 
 
 def triplets(labels: list[int]) -> list[tuple[int, int, int]]:
-    n = range(len(labels))
-    return [
-        (a, p, q)
-        for a in n
-        for p in n
-        for q in n
-        if a != p and labels[a] == labels[p] and labels[a] != labels[q]
-    ]
+    rows = itertools.product(range(len(labels)), repeat=3)
+    same = [(a, p, n) for a, p, n in rows if a != p and labels[a] == labels[p]]
+    return [(a, p, n) for a, p, n in same if labels[a] != labels[n]]
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.5, 1.9])
@@ -64,17 +60,14 @@ def test_abtl_and_its_gradient_are_those_of_a_loop(tau):
     value = ABTL(tau)(x, LABELS)
     value.backward()
     assert value.item() == pytest.approx(mean(x.tolist()), abs=1e-12)
-    assert x.grad is not None
-    for row in range(6):
-        for column in range(4):
-            sides = []
-            for sign in (1, -1):
-                moved = x.tolist()
-                moved[row][column] += sign * 1e-6
-                sides.append(mean(moved))
-            assert x.grad[row, column].item() == pytest.approx(
-                (sides[0] - sides[1]) / 2e-6, abs=1e-8
-            )
+    for row, column in itertools.product(range(6), range(4)):
+        sides = []
+        for sign in (1, -1):
+            moved = x.tolist()
+            moved[row][column] += sign * 1e-6
+            sides.append(mean(moved))
+        slope = (sides[0] - sides[1]) / 2e-6
+        assert x.grad[row, column].item() == pytest.approx(slope, abs=1e-8)
 
 
 @pytest.mark.parametrize("kind", [HedgeScore, HedgeSum])
@@ -82,11 +75,8 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind):
     combiner = kind(embedding=2, depth=1, beta=0.5)
     combiner.get_buffer("alpha").copy_(torch.tensor([0.3, 0.7]))
     loss = ABTL(0.4, distance=combiner)
-    x = (
-        torch.nn.functional.normalize(batch().detach().view(6, 2, 2), dim=2)
-        .flatten(1)
-        .requires_grad_()
-    )
+    unit = torch.nn.functional.normalize(batch().detach().view(6, 2, 2), dim=2)
+    x = unit.flatten(1).requires_grad_()
     value = loss(x, LABELS)
     means = []
     for level in range(2):
@@ -97,11 +87,10 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind):
             entry.append(loops.local_loss(*d, *loops.thresholds(*d, 0.4)))
         means.append(sum(entry) / len(entry))
     assert value.item() == pytest.approx(0.3 * means[0] + 0.7 * means[1], abs=1e-6)
-    assert combiner.alpha.tolist() == pytest.approx(
-        loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp"), abs=1e-6
-    )
+    hedged = loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp")
+    assert combiner.alpha.tolist() == pytest.approx(hedged, abs=1e-6)
     value.backward()
-    assert x.grad is not None and x.grad.abs().sum() > 0
+    assert x.grad.abs().sum() > 0
     before = combiner.alpha.clone()
     loss.eval()
     loss(x, LABELS)
@@ -140,6 +129,11 @@ def exported(learner: Any, folder: Path) -> Bundle:
     return Bundle.open(folder, threads=1)
 
 
+def by_item(learner: OAHU, x: Any) -> Any:
+    """Embeddings (N, L + 1, D)."""
+    return learner.spaces(x).embeddings.transpose(1, 0, 2)
+
+
 def indexed(bundle: Bundle, folder: Path) -> Index:
     keys = [f"{row:04}" for row in range(len(X))]
     np.savez(folder / "items.npz", features=X, labels=Y.astype(str), keys=keys)
@@ -154,18 +148,14 @@ def test_served_answers_are_eq_27_exactly(k, tmp_path):
     assert bundle.manifest.merge == "score" and len(bundle.manifest.subspaces) == 3
     assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(learner.alpha_.tolist())
     with indexed(bundle, tmp_path) as index:
-        references = learner.spaces(X).embeddings.transpose(1, 0, 2).tolist()
+        references, queries = (by_item(learner, x).tolist() for x in (X, QUERIES))
         answers = index.search(bundle.encode(QUERIES), k)
-        for hits, query in zip(
-            answers, learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).tolist(), strict=True
-        ):
+        for hits, query in zip(answers, queries, strict=True):
             expected = loops.retrieve(query, references, learner.alpha_.tolist(), k)
             scores = [float(np.exp(-hit.distance)) for hit in hits]
             assert scores == pytest.approx([score for _, score in expected], abs=1e-4)
-            actual = {hit.id for hit in hits}
-            assert (
-                len(actual & {f"{row:04}" for row, _ in expected}) >= k - 1
-            )  # the last may be a tie in float32
+            rows = {f"{row:04}" for row, _ in expected}
+            assert len({hit.id for hit in hits} & rows) >= k - 1  # the last may be a tie in float32
 
 
 def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_path):
@@ -179,9 +169,7 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
 
     with indexed(bundle, tmp_path) as index:
         items = np.array([index.vector(f"{row:04}") for row in range(len(X))])
-        assert np.allclose(
-            items, learner.spaces(X).embeddings.transpose(1, 0, 2).reshape(len(X), -1), atol=1e-5
-        )
+        assert np.allclose(items, by_item(learner, X).reshape(len(X), -1), atol=1e-5)
         learner.alpha_ = np.array([0.7, 0.1, 0.2])  # as further triplets would
         other = exported(learner, tmp_path / "two")
         assert np.allclose(other.encode(X).vector, bundle.encode(X).vector, atol=1e-6)
@@ -191,9 +179,7 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
             got = [row[int(hit.id)] for hit in hits]
             assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
             # what is served is the root of the sum, of the weights that the query came with
-            assert [hit.distance**2 for hit in hits] == pytest.approx(
-                [row[int(hit.id)] for hit in hits], abs=1e-5
-            )
+            assert [hit.distance**2 for hit in hits] == pytest.approx(got, abs=1e-5)
         for number, hits in enumerate(index.search(replace(other.encode(X[:20]), bundle=""), 1)):
             assert (int(hits[0].id), hits[0].distance) == (number, 0.0)
 
@@ -229,14 +215,9 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path):
             learner.partial_fit(next(chunks))
         bundle = exported(learner, tmp_path / f"bundle{number}")
         vectors = bundle.encode(QUERIES).vector
-        assert np.allclose(
-            vectors,
-            learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).reshape(12, -1),
-            atol=1e-4,
-        )
-        assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(
-            learner.alpha_.tolist()
-        )
+        assert np.allclose(vectors, by_item(learner, QUERIES).reshape(12, -1), atol=1e-4)
+        served = [space.weight for space in bundle.manifest.subspaces]
+        assert served == pytest.approx(learner.alpha_.tolist())
         seen.append(vectors)
     assert learner.n_triplets_ == 600 and np.abs(seen[0] - seen[2]).max() > 0.01
 
@@ -263,9 +244,8 @@ def test_oasis_and_warm_are_served_too(tmp_path):
         else:
             rank = ((learner.transform(QUERIES)[:, None] - learner.transform(X)) ** 2).sum(2)
         for hits, row in zip(answers, rank, strict=True):
-            assert [row[int(hit.id)] for hit in hits] == pytest.approx(
-                np.sort(row)[:5].tolist(), rel=1e-3
-            )
+            best = np.sort(row)[:5].tolist()
+            assert [row[int(hit.id)] for hit in hits] == pytest.approx(best, rel=1e-3)
 
 
 RECIPE = """
@@ -278,10 +258,16 @@ test = 0.3
 [backbone]
 name = "core.features"
 """
-LEARNER = (
-    '[learner]\nname = "oahu.oahu"\ndepth = 2\nhidden = 16\nembedding = 8\nseeds = 400\nclosure ='
-    ' 400\nsearch = "{search}"\n'
-)
+LEARNER = """
+[learner]
+name = "oahu.oahu"
+depth = 2
+hidden = 16
+embedding = 8
+seeds = 400
+closure = 400
+search = "score"
+"""
 DEEP = """
 [sampler]
 classes = 5
@@ -299,16 +285,10 @@ epochs = 1
 """
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        LEARNER.format(search="score"),
-        DEEP.format(combiner="hedge"),
-        DEEP.format(combiner="hedge_sum"),
-    ],
-    ids=["learner", "hedge", "hedge_sum"],
-)
-def test_from_recipe_to_answers(part, cli, tmp_path):
+@pytest.mark.parametrize("kind", ["learner", "hedge", "hedge_sum"])
+def test_from_recipe_to_answers(kind, cli, tmp_path):
+    part = LEARNER if kind == "learner" else DEEP.format(combiner=kind)
+
     def run(*words: str | Path) -> str:
         outcome = cli(*words)
         assert outcome.code == 0, outcome.err
@@ -318,7 +298,6 @@ def test_from_recipe_to_answers(part, cli, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "digits.npz") + part)
     run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
     model = Run.open(tmp_path / "run").model
-    assert model.combiner is not None
     alpha = model.combiner.get_buffer("alpha")
     assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the hedge has moved
     run("export", tmp_path / "run", "-o", tmp_path / "bundle")
@@ -326,18 +305,10 @@ def test_from_recipe_to_answers(part, cli, tmp_path):
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     if manifest["subspaces"]:
         assert [s["weight"] for s in manifest["subspaces"]] == pytest.approx(alpha.tolist())
-    np.savez(tmp_path / "queries.npz", features=X[:30] / 16)
-    run(
-        "index",
-        "create",
-        tmp_path / "index",
-        tmp_path / "digits.npz",
-        "--bundle",
-        tmp_path / "bundle",
-    )
-    answers = json.loads(
-        run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json")
-    )
+    index, queries = tmp_path / "index", tmp_path / "queries.npz"
+    np.savez(queries, features=X[:30] / 16)
+    run("index", "create", index, tmp_path / "digits.npz", "--bundle", tmp_path / "bundle")
+    answers = json.loads(run("search", index, queries, "-k", "3", "--json"))
     labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
     assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself
     assert (labels == Y[:30, None].astype(str)).mean() > 0.6

@@ -5,6 +5,7 @@ load, what they learn.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -108,9 +109,8 @@ def test_oasis_is_that_of_a_loop():
     w, used = np.eye(6), 0
     for triplet in triplets:
         a, p, n = (v / math.sqrt(sum(c * c for c in v)) for v in triplet)
-        loss = max(
-            0.0, 0.03 - sum(a[i] * w[i, j] * (p[j] - n[j]) for i in range(6) for j in range(6))
-        )
+        pairs = itertools.product(range(6), repeat=2)
+        loss = max(0.0, 0.03 - sum(a[i] * w[i, j] * (p[j] - n[j]) for i, j in pairs))
         if loss > 0:
             v = np.outer(a, p - n)
             w = w + min(0.1, loss / (v**2).sum()) * v
@@ -177,9 +177,8 @@ def test_to_be_asked_changes_nothing(kind):
     learner.transform(x)
     assert vars(learner) == before
     if kind is OPML:
-        assert np.allclose(
-            learner.transform(x), (x - learner.mean_) @ (learner.map_ / learner.unit_).T
-        )
+        mapped = (x - learner.mean_) @ (learner.map_ / learner.unit_).T
+        assert np.allclose(learner.transform(x), mapped)
     codes = learner.transform(x)
     learner.partial_fit(x[[[0, 1, 100], [60, 61, 0], [120, 130, 7]]])
     if kind in (LEGO, RDML, OPML, OAHU):  # and nothing stale is served

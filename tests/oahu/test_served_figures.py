@@ -42,24 +42,17 @@ search = "score"
 """
 
 
-def ranking(
-    query: Any, vectors: Any, left_out: int | None, alpha: list[float], k: int
-) -> list[int]:
+def ranking(query: Any, vectors: Any, left_out: Any, alpha: list[float], k: int) -> list[int]:
     """Return the rows that a plain loop over Eq 27 finds, best first."""
-    width = vectors.shape[1] // len(alpha)
     kept = [row for row in range(len(vectors)) if row != left_out]
-    parts = lambda v: [v[i * width : (i + 1) * width].tolist() for i in range(len(alpha))]  # noqa: E731
-    return [
-        kept[row]
-        for row, _ in loops.retrieve(parts(query), [parts(vectors[r]) for r in kept], alpha, k)
-    ]
+    query, *rows = (v.reshape(len(alpha), -1).tolist() for v in (query, *vectors[kept]))
+    return [kept[row] for row, _ in loops.retrieve(query, rows, alpha, k)]
 
 
 def test_a_bundles_figures_are_of_eq_27(cli, tmp_path):
     digits = load_digits()
-    np.savez(
-        tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str)
-    )
+    labels = digits.target[:300].astype(str)
+    np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=labels)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
     for words in (
         ("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
@@ -77,14 +70,11 @@ def test_a_bundles_figures_are_of_eq_27(cli, tmp_path):
     rivals = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
     theirs = labels[query if gallery is None else gallery]
     alpha = [space.weight for space in bundle.manifest.subspaces]
-    rows = [
-        ranking(v, rivals, number if gallery is None else None, alpha, 10)
-        for number, v in enumerate(ours)
-    ]
+    left_out = range(len(ours)) if gallery is None else [None] * len(ours)
+    rows = [ranking(v, rivals, n, alpha, 10) for v, n in zip(ours, left_out, strict=True)]
     right = theirs[np.array(rows)] == labels[query][:, None]
-    assert actual == pytest.approx(
-        {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
-    )
+    expected = {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
+    assert actual == pytest.approx(expected)
     # the whole vector's Euclidean order is another one
     exclude = np.arange(len(ours)) if gallery is None else None
     whole = nearest_in_each(ours, rivals, 10, (), exclude)[0]

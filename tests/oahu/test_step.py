@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -28,11 +29,8 @@ def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau):
     near, far = similar_threshold(d, tau), dissimilar_threshold(d, tau)
     assert (np.diff(near) > 0).all() and (np.diff(far) > 0).all()  # the paper has d_dis decreasing
     assert near[0] == 0 and near[-1] == pytest.approx(tau) and (near <= tau + 1e-12).all()
-    assert (
-        far[0] == pytest.approx(2 - tau)
-        and far[-1] == pytest.approx(2)
-        and (far >= 2 - tau - 1e-12).all()
-    )
+    assert far[0] == pytest.approx(2 - tau) and far[-1] == pytest.approx(2)
+    assert (far >= 2 - tau - 1e-12).all()
     assert (near <= d + 1e-12).all() and (far >= d - 1e-12).all()
 
 
@@ -57,22 +55,15 @@ def test_loss_and_slopes_are_those_of_a_loop(tau):
 
 @pytest.mark.parametrize("rule", ["exp", "linear", "paper"])
 def test_hedge_is_that_of_a_loop(rule):
-    rng = np.random.default_rng(1)
-    kinds = set()
-    for beta in (0.99, 0.5, 0.1):
-        for s in (0.1, 0.9):
-            alpha = rng.dirichlet(np.ones(4))
-            for low in (0.0, 0.3, 0.7):
-                loss = rng.uniform(low, 1, 4)
-                kinds.add(beta ** loss.min() * math.log(beta) > beta - 1)
-                actual = hedge_update(alpha, loss, beta, s, rule)
-                assert np.allclose(
-                    actual, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
-                )
-                assert (
-                    actual.sum() == pytest.approx(1)
-                    and actual.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
-                )
+    rng, kinds = np.random.default_rng(1), set()
+    for beta, s, low in itertools.product((0.99, 0.5, 0.1), (0.1, 0.9), (0.0, 0.3, 0.7)):
+        alpha, loss = rng.dirichlet(np.ones(4)), rng.uniform(low, 1, 4)
+        kinds.add(beta ** loss.min() * math.log(beta) > beta - 1)
+        actual = hedge_update(alpha, loss, beta, s, rule)
+        expected = loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule)
+        assert np.allclose(actual, expected, atol=1e-15)
+        assert actual.sum() == pytest.approx(1)
+        assert actual.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
     assert kinds == {True, False}  # both branches of Eq 20 were taken
 
 
@@ -109,16 +100,14 @@ def test_a_step_moves_every_weight_down_the_numerical_gradient(depth):
     step = 1e-6
     for old, new in ((w, after_w), (theta, after_theta)):
         for matrix, moved in zip(old, new, strict=True):
-            for row in range(len(matrix)):
-                for column in range(len(matrix[0])):
-                    kept = matrix[row][column]
-                    sides = []
-                    for sign in (1, -1):
-                        matrix[row][column] = kept + sign * step
-                        sides.append(loops.overall(rows, w, theta, tau, alpha.tolist(), fixed))
-                    matrix[row][column] = kept
-                    gradient = (sides[0] - sides[1]) / (2 * step)
-                    assert moved[row][column] == pytest.approx(kept - rate * gradient, abs=2e-8)
+            for row, column in np.ndindex(len(matrix), len(matrix[0])):
+                kept, sides = matrix[row][column], []
+                for sign in (1, -1):
+                    matrix[row][column] = kept + sign * step
+                    sides.append(loops.overall(rows, w, theta, tau, alpha.tolist(), fixed))
+                matrix[row][column] = kept
+                gradient = (sides[0] - sides[1]) / (2 * step)
+                assert moved[row][column] == pytest.approx(kept - rate * gradient, abs=2e-8)
     assert any((a != b).any() for a, b in zip(before, network.levels, strict=True))
     assert not network.levels[-1][:, : network.hidden].any()  # the last level has no next layer
 

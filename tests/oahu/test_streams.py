@@ -16,9 +16,9 @@ from retrieval_oahu.streams import HeldOut, Triplet, paper_stream
 LABELS = np.repeat(np.arange(4), [5, 1, 20, 9])[np.random.default_rng(0).permutation(35)]
 
 
-def brute(similar: set[Any], dissimilar: set[Any], items: int) -> tuple[set[Any], set[Any]]:
+def brute(triplets: list[Triplet], items: int) -> tuple[set[Any], set[Any]]:
     """The footnote's four rules, until nothing follows any more."""
-    s, d = {frozenset(p) for p in similar}, {frozenset(p) for p in dissimilar}
+    s, d = ({frozenset((t[0], t[k])) for t in triplets} for k in (1, 2))
     while True:
         more_s, more_d = set(s), set(d)
         for x, y, z in itertools.permutations(range(items), 3):
@@ -43,19 +43,14 @@ def test_the_closure_is_what_the_four_rules_give():
         closure, used = Closure(), []
         for _ in range(8):
             triplet = Triplet(*map(int, rng.choice(9, 3, replace=False)))
-            s, d = brute({(a, p) for a, p, _ in used}, {(a, n) for a, _, n in used}, 9)
-            with_it = brute(
-                {(a, p) for a, p, _ in [*used, triplet]},
-                {(a, n) for a, _, n in [*used, triplet]},
-                9,
-            )
-            consistent = not with_it[0] & with_it[1]
+            similar, dissimilar = brute([*used, triplet], 9)
+            consistent = not similar & dissimilar
             assert closure.add(triplet) == consistent
             if consistent:
                 used.append(triplet)
             else:
                 refused += 1
-        s, d = brute({(a, p) for a, p, _ in used}, {(a, n) for a, _, n in used}, 9)
+        s, d = brute(used, 9)
         for x, y in itertools.combinations(range(9), 2):
             assert closure.similar(x, y) == (frozenset((x, y)) in s)
             assert closure.dissimilar(x, y) == (frozenset((x, y)) in d)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,8 @@ def sectors() -> tuple[Any, Any]:
     rng = np.random.default_rng(1)
     side, length = rng.integers(0, 3, 750), rng.uniform(0, 1, 750)
     angle, radius = 0.8 * side + rng.uniform(-0.3, 0.3, 750), np.exp(3 * length)
-    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1), 2 * side + (
-        length > 0.5
-    )
+    x = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return x, 2 * side + (length > 0.5)
 
 
 def correct(codes: Any, y: Any) -> float:
@@ -127,22 +127,21 @@ def test_warm_is_that_of_a_loop():
     judged: dict[int, int] = {}
     verdicts: dict[int, Any] = {}
 
+    def angle(m: Any, i: int, j: int) -> float:
+        return -float(z[i] @ m @ z[j] / math.sqrt((z[i] @ m @ z[i]) * (z[j] @ m @ z[j])))
+
+    def square(m: Any, i: int, j: int) -> float:
+        return float((z[i] - z[j]) @ m @ (z[i] - z[j]))
+
     def measures(left_out: int) -> list[Any]:
         """Euclid and the experts, taught by the pairs that touch no item of a fold."""
         pairs = [(a, p) for a, p in alike[:learned] if left_out not in (fold[a], fold[p])]
         total = sum((np.outer(z[a] - z[p], z[a] - z[p]) for a, p in pairs), np.zeros((6, 6)))
         moment = total / (np.trace(total) / 6 if pairs else 1.0) * len(pairs) / (len(pairs) + 5.0)
-        distances: list[Any] = [lambda i, j: float(((z[i] - z[j]) ** 2).sum())]
+        distances: list[Any] = [partial(square, np.eye(6))]
         for expert in EXPERTS:
             m = np.linalg.inv(np.eye(6) + moment / (0.2 * expert.reach))
-            if expert.angle:
-                distances.append(
-                    lambda i, j, m=m: (
-                        -float(z[i] @ m @ z[j] / math.sqrt((z[i] @ m @ z[i]) * (z[j] @ m @ z[j])))
-                    )
-                )
-            else:
-                distances.append(lambda i, j, m=m: float((z[i] - z[j]) @ m @ (z[i] - z[j])))
+            distances.append(partial(angle if expert.angle else square, m))
         return distances
 
     while learned < len(rows):
@@ -150,10 +149,8 @@ def test_warm_is_that_of_a_loop():
         by_fold = [measures(left_out) for left_out in range(FOLDS)]
         for a, p, n in block:
             euclid, *experts = by_fold[fold[a]]
-            for number, distance in enumerate(experts):
-                lead_of_triplets[number] += float(euclid(a, p) > euclid(a, n)) - float(
-                    distance(a, p) > distance(a, n)
-                )
+            wrong = [float(distance(a, p) > distance(a, n)) for distance in (euclid, *experts)]
+            lead_of_triplets += wrong[0] - np.array(wrong[1:])
             alike.append((a, p))
             apart.append((a, n))
             seen += [item for item in dict.fromkeys((a, p, n)) if item not in seen]
@@ -164,9 +161,8 @@ def test_warm_is_that_of_a_loop():
                 judged[item] = learned
                 euclid, *experts = by_fold[fold[item]]
                 own = loop_votes(euclid, item, seen, part, unlike)
-                verdicts[item] = np.array(
-                    [loop_votes(d, item, seen, part, unlike) - own for d in experts]
-                )
+                votes = [loop_votes(d, item, seen, part, unlike) for d in experts]
+                verdicts[item] = np.array(votes) - own
         learned += len(block)
     assert np.allclose(learner.lead_, sum(verdicts.values()))
     assert np.allclose(learner.differing_, sum(v**2 for v in verdicts.values()))
@@ -288,13 +284,9 @@ def test_an_expert_is_served_only_while_its_proof_stands():
 
 
 def memory(places: int) -> Memory:
-    return Memory(
-        np.zeros((places, 2)),
-        np.zeros((places, 2), np.uint64),
-        np.arange(places),
-        np.zeros((places, places), bool),
-        np.zeros(places, np.int64),
-    )
+    none = np.zeros((places, 2))
+    parted, used = np.zeros((places, places), bool), np.zeros(places, np.int64)
+    return Memory(none, none.astype(np.uint64), np.arange(places), parted, used)
 
 
 def test_the_memory_knows_what_follows_and_forgets_what_lies_longest():
@@ -310,12 +302,8 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest():
     held.learn(*take(0, 1, 2))
     held.learn(*take(2, 3, 4))
     a, b, c, d, e = take(0, 1, 2, 3, 4)
-    assert (
-        held.group[a] == held.group[b]
-        and held.group[c] == held.group[d]
-        and unlike(b, d)
-        and unlike(c, e)
-    )
+    assert held.group[a] == held.group[b] and held.group[c] == held.group[d]
+    assert unlike(b, d) and unlike(c, e)
     assert not unlike(a, e) and held.group[a] != held.group[e]
     held.learn(*take(5, 4, 0))  # the sixth place
     assert unlike(e, b)
@@ -337,9 +325,8 @@ def test_how_far_voters_may_lie():
     assert held.votes(np.array([0]), distances.copy()) == [0.5]  # nobody among the nine nearest
     assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
     held.learn(0, 12, 14)
-    assert held.votes(np.array([0]), distances.copy(), 0.05) == [
-        1.0
-    ]  # 12, then 14 against it, then 15
+    # 12, then 14 against it, then 15
+    assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
     held.learn(0, 1, 10)
     held.learn(0, 1, 11)
     # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them
@@ -362,9 +349,8 @@ def test_a_contradiction_is_believed_and_its_items_known_by_it_alone():
 def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path):
     triplets = stream_of(clouds(200), 900)  # 600 items, places for 256
     learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
-    held = {
-        name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)
-    }
+    arrays = {k: v for k, v in vars(learner).items() if isinstance(v, np.ndarray)}
+    held = {name: value.shape for name, value in arrays.items()}
     learner.save(tmp_path / "x.safetensors")
     again = Warm.load(tmp_path / "x.safetensors").partial_fit(triplets[500:])
     learner.partial_fit(triplets[500:])

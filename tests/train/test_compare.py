@@ -22,12 +22,11 @@ from refusals import refusal
 from retrieval.errors import DataError, Interrupted, MissingDependency
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.allow import ALLOW
-from retrieval.recipe import read
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.training.comparison import plan, space
+from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
@@ -260,8 +259,9 @@ def proposed(proposals: Proposals, scores: Sequence[float | None], known: Any = 
     """Return the values of trials that end with these scores, the first of which are known."""
     trials = []
     for score, values in itertools.zip_longest(scores, known):
-        trials.append(proposals.next(values))
-        proposals.tell(score)
+        drawn = proposals.next()
+        trials.append(drawn if values is None else values)
+        proposals.tell(trials[-1], score)
     return trials
 
 
@@ -297,7 +297,7 @@ def test_a_search_finds_an_optimum():
         for _ in range(32):
             values = proposals.next()
             score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
-            proposals.tell(score)
+            proposals.tell(values, score)
             best = max(best, score)
         assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
 
@@ -360,7 +360,7 @@ def refused(*recipes: Path, out: Path, says: str, **options: Any) -> None:
 
 def test_what_is_wrong_is_told_at_once(write, tmp_path):
     good, out = write("triplet"), tmp_path / "out"
-    says = r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"
+    says = r"a\.toml has 1 problem(.|\n)*No such file(.|\n)*b\.toml has 1 problem"
     refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
@@ -369,11 +369,8 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
     refused(good, write("triplet", "other"), out=out, says=says)
     for options, says in (
         ({"seeds": 1}, "at least two seeds or two splits"),
-        ({"repeats": 0}, "at least 1"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
-        ({"folds": 1}, "folds must be at least 2"),
-        ({"workers": 0}, "from 1 to 64"),
-        ({"search": -1}, "must be 0 or more"),
+        ({"folds": 1}, "folds is 1, and must be at least 2"),
     ):
         refused(good, write("proxy"), out=out, says=says, **options)
     (tmp_path / "full").mkdir()
@@ -436,29 +433,3 @@ def test_without_optuna_a_search_is_refused_in_a_sentence(write, tmp_path, monke
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
         go([write("triplet"), write("proxy")], tmp_path / "out")
-
-
-SEARCHED = """
-data.name = "core.digits"
-split = { by = "class", test = 0.5 }
-backbone = { name = "core.convnet", size = 8 }
-loss.name = "daml.triplet"
-[search]
-loss.margin = { low = 0.1, high = 0.5 }
-optimizer.name = { choices = ["AdamW", "SGD"] }
-optimizer.lr = { low = 1e-4, high = 1e-2, log = true }
-"""
-
-
-def test_ends_and_choices_are_checked_without_loading_a_plugin_again(tmp_path, monkeypatch):
-    file = tmp_path / "triplet.toml"
-    file.write_text(SEARCHED, encoding="utf-8")
-    loads = []
-    load = read.load_plugins
-    monkeypatch.setattr(read, "load_plugins", lambda extra: loads.append(extra) or load(extra))
-    recipe = read_recipe(file)
-    assert len(loads) == 1
-    assert space.faults(recipe) == [] and len(loads) == 1
-    file.write_text(SEARCHED.replace('"SGD"', '"Adm"'), encoding="utf-8")
-    (wrong,) = space.faults(read_recipe(file))
-    assert wrong.startswith('[search] optimizer.name = "Adm":') and len(loads) == 2

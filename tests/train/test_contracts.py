@@ -58,11 +58,6 @@ FAULTS = {
         "lengths": ["lengths 4, 3, 4", "of equal length"],
         "device": ["on meta (the codes are on cpu)"],
     },
-    ("data", "items"): {
-        "short": ["45 labels, 48 keys, 48 arrays, 7 files"],
-        "flat": ["arrays has the shape (48,), and must be (N, F)"],
-        "kind": ["kind is 'pictures'", '"image" or "features"'],
-    },
     ("backbone", "same"): {
         "width": ["gave a tensor of shape (12, 5)", "shape (12, 7)"],
         "preprocessing": ["preprocessing = a tuple of 2 (8, 8)"],
@@ -89,7 +84,7 @@ COMBINERS = {
 }
 LEARNERS = {
     "fit": ["learner broken.learner failed: AttributeError: nothing to"],
-    "refuses": ["broken.learner refuses", "do not serve."],
+    "refuses": ["broken.learner cannot be fitted on 18 items", "do not serve."],
     "alone": ["learner broken.learner gave a Linear from to_model_parts"],
     "combiner": ["gave 3 as its combiner"],
 }
@@ -99,7 +94,7 @@ METRICS = {
 }
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     *(
-        ({key: of(part, how)}, [f"{'' if key == 'data' else key + ' '}broken.{part}", *words])
+        ({key: of(part, how)}, [f"{key} broken.{part}", *words])
         for (key, part), faults in FAULTS.items()
         for how, words in faults.items()
     ),
@@ -189,7 +184,7 @@ REFUSES = {**FITTED, "learner": of("learner", "refuses")}
 NARROW = {**FITTED, "backbone": of("same", "width")}
 RAISES = {**FITTED, "backbone": of("same", "raises")}
 BEFORE_TRAINING = [
-    (REFUSES, ["broken.learner cannot be fitted", "do not serve."]),
+    (REFUSES, ["broken.learner cannot be fitted on 18 items", "do not serve."]),
     (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
     (RAISES, ["backbone broken.same failed: TypeError", "broken.py, line "]),
     ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),

@@ -128,20 +128,6 @@ HOLDER = """
 import sys; from pathlib import Path; from retrieval.run.folder import claimed
 with claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()
 """
-FULL = """
-from limits import files_of_at_most
-from retrieval.cli.app import main
-with files_of_at_most(7_000):
-    main()
-"""
-
-
-def test_a_full_disk_is_one_sentence_of_the_command(recipe, tmp_path, process):
-    helpers = Path(__file__).parents[1] / "helpers"
-    words = ("train", recipe, "--output", tmp_path / "run")
-    done = process("-c", FULL, *words, path=helpers, OMP_NUM_THREADS="1")
-    assert done.code == 2 and "Traceback" not in done.err, done.err
-    assert "last.safetensors cannot be written" in done.err
 
 
 def test_two_processes_cannot_train_one_run(recipe, tmp_path):

@@ -96,10 +96,6 @@ def test_another_space_is_refused():
         check_generator(generator, "mine.shifted")
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes):
-    resumes(make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2}), 4)
-
-
 ONTO = {"name": "toolbox.onto"}
 
 
@@ -119,25 +115,12 @@ def test_a_bound_head_is_neither_saved_nor_trained_twice(make, tmp_path):
     assert sorted(trained) == sorted(map(id, trainer.run.model.parameters()))
 
 
-def test_it_sees_the_head_as_it_is_now(make, tmp_path):
-    run = build_run(tmp_path, make(generator=ONTO))
-    generator, head = run.objective.generator, run.model.head
-    random = torch.Generator().manual_seed(0)
-    anchor, negative = torch.randn(2, 6, run.model.backbone.features, generator=random)
-    with torch.no_grad():
-        head[0].weight.zero_()
-        head[0].bias.fill_(1.0)
-        assert torch.equal(generator(anchor, anchor, negative), negative)  # all codes are one
-        head[0].weight.normal_(generator=random)
-        moved = generator(anchor, anchor, negative)
-    assert (moved == anchor).all(1).any()
-
-
 def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_path):
     says = r"Onto\.bind\(head\) registers .* in a tuple instead: self\._head = \(head,\)\.$"
     with pytest.raises(PluginError, match=says):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 
 
-def test_it_trains_and_resumes_to_the_same_bits(make, resumes):
-    resumes(make(generator=ONTO), 7)
+@pytest.mark.parametrize("tables", [SYMMETRICAL, {"generator": ONTO}], ids=["after", "bound"])
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes, tables):
+    resumes(make(**tables, train={"epochs": 2, "checkpoint_every": 2}), 7)

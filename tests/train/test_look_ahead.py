@@ -112,7 +112,7 @@ def test_principal_components_pass_where_training_would(make, tmp_path):
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
     # 32 of them refuse 128 components
     assert "fitted 200 items. The recipe is fine." in run_one_batch(made)
-    with pytest.raises(DataError, match=r"pca cannot be fitted on 200 of the 200 training items"):
+    with pytest.raises(DataError, match="pca cannot be fitted on 200 items"):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 

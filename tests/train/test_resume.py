@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from trained_weights import load, log, summary
+from trained_weights import load, log, same_state, summary
 
 TOOLBOX = Path(__file__).with_name("toolbox.py")
 RECIPE = f"""
@@ -100,27 +99,9 @@ def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path, process):
     whole = load(tmp_path / "whole")
     assert len(log(tmp_path / "whole")) == 4
     for name in [*(f"step{i}" for i in range(10)), *(f"time{i}" for i in range(3))]:
-        again = load(tmp_path / name)
-        for part in ("model", "modules", "optimizers", "random"):
-            _same(whole[part], again[part], f"{name} {part}")
-        assert again["progress"] == whole["progress"]
+        same_state(whole, load(tmp_path / name), name)
         for read in (log, summary):
             assert read(tmp_path / name) == read(tmp_path / "whole")
-
-
-def _same(one: object, other: object, where: str) -> None:
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            _same(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            _same(a, b, f"{where}/{i}")
-    else:
-        assert one == other, where
 
 
 def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 import retrieval
 import torch
 from numpy.typing import NDArray
-from pytorch_metric_learning.samplers import MPerClassSampler
 from retrieval.data.loading import TrainBatches
 from retrieval.data.samplers import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
@@ -83,13 +82,6 @@ class TestHardClasses:
                 gaps = [min(((means[c] - mean) ** 2).sum() for mean in chosen) for c in rest]
                 best = rest[int(np.argmin(gaps))]
                 assert order[size] == best
-
-    def test_other_embeddings_give_other_batches(self):
-        sampler = create("sampler", "core.hard_classes")
-        random = np.random.default_rng(0)
-        both = [items(embeddings=random.normal(size=(120, 5))) for _ in range(2)]
-        one, other = (np.concatenate(drawn(sampler, of)) for of in both)
-        assert (one != other).any()
 
 
 def test_an_epoch_follows_from_seed_and_epoch_alone():
@@ -225,19 +217,3 @@ def test_python_takes_one_and_asks_for_it_again(make, tmp_path):
     assert recipe.sampler.name.startswith("object")
     with pytest.raises(RecipeError, match=r"sampler=…"):
         retrieval.load(tmp_path / "run")
-
-
-def test_samplers_by_name_in_torchs_way(make):
-    """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
-    labels = np.repeat(np.arange(6), 20)
-
-    class OfPml(torch_data.BatchSampler):
-        """M items of each class."""
-
-        def __init__(self) -> None:
-            super().__init__(MPerClassSampler(labels, 4, 12, 120), 12, drop_last=True)
-
-    of = TrainingItems(labels, None, 3, 4, 99)
-    batches = drawn_batches(as_batch_sampler(OfPml(), "object.OfPml", 0), of, 0, 2)
-    assert len(batches) == 10
-    assert all(sorted(Counter(labels[batch]).values()) == [4] * 3 for batch in batches)

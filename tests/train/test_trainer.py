@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from retrieval.data.features import backbone_features
 from retrieval.errors import DataError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import to_toml
-from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training.check import run_one_batch
 from retrieval.training.step import Losses, Step
@@ -37,49 +35,6 @@ from trained_weights import (
 def changed_by(tmp_path: Path, made: Any) -> set[str]:
     """The weights that a run changes."""
     return moved(start(tmp_path, made), weights(fit(tmp_path, made)))
-
-
-def test_with_a_zero_rate_a_side_stays_bit_identical_and_the_other_moves(make, tmp_path):
-    still = {"backbone": 0.0, "head": 0.0, "combiner": 0.0, "loss": 0.0}
-    tables = {**STILL, "generator": GENERATOR, "combiner": {"name": "toolbox.local"}}
-    changed = changed_by(tmp_path / "a", make(**tables, optimizer={"lr_factor": still}))
-    assert changed and all(name.startswith("generator.") for name in changed)
-    own = {"lr_factor": {"generator": 0.0}}
-    changed = changed_by(tmp_path / "b", make(**tables, generator_optimizer=own))
-    assert any(name.startswith("model.backbone") for name in changed)
-    assert not any(name.startswith("generator.") for name in changed)
-
-
-def test_each_side_takes_the_gradient_of_its_own_objective_only(make, tmp_path):
-    # the metric's with the synthetic negatives as constants
-    trainer = trainer_of(tmp_path, make(**STILL, generator=GENERATOR))
-    step = trainer.step
-    inputs, labels = next(iter(trainer.batches.epoch(0)))
-    random = checkpoint.random_state()
-    losses = step.losses(inputs, labels)
-    metric_side = [*trainer.run.model.parameters()]
-    generator_side = [*trainer.objective.generator.parameters()]
-    twice = {"retain_graph": True}
-    passing = torch.autograd.grad(losses.metric, generator_side, **twice, allow_unused=True)
-    # it is kept out of the generator below
-    assert any(g is not None and bool(g.any()) for g in passing)
-    expected = [*torch.autograd.grad(losses.metric, metric_side, **twice)]
-    expected += torch.autograd.grad(losses.generator, generator_side, **twice)
-    checkpoint.restore_random_state(random)
-    for parameter in metric_side + generator_side:
-        parameter.grad = None
-    step.backward(step.losses(inputs, labels))
-    for parameter, gradient in zip(metric_side + generator_side, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
-
-
-def test_joint_coupling_lets_both_gradients_flow_everywhere(make, tmp_path):
-    tables = {**STILL, "generator": GENERATOR}
-    joint = make(**tables, train={"epochs": 1, "coupling": "joint"})
-    separate = weights(fit(tmp_path, make(**tables, train={"epochs": 1}), "separate"))
-    changed = moved(weights(fit(tmp_path, joint, "joint")), separate)
-    for part in ("generator.", "model.head"):
-        assert any(name.startswith(part) for name in changed)
 
 
 def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(make, tmp_path):
@@ -242,13 +197,6 @@ def test_the_same_seed_gives_the_same_numbers_and_hooks_are_told_of_them(make, t
     assert {"loss", "validation_map_at_r"} <= first["metrics"].keys()
     scores = [line["metrics"]["validation_map_at_r"] for line in (first, second)]
     assert ended["metrics"]["map_at_r"] == max(scores)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
-def test_training_on_a_gpu_with_fp16(make, tmp_path):
-    folder = fit(tmp_path, make(train={"epochs": 2, "precision": "fp16", "device": "cuda"}))
-    assert json.loads((folder / "run.json").read_text())["machine"]["device"].startswith("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")

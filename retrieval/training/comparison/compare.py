@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.errors import DataError, Interrupted, did_you_mean
+from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -19,13 +19,12 @@ from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, recipe_of
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Search, require_optuna, search
+from retrieval.training.comparison.search import Search, search
 from retrieval.training.comparison.workers import workers as prepared_workers
-from retrieval.training.comparison.written import Latex, differences, metric_table, write
+from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
-from retrieval.training.tracking import Tracking, ending, failures
+from retrieval.training.tracking import failures, full_name
 
-MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
 """Backbone of frozen features, if it is installed and the recipe's own has no weights."""
 
@@ -46,7 +45,6 @@ def compare(
     fold_by: Literal["class", "item"] = "class",
     workers: int = 1,
     ray: str | None = None,
-    cpus: int | None = None,
     pretrained: str | None = None,
     allow_different: bool = False,
     overrides: Sequence[str] = (),
@@ -85,8 +83,6 @@ def compare(
         workers: number of processes that train at the same time.
         ray: train on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. `output`
             and the data must be in folders that all nodes share.
-        cpus: with `ray`, cores per training. `None` means 4, or all cores of the smallest node if
-            it has fewer.
         pretrained: the backbone of the baseline of frozen, pretrained features; "none" leaves this
             baseline out. `None` uses the recipes' own backbone if it has pretrained weights, else
             `INSTALLED`.
@@ -94,8 +90,8 @@ def compare(
             table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
-            "mlflow", or a plugin's.
+        track: trackers of each training with a seed: "tensorboard", "wandb", "mlflow", or a
+            plugin's.
         latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with the messages of trackers, which are printed by default if `progress` is
@@ -111,11 +107,14 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
-    _refuse_numbers(seeds, splits, search, folds, repeats, workers)
-    if ray is not None and workers != 1:
-        raise DataError("Use either workers, on this machine, or ray, on a cluster; not both.")
-    if search:
-        require_optuna()
+    _refuse_too_few(seeds, splits, search=(search, 0), folds=(folds, 2), repeats=(repeats, 1))
+    if workers < 1 or (ray is not None and workers != 1):
+        raise DataError("Use one or more workers on this machine, or ray on a cluster; not both.")
+    if search and find_spec("optuna") is None:
+        raise MissingDependency(
+            "A search needs optuna, which is not installed. Install it: pip install"
+            " 'embedding-retrieval[compare]'."
+        )
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
     # The recipes must share data, backbone and budget, but a grid may change these on purpose.
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
@@ -131,8 +130,8 @@ def compare(
             f"against {against}: there is no such contestant.{did_you_mean(against, known)}"
             f" They are: {', '.join(known)}."
         )
-    say = report or (print if progress is True else lambda line: None)
-    tracking = Tracking(track, read[0].loaded, say)
+    for tracker in track:
+        full_name(read[0].loaded, tracker)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -142,10 +141,10 @@ def compare(
         untrained = seeds if "untrained" in titles else 1
         total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
-        stack.enter_context(ending(tracking))
-        tracking.begin(folder, folder.name, asdict(planned))
         jobs = Jobs(base, titles, folder, planned, tuple(track))
-        worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
+        worker = stack.enter_context(
+            prepared_workers(workers, ray, base.train.device, folder, meter)
+        )
         try:
             with signals(signal.default_int_handler):
                 rows, *contestants = worker.all(
@@ -160,7 +159,7 @@ def compare(
             [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
         )
         write(folder, result, latex or Latex())
-        _tell(tracking, result)
+    say = report or (print if progress is True else lambda line: None)
     for sentence in failures([*folder.glob("runs/*/*seed-*")]) if track else ():
         say(f"warning: {sentence}")
     return result
@@ -249,41 +248,16 @@ class Jobs:
         return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
 
 
-def _tell(tracking: Tracking, result: Comparison) -> None:
-    """Send the means and the tables to trackers."""
-    tracking.log(
-        {
-            f"{row.name}/{metric}": result.mean(row, metric).value
-            for row in result.contestants
-            for metric in result.metrics
-        }
-    )
-    tracking.table("metrics", metric_table(result))
-    tracking.table("differences", differences(result))
-    for row in result.contestants:
-        trials = [trial for tried in row.searches for trial in tried.trials]
-        if trials:
-            keys = list(trials[0].values)
-            cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
-            tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
-
-
-def _refuse_numbers(
-    seeds: int, splits: int, trials: int, folds: int, repeats: int, workers: int
-) -> None:
+def _refuse_too_few(seeds: int, splits: int, **options: tuple[int, int]) -> None:
+    """Refuse an option's number, the first of a pair, below the smallest, the second."""
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs at least two seeds or two splits for its intervals, and five to say"
             f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
         )
-    if trials < 0:
-        raise DataError("search is a number of trials and must be 0 or more.")
-    if folds < 2:
-        raise DataError("folds must be at least 2: one fold judges what the others have trained.")
-    if repeats < 1:
-        raise DataError("repeats is how often the training side is divided and must be at least 1.")
-    if not 1 <= workers <= MOST_WORKERS:
-        raise DataError(f"workers is a number of processes and must be from 1 to {MOST_WORKERS}.")
+    for option, (number, least) in options.items():
+        if number < least:
+            raise DataError(f"{option} is {number}, and must be at least {least}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:

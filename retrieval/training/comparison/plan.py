@@ -80,14 +80,10 @@ def read_recipes(
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
     """
-    written = [_written(source) for source in sources]
-    paths = [source for source in written if isinstance(source, str | os.PathLike)]
-    if missing := [str(path) for path in paths if not Path(path).is_file()]:
-        raise _refused([f"There is no recipe {path}." for path in missing])
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
     origin: dict[str, str] = {}
-    for number, source in enumerate(written):
+    for number, source in enumerate(map(_written, sources)):
         path = str(source) if isinstance(source, str | os.PathLike) else f"recipes[{number}]"
         try:
             recipe = read_recipe(source, overrides, plugins)
@@ -99,7 +95,7 @@ def read_recipes(
                     " `name` in one of them."
                 )
             origin.setdefault(recipe.name, path)
-            prefix = f"{recipe.name}, " if len(written) > 1 else ""
+            prefix = f"{recipe.name}, " if len(sources) > 1 else ""
             recipes.append(
                 [
                     absolute_paths(read_recipe(source, [*overrides, *setting], plugins))
@@ -109,7 +105,8 @@ def read_recipes(
         except RetrievalError as error:
             problems.append(str(error))
     if problems:
-        raise _refused(problems)
+        single = len(problems) == 1
+        raise DataError(problems[0] if single else listed("The comparison", problems))
     return recipes
 
 
@@ -153,11 +150,6 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
         changes = [f"{key}={toml_value(value)}" for key, value in zip(grid, values, strict=True)]
         overrides.append([*changes, f"name={toml_value(name)}"])
     return overrides
-
-
-def _refused(problems: Sequence[str]) -> DataError:
-    single = len(problems) == 1
-    return DataError(problems[0] if single else listed("The comparison", problems))
 
 
 def same(recipe: Recipe) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError
 from retrieval.host.files import write_json
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
@@ -73,21 +73,6 @@ class Search:
         return lines
 
 
-def require_optuna() -> None:
-    """Refuse to search without Optuna.
-
-    Raises:
-        MissingDependency: Optuna is not installed.
-    """
-    try:
-        import optuna  # noqa: F401
-    except ImportError:
-        raise MissingDependency(
-            "A search needs optuna, which is not installed. Install it: pip install"
-            " 'embedding-retrieval[compare]'."
-        ) from None
-
-
 class Proposals:
     """Proposes settings with the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
@@ -108,26 +93,28 @@ class Proposals:
         if own:
             self._study.enqueue_trial(dict(own))
         self._trial: Any = None
-        self._values: dict[str, Any] = {}
 
-    def next(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the values of the next trial, which are `known` if an earlier run started it."""
+    def next(self) -> dict[str, Any]:
+        """Draw the values of the next trial."""
         self._trial = self._study.ask(self._spaces)
-        self._values = dict(self._trial.params) if known is None else known
-        return self._values
+        return dict(self._trial.params)
 
-    def tell(self, score: float | None) -> None:
-        """Report the score of the last proposed trial; `None` means that training diverged."""
+    def tell(self, values: Mapping[str, Any], score: float | None) -> None:
+        """Record the values that were tried and their score; `None` means that training diverged.
+
+        The values may differ from those drawn, if another version of Optuna drew them before an
+        interruption. They are therefore a trial of their own, and the drawn one is void.
+        """
         from optuna.trial import TrialState, create_trial
 
-        state = TrialState.FAIL if score is None else TrialState.COMPLETE
-        if self._values == self._trial.params:
-            self._study.tell(self._trial, score, state)
-            return
-        # The known values are another version of Optuna's: record them, not this version's.
         self._study.tell(self._trial, state=TrialState.FAIL)
         self._study.add_trial(
-            create_trial(state=state, params=self._values, distributions=self._spaces, value=score)
+            create_trial(
+                state=TrialState.FAIL if score is None else TrialState.COMPLETE,
+                params=dict(values),
+                distributions=self._spaces,
+                value=score,
+            )
         )
 
 
@@ -159,8 +146,8 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
-        known = _values(place / "values.json")
-        values = proposals.next(known)
+        drawn, known = proposals.next(), _values(place / "values.json")
+        values = drawn if known is None else known
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "values.json", values, DataError)
@@ -181,7 +168,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         finite = [score for score in scores if score is not None]
         mean = float(np.mean(finite)) if len(finite) == len(jobs) else None
         trials.append(Trial(values, mean, scores))
-        proposals.tell(mean)
+        proposals.tell(values, mean)
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
         raise DataError(

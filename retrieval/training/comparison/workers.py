@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,26 +11,26 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from retrieval.errors import DataError, Interrupted, RetrievalError
+from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
 from retrieval.host.cores import cores
 from retrieval.host.lazy import keep_compiler_out
 from retrieval.host.version import installed_version
-from retrieval.recipe.read import Recipe
-from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import quiet_threads
 from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
 
+MOST_CORES = 4
+"""Cores of a training on a cluster; fewer if the smallest node has fewer."""
 PATIENCE = 30.0
 """Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
 """Number of times that Ray restarts a job whose node or process was lost."""
+STOPPED = "The comparison was asked to stop."
 Answer: TypeAlias = tuple[Metrics, str, int]
 """A job's metrics, and the message ("" on success) and exit code of its error.
 
@@ -42,8 +42,7 @@ class Worker:
     """Runs jobs in this process, one after another, and counts them."""
 
     def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.counting = threading.Lock()
+        self.meter, self.lock = meter, threading.Lock()
 
     def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
@@ -51,7 +50,7 @@ class Worker:
 
     def counted(self, metrics: Metrics) -> Metrics:
         """Count a finished job and return its metrics."""
-        with self.counting:
+        with self.lock:
             self.meter.update()
         return metrics
 
@@ -68,15 +67,16 @@ class Worker:
 class Parallel(Worker):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
-    def _submit(self, job: Job) -> Future[Answer]:
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(meter)
+        self.stopped = False
+
+    def submit(self, job: Job) -> Future[Answer]:
+        """Start a job in another process."""
         raise NotImplementedError
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Stop the workers; trainings first write their checkpoints."""
-        raise NotImplementedError
-
-    def _error(self, error: Exception) -> Exception:
-        """Return the error for a job whose worker was lost."""
         raise NotImplementedError
 
     def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
@@ -84,7 +84,7 @@ class Parallel(Worker):
         pending: list[Metrics | Future[Answer]] = []
         for job in jobs:
             before = known(job)
-            pending.append(self._submit(job) if before is None else before)
+            pending.append(self.submit(job) if before is None else before)
         return [
             self.counted(self._result(item) if isinstance(item, Future) else item)
             for item in pending
@@ -94,7 +94,13 @@ class Parallel(Worker):
         try:
             metrics, sentence, code = future.result()
         except Exception as error:
-            raise self._error(error) from None
+            if self.stopped:
+                raise Interrupted(STOPPED) from None
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            raise DataError(
+                f"A process that trains was lost, perhaps for lack of memory: {reason}. The same"
+                " command continues. Fewer workers need less memory."
+            ) from None
         if code == Interrupted.exit_code:
             raise Interrupted(sentence)
         if sentence:
@@ -108,7 +114,8 @@ class Parallel(Worker):
                 waiting = [threads.submit(task, self) for task in tasks]
                 return [future.result() for future in waiting]
             except BaseException:
-                self._stop()
+                self.stopped = True
+                self.stop()
                 raise
 
 
@@ -124,10 +131,12 @@ class Processes(Parallel):
             initargs=(max(1, cores() // count),),
         )
 
-    def _submit(self, job: Job) -> Future[Answer]:
+    def submit(self, job: Job) -> Future[Answer]:
+        """Start a job in a process of the pool."""
         return self.pool.submit(_perform_in_worker, job)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Send SIGTERM to the processes."""
         running = list((self.pool._processes or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
@@ -135,77 +144,50 @@ class Processes(Parallel):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
 
-    def _error(self, error: Exception) -> Exception:
-        if not isinstance(error, BrokenProcessPool):
-            return error
-        return DataError(
-            "A worker process ended before its work was done, perhaps for lack of memory. The same"
-            " command continues. Fewer workers need less memory."
-        )
-
 
 class OnRay(Parallel):
     """Runs jobs as tasks of a Ray cluster whose nodes share the comparison's folder."""
 
-    def __init__(self, cluster: Cluster, folder: Path, meter: Meter) -> None:
+    def __init__(self, ray: Any, device: str, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
-        self.ray, plan = cluster.ray, folder / "plan.json"
-        self._stopped = False
-        self._running: dict[Future[Any], Any] = {}
-        self.arguments = installed_version(), plan, _checksum(plan), cluster.cpus
-        self.remote = self.ray.remote(_perform_on_node).options(
-            num_cpus=cluster.cpus,
-            num_gpus=int(cluster.gpu),
-            max_retries=TRIES,
-            retry_exceptions=False,
+        self.ray, self.refs = ray, list[Any]()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
+        cpus = min([MOST_CORES, *(int(n["CPU"]) for n in nodes if n.get("CPU", 0) >= 1)])
+        self.arguments = installed_version(), folder, cpus
+        self.remote = ray.remote(_perform_on_node).options(
+            num_cpus=cpus, num_gpus=int(gpu), max_retries=TRIES, retry_exceptions=False
         )
 
-    def _submit(self, job: Job) -> Future[Answer]:
-        with self.counting:
-            if self._stopped:
-                raise Interrupted("The comparison was asked to stop.")
-            ref = self.remote.remote(job, *self.arguments)
-            future: Future[Any] = ref.future()
-            self._running[future] = ref
+    def submit(self, job: Job) -> Future[Answer]:
+        """Start a task on the cluster."""
+        with self.lock:
+            if self.stopped:
+                raise Interrupted(STOPPED)
+            self.refs.append(self.remote.remote(job, *self.arguments))
+            future: Future[Answer] = self.refs[-1].future()
             return future
 
-    def _stop(self) -> None:
-        """Stop the trainings, and kill those that do not stop within `PATIENCE`."""
-        with self.counting:
-            self._stopped = True
-            refs = [ref for future, ref in self._running.items() if not future.done()]
-        for ref in refs:
-            with contextlib.suppress(Exception):
-                self.ray.cancel(ref)
-        if refs:
-            _, late = self.ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)
-            for ref in late:
+    def stop(self) -> None:
+        """Cancel the tasks, and wait up to `PATIENCE` for their checkpoints."""
+        with self.lock:
+            for ref in self.refs:
                 with contextlib.suppress(Exception):
-                    self.ray.cancel(ref, force=True)
-
-    def _error(self, error: Exception) -> Exception:
-        if self._stopped or isinstance(error, self.ray.exceptions.TaskCancelledError):
-            return Interrupted("The comparison was asked to stop.")
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
-        return DataError(
-            f"A training on the cluster was lost: {reason}. The same command continues. With more"
-            " cpus per training, each training gets more of its node's memory."
-        )
+                    self.ray.cancel(ref)
+        if self.refs:
+            self.ray.wait(self.refs, num_returns=len(self.refs), timeout=PATIENCE)
 
 
 @contextlib.contextmanager
 def workers(
-    count: int, ray: str | None, cpus: int | None, recipe: Recipe, folder: Path, meter: Meter
+    count: int, ray: str | None, device: str, folder: Path, meter: Meter
 ) -> Iterator[Worker]:
     """Context manager that yields the worker for the jobs.
 
     Args:
         count: number of processes; 1 means this process.
-        ray: the address of a Ray cluster to use instead; see `Cluster.joined`.
-        cpus: cores per training on the cluster; `None` means 4, or all cores of the smallest node
-            if it has fewer.
-        recipe: one of the compared recipes; its `[train] device` decides whether a job needs a GPU.
+        ray: HOST:PORT of the head of a Ray cluster to use instead, or "auto" on one of its nodes.
+        device: the `[train] device` of the recipes, which decides whether a job needs a GPU.
         folder: the comparison's folder, with its `plan.json`.
         meter: the progress bar of the jobs.
 
@@ -214,8 +196,8 @@ def workers(
         DataError: no cluster can be reached.
     """
     if ray is not None:
-        with Cluster.joined(ray, recipe.train.device, cpus) as cluster:
-            yield OnRay(cluster, folder, meter)
+        with _joined(ray) as module:
+            yield OnRay(module, device, folder, meter)
     elif count == 1:
         yield Worker(meter)
     else:
@@ -226,8 +208,34 @@ def workers(
             processes.pool.shutdown(cancel_futures=True)
 
 
-def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[Any]:
+    """Context manager that joins a Ray cluster, if this process has not, and yields the module."""
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency(
+            "A cluster needs Ray. Install it on every node with: pip install"
+            " 'embedding-retrieval[ray]'"
+        ) from None
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        if address != "auto":  # Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as fault:
+        reason = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
+        raise DataError(
+            f"The Ray cluster at {address} cannot be joined: {reason}. Name HOST:PORT of its head"
+            " node, or auto on one of its nodes. `ray start --head` starts one."
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _answer(job: Job) -> Answer:
@@ -268,24 +276,18 @@ def _begin_worker(threads: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _perform_on_node(job: Job, version: str, plan: Path, checksum: str, cpus: int) -> Answer:
+def _perform_on_node(job: Job, version: str, folder: Path, cpus: int) -> Answer:
     """Run a job on a node of a cluster."""
-    node, sentence = socket.gethostname(), ""
-    if version != installed_version():
+    node = socket.gethostname()
+    if version != installed_version() or not (folder / "plan.json").is_file():
         sentence = (
-            f"Node {node} has retrieval {installed_version()}, this machine {version}. Install the"
-            " same version on every node."
+            f"Node {node} needs version {version} of embedding-retrieval and the folder {folder}."
+            f" It has version {installed_version()}; all nodes must share the output."
         )
-    elif not plan.is_file() or _checksum(plan) != checksum:
-        sentence = (
-            f"Node {node} does not have {plan.parent}. On a cluster, the output must be in a folder"
-            " that all nodes share."
-        )
-    if sentence:
         return {}, sentence, DataError.exit_code
     quiet_threads()
     torch.set_num_threads(cpus)
     try:
         return _answer(job)
     except KeyboardInterrupt:  # raised only between two trainings, so no file is half written
-        return {}, "The comparison was asked to stop.", Interrupted.exit_code
+        return {}, STOPPED, Interrupted.exit_code
