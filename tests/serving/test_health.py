@@ -18,7 +18,7 @@ from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import Index, create_index, open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
 

@@ -78,9 +78,9 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
             body, more = left.pop(0), len(left) > 0 or len(chunks) > 2
             return {"type": "http.request", "body": body, "more_body": more}
 
-        headers = [(b"content-type", b"image/png")]
+        headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-        return memory.read(Request(scope, receive), {"image": 900_000}, "")
+        return memory.read(Request(scope, receive), {"json": 900_000}, "")
 
     async def scenario() -> None:
         first = await read(bytes(600_000))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +21,12 @@ from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
 from retrieval.serving.memory import give_back
 
-SEARCH_TYPES = (
-    'Send multipart/form-data with a field "image", the image itself as image/… or'
-    ' application/octet-stream, or application/json with {"vector": [...]}.'
+ITEM_TYPES = (
+    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
 BATCH_TYPES = (
     'Send multipart/form-data with files in the field "image", or application/json with {"queries":'
     " [...]}."
-)
-PUT_TYPES = (
-    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
 PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
 ADD_TYPES = (
@@ -43,15 +39,9 @@ MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
 MAX_FIELDS = 100
 MAX_CONDITIONS, MAX_VALUES = 100, 1000
-MAX_DELETED_IDS = 10_000
-OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
-Kind = Literal["form", "json", "image"]
-_KINDS: Mapping[str, Kind] = {
-    "multipart/form-data": "form",
-    "application/json": "json",
-    "application/octet-stream": "image",
-}
+Kind = Literal["form", "json"]
+_KINDS: Mapping[str, Kind] = {"multipart/form-data": "form", "application/json": "json"}
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
@@ -168,44 +158,40 @@ class ItemBody(ItemChangeBody):
     vector: Annotated[Vector, Field(description=_VECTOR)]
 
 
-class NamedItemBody(ItemChangeBody):
-    """One of several items.
-
-    Without a vector or image the item must exist, and members that are left out keep their value.
-    """
+class NamedImage(ItemChangeBody):
+    """One of several items with an image."""
 
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
-    vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
+
+
+class NamedItem(NamedImage, ItemBody):
+    """One of several items with a vector."""
+
+
+class ImagesForm(JsonBody):
+    """Several items with images."""
+
+    items: Annotated[list[NamedImage], Field(description="a list of items")]
 
 
 class ItemsBody(JsonBody):
-    """Several items."""
+    """Several items with vectors."""
 
-    items: Annotated[list[NamedItemBody], Field(min_length=1, description="a list of items")]
+    items: Annotated[list[NamedItem], Field(min_length=1, description="a list of items")]
 
 
 class DeleteBody(JsonBody):
-    """The items to delete, by exactly one of ids, filter and all."""
+    """A filter of the items to delete."""
 
-    one_of = ("ids", "filter", "all")
-
-    ids: Annotated[
-        list[ItemId] | None,
-        Field(min_length=1, max_length=MAX_DELETED_IDS, description="a list of 1 to 10,000 ids"),
-    ] = None
-    filter: FilterForm = None
-    all: Annotated[Literal[True] | None, Field(description="true")] = None
-
-
-_ENTRIES: Mapping[str, type[JsonBody]] = {"queries": QueryBody, "items": NamedItemBody}
+    filter: Annotated[str | dict[str, JsonValue], Field(description="text or an object")]
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
     """Return the error message for one of pydantic's errors."""
     where = ""
-    if len(place) > 1 and place[0] in _ENTRIES:
-        where, model = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])]
-        place = place[2:]
+    if len(place) > 1 and place[0] in ("queries", "items"):
+        (entry,) = get_args(model.model_fields[str(place[0])].annotation)
+        where, model, place = f'"{place[0]}", entry {place[1]}: ', entry, place[2:]
     field = model.model_fields.get(str(place[0])) if place else None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
@@ -298,12 +284,10 @@ class Query(NamedTuple):
     where: Filter | None
 
 
-def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
+def query_of(body: Body, max_bytes: int) -> Query:
     """Parse a body as one search."""
     if body.kind == "form":
         return _form_query(body, 1, max_bytes)
-    if body.kind == "image":
-        return _query([QueryInput(body.content)], Options.of_texts(parameters))
     search = SearchBody.of(loads(body.content))
     return _query([search.input()], search)
 
@@ -314,11 +298,14 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
         return _form_query(body, most, max_bytes)
     batch = BatchBody.of(loads(body.content))
     _check_number("queries", len(batch.queries), most)
+    if len({query.id is None for query in batch.queries}) > 1:
+        sentence = "The queries of one request have either a vector each or the id of an item each."
+        raise RequestError(400, sentence)
     return _query([query.input() for query in batch.queries], batch)
 
 
 def _form_query(body: Body, most: int, max_bytes: int) -> Query:
-    images, fields = read_form(body, OPTIONS, max_bytes, most)
+    images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
     return _query([QueryInput(image) for image in images], Options.of_texts(fields))
 
 
@@ -332,59 +319,53 @@ def _check_number(what: str, number: int, most: int) -> None:
 
 
 class NewItem(NamedTuple):
-    """An item to add or change.
-
-    Without image and vector the item must exist, and only the members in `named` change.
-    """
+    """An item to add or replace, with an image or a vector."""
 
     id: str
     label: str | None
     metadata: Mapping[str, Any]
-    image: bytes | None
-    vector: Sequence[float] | None
-    keep: Keep
-    named: frozenset[str]
+    image: bytes | None = None
+    vector: Sequence[float] | None = None
+    keep: Keep = "nothing"
 
 
-def _new_item(id: str, body: ItemChangeBody, image: bytes | None = None) -> NewItem:
-    vector = getattr(body, "vector", None)
-    keep: Keep = getattr(body, "keep", "copy")
-    named = frozenset(body.model_fields_set)
-    return NewItem(id, body.label, body.metadata, image, vector, keep, named)
-
-
-def changed_item(id: str, body: Body) -> NewItem:
+def changes_of(body: Body) -> dict[str, Any]:
     """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
-    return _new_item(id, ItemChangeBody.of(loads(body.content)))
+    return ItemChangeBody.of(loads(body.content)).model_dump(exclude_unset=True)
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
     """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        return _new_item(id, ItemBody.of(loads(body.content)))
-    images, fields = read_form(body, ("label", "metadata", "keep"), max_bytes)
-    return _new_item(id, ItemForm.of_texts(fields), images[0])
+        item = ItemBody.of(loads(body.content))
+        return NewItem(id, item.label, item.metadata, vector=item.vector)
+    (image,), fields = read_form(body, tuple(ItemForm.model_fields), max_bytes)
+    form = ItemForm.of_texts(fields)
+    return NewItem(id, form.label, form.metadata, image, keep=form.keep)
 
 
 def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        items = ItemsBody.of(loads(body.content)).items
-        images: Sequence[bytes | None] = [None] * len(items)
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, vector=item.vector)
+            for item in ItemsBody.of(loads(body.content)).items
+        ]
     else:
         images, fields = read_form(body, ("items",), max_bytes, most)
         content = loads(fields.get("items") or "[]", 'The field "items" is not JSON.')
-        items = ItemsBody.of({"items": content}).items
-        if len(items) != len(images) or any(item.vector is not None for item in items):
-            raise RequestError(
-                400,
-                f'The field "items" must be a list with one item for each of the {len(images)}'
-                " images, in their order, without vectors.",
-            )
-    _check_number("items", len(items), most)
-    if len({item.id for item in items}) < len(items):
+        items = ImagesForm.of({"items": content}).items
+        if len(items) != len(images):
+            count = f"each of the {len(images)} images, in their order"
+            raise RequestError(400, f'The field "items" must be a list with one item for {count}.')
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, image, keep="copy")
+            for item, image in zip(items, images, strict=True)
+        ]
+    _check_number("items", len(new_items), most)
+    if len({item.id for item in new_items}) < len(new_items):
         raise RequestError(400, "The request contains an id twice.")
-    return [_new_item(item.id, item, image) for item, image in zip(items, images, strict=True)]
+    return new_items
 
 
 # Bodies
@@ -407,7 +388,7 @@ class BodyMemory:
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Read the body of a request; call `release` when it is no longer needed."""
         content_type = request.headers.get("content-type", "")
-        kind = _kind_of(content_type)
+        kind = _KINDS.get(content_type.partition(";")[0].strip().lower())
         if kind is None or kind not in limits:
             raise RequestError(415, types)
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
@@ -443,11 +424,6 @@ class BodyMemory:
         if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
             self._released = 0
             asyncio.get_running_loop().call_later(1.0, give_back)
-
-
-def _kind_of(content_type: str) -> Kind | None:
-    kind = content_type.partition(";")[0].strip().lower()
-    return _KINDS.get(kind, "image" if kind.startswith("image/") else None)
 
 
 class _Parser(MultiPartParser):

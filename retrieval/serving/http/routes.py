@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,22 +25,15 @@ from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
 from retrieval.serving.decoding import Kind as PictureKind
-from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.filters import Filter, filter_to_json
+from retrieval.serving.filters import Filter
 from retrieval.serving.http import models
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Change
-from retrieval.serving.http.models import OPTIONS, Body, BodyMemory, Kind, NewItem, Query
+from retrieval.serving.http.models import Body, BodyMemory, Kind, Query
 from retrieval.serving.http.openapi import OPERATIONS, document
-from retrieval.serving.http.problems import RequestError, busy, no_item
+from retrieval.serving.http.problems import RequestError, no_item
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import (
-    BATCH_BYTES,
-    BODY_MEMORY,
-    JSON_BYTES,
-    SEND_SECONDS,
-    Settings,
-)
+from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
 from retrieval.serving.images import format_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
@@ -57,8 +49,6 @@ _BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
 _EXPLAINED = ("rows", "deleted", "covered")
-_MAX_CURSOR = 8192
-_NO_CURSOR = "This cursor does not belong to this list. Start again without a cursor."
 _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "BMP", "WEBP")}
 """Media types of the formats that browsers show."""
 
@@ -84,17 +74,12 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        limits = {**self._single_limits, "image": (max_bytes := self._settings.max_bytes)}
-        kind = request.headers.get("content-type", "")
-        image_alone = kind.startswith(("image/", "application/octet-stream"))
-        parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
-        read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
-        return await self._search(request, limits, models.SEARCH_TYPES, read)
+        read = partial(models.query_of, max_bytes=self._settings.max_bytes)
+        return await self._search(request, self._single_limits, models.ITEM_TYPES, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
         settings = self._settings
-        parameters_of(request)
         read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _BATCH_LIMITS, models.BATCH_TYPES, read, batch=True)
 
@@ -107,6 +92,7 @@ class Routes:
         batch: bool = False,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
+        parameters_of(request)
         served.workers.searches.require_room()  # before the body is read
 
         def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
@@ -148,27 +134,20 @@ class Routes:
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
-        read = partial(models.put_item, max_bytes=self._settings.max_bytes)
-        return await self._put_one(request, self._single_limits, models.PUT_TYPES, "put", read)
+        served, id = self._served(request), _usable(_id_of(request))
+        read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
+        async with self._body(request, self._single_limits, models.ITEM_TYPES) as body:
+            item = await _parsed(served, body, read)
+            replaced = await served.put([item], _change(request, served, "put", [id]))
+            return _answer({"id": id, "replaced": bool(replaced)})
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
-        read = models.changed_item
-        return await self._put_one(request, _JSON_LIMITS, models.PATCH_TYPES, "change", read)
-
-    async def _put_one(
-        self,
-        request: Request,
-        limits: Mapping[Kind, int],
-        types: str,
-        what: str,
-        read: Callable[[str, Body], NewItem],
-    ) -> Response:
-        served, id = self._served(request), _usable(_id_of(request))
-        async with self._body(request, limits, types) as body:
-            item = await _parsed(served, body, partial(read, id))
-            replaced = await served.put([item], _change(request, served, what, [id]))
-            return _answer({"id": id, "replaced": bool(replaced)})
+        served, id = self._served(request), _id_of(request)
+        async with self._body(request, _JSON_LIMITS, models.PATCH_TYPES) as body:
+            changes = await _parsed(served, body, models.changes_of)
+            await served.patch(id, changes, _change(request, served, "change", [id]))
+            return _answer({"id": id, "replaced": True})
 
     async def delete_item(self, request: Request) -> Response:
         """Delete an item."""
@@ -180,7 +159,7 @@ class Routes:
             return _answer({"deleted": 1})
 
     async def add_items(self, request: Request) -> Response:
-        """Add, replace or change several items atomically."""
+        """Add or replace several items atomically."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
@@ -196,20 +175,19 @@ class Routes:
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
         where = models.filter_of(page.filter)
-        after = _decoded_cursor(page.cursor, where)
+        after = None if page.cursor is None else _decoded_cursor(page.cursor)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
             shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
-            cursor = _encoded_cursor(shown[-1]["id"], where) if more else None
-            return {"items": shown, "cursor": cursor}
+            return {"items": shown, "cursor": _encoded_cursor(shown[-1]["id"]) if more else None}
 
         async with self._deadline(request):
             return _answer(await served.read(work))
 
     async def delete_items(self, request: Request) -> Response:
-        """Delete items by id or filter, or all items."""
+        """Delete the items that match a filter."""
         served = self._served(request)
         parameters_of(request)
 
@@ -217,9 +195,8 @@ class Routes:
             return models.DeleteBody.of(models.loads(body.content))
 
         async with self._body(request, _JSON_LIMITS, "Send application/json.") as body:
-            deletion = await _parsed(served, body, read)
-            where = models.filter_of({"exists": "id"} if deletion.all else deletion.filter)
-            change = _change(request, served, "delete", deletion.ids or (), where)
+            where = models.filter_of((await _parsed(served, body, read)).filter)
+            change = _change(request, served, "delete", where=where)
             return _answer({"deleted": await served.delete(change)})
 
     # Pictures
@@ -250,7 +227,7 @@ class Routes:
                     content = await served.workers.decoded(kind, content)
                 except DataError:
                     raise RequestError(404, f"The image of item {id} cannot be shown.") from None
-            return _Picture(content, self._memory, headers, media_type)
+            return Response(content, headers=headers, media_type=media_type)
 
     # The index
 
@@ -442,27 +419,6 @@ def _change(
 # Responses
 
 
-class _Picture(Response):
-    """An image response; its memory counts towards the limit until it is sent."""
-
-    def __init__(
-        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
-    ) -> None:
-        super().__init__(content, headers=headers, media_type=media_type)
-        self._memory = memory
-        if memory.held + len(content) > BODY_MEMORY:
-            raise busy("pictures take all its memory", "memory")
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the image within a time limit."""
-        self._memory.held += len(self.body)
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await super().__call__(scope, receive, send)
-        finally:
-            self._memory.held -= len(self.body)
-
-
 def _answer(content: bytes | object, status: int = 200) -> Response:
     """Return a JSON response; `content` is encoded JSON or a value to encode."""
     body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
@@ -551,31 +507,17 @@ def _description(name: str, index: Index) -> dict[str, Any]:
     }
 
 
-def _encoded_cursor(last: str, where: Filter | None) -> str:
+def _encoded_cursor(last: str) -> str:
     """Return the cursor of the next page, after the page that ends with the id `last`."""
-    return base64.urlsafe_b64encode(json.dumps([last, _digest(where)]).encode()).decode()
+    return base64.urlsafe_b64encode(last.encode()).decode()
 
 
-def _decoded_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the last id of the page before a cursor's page; `None` for the first page.
-
-    Raises:
-        RequestError: 400 if the cursor is malformed or belongs to another filter.
-    """
-    if cursor is None:
-        return None
+def _decoded_cursor(cursor: str) -> str:
+    """Return the last id of the page before a cursor's page; raise a RequestError 400 if none."""
     try:
-        if len(cursor) > _MAX_CURSOR:
-            raise ValueError
-        after, digest = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
-        if not isinstance(after, str) or digest != _digest(where):
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        raise RequestError(400, _NO_CURSOR) from None
-    return after
-
-
-def _digest(where: Filter | None) -> str:
-    """Return a digest that identifies a filter."""
-    text = "" if where is None else json.dumps(filter_to_json(where))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        last = base64.b64decode(cursor.encode("ascii"), b"-_", validate=True).decode()
+    except ValueError:
+        last = ""
+    if not last:
+        raise RequestError(400, "This is not a cursor of this list. Start again without one.")
+    return last
