@@ -52,13 +52,6 @@ def test_every_part_is_named(probed):
     assert probed.readiness.reason() is None
 
 
-def test_decoders_that_were_killed_are_replaced(probed):
-    probed.probe()
-    for pid in probed.decoders.pids:
-        os.kill(pid, signal.SIGKILL)
-    wire.until(lambda: probed.probe() == OK)
-
-
 def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
     decoders, denied = probed.decoders, (13, "Permission denied", "/root/python")
 
