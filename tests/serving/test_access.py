@@ -57,7 +57,6 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
     for method in ("PUT", "DELETE", "PATCH"):
         answer = get(port, "/v1/items/x", reader, method)
         assert answer.status == 403, method
-        assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
         assert "has the role read" in answer.error and "needs a key with the role" in answer.error
     refused = get(port, "/metrics", reader)
     assert refused.status == 403 and "role admin" in refused.error
@@ -82,7 +81,7 @@ def test_a_wrong_key_is_refused_and_shown_to_nobody(served, index_path, keys):
     ):
         answer = wire.ask(port, wire.get("/v1/index", f"Authorization:{value}"))
         assert answer.status == 401, value[:60]
-        assert 'error="invalid_' in answer.headers["www-authenticate"], value[:60]
+        assert answer.headers["www-authenticate"] == 'Bearer realm="retrieval"', value[:60]
         seen += answer.body + str(answer.headers).encode()
     for header in (f"X-Key: {reader}", f"Cookie: key={reader}", "authorization : Bearer x"):
         assert wire.ask(port, wire.get("/v1/index", header)).status in (400, 401)
