@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +67,6 @@ class JsonBody(BaseModel):
     """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    one_of: ClassVar[tuple[str, ...]] = ()
-    """Mutually exclusive members; a request must have exactly one."""
-
-    @model_validator(mode="after")
-    def _has_one(self) -> Self:
-        if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError("exactly one is needed")  # `_sentence` writes the message
-        return self
 
     @classmethod
     def of(cls, content: object) -> Self:
@@ -107,10 +99,14 @@ class Options(JsonBody):
 class QueryBody(JsonBody):
     """One query of a batch."""
 
-    one_of = ("vector", "id")
-
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.vector is None) == (self.id is None):
+            raise ValueError  # `_sentence` writes the message
+        return self
 
     def input(self) -> QueryInput:
         """Return the vector or item id to search with."""
@@ -197,7 +193,7 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
         return f'{where}"{place[0]}" must be {field.description}.'
     members = model.model_fields.items()
     names = ", ".join(f'"{name}"{" (needed)" * field.is_required()}' for name, field in members)
-    choice = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
+    choice = ", exactly one of vector, id among them" * issubclass(model, QueryBody)
     return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
 
 
