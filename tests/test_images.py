@@ -46,12 +46,6 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png_bomb(side: int) -> bytes:
-    """A PNG of side × side black pixels, compressed to almost nothing."""
-
-    return png(1, 0, np.zeros((side, side // 8), np.uint8))
-
-
 DECODE = """
 import resource, sys
 from retrieval.serving.images import decode
@@ -65,10 +59,9 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "me
 """
 
 
-@pytest.mark.parametrize("side", [5_008, 20_000])
-def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_path, process):
+def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(tmp_path, process):
     path = tmp_path / "bomb.png"
-    path.write_bytes(png_bomb(side))
+    path.write_bytes(png(1, 0, np.zeros((20_000, 2_500), np.uint8)))  # compressed to almost nothing
     done = process("-W", "error", "-c", DECODE, path)
     assert done.code == 0, done.err
     assert "bomb.png" in done.out and "25,000,000" in done.out
@@ -151,15 +144,6 @@ def test_cmyk():
     image = decode(encoded(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG", quality=100))
     red, green, blue = Preprocessing((4, 4))(image)[:, 0, 0].astype(int)
     assert red > 200 and green < 60 and blue < 60
-
-
-def test_sixteen_bit_grey_is_scaled_to_eight():
-    values = (np.arange(64, dtype=np.uint16) * 1040).reshape(8, 8)
-    pixels = Preprocessing((8, 8), channels=1)(decode(encoded(Image.fromarray(values))))
-    assert np.abs(pixels[0].astype(int) - values / 257).max() <= 1
-    dark = decode(encoded(Image.fromarray(np.full((8, 8), 200, dtype=np.uint16))))
-    # not taken for an 8-bit image, however dark
-    assert Preprocessing((8, 8), channels=1)(dark).max() <= 1
 
 
 @pytest.mark.parametrize("top", [1, 1.02, 255, 256])

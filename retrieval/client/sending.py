@@ -194,7 +194,7 @@ class Sender:
         if answer is bytes:
             return response.content  # type: ignore[return-value]
         try:
-            parsed: T = _adapter(answer).validate_json(response.content)
+            parsed: T = _adapter(answer).validate_json(response.content)  # type: ignore[arg-type]
             return parsed
         except ValidationError:
             raise ServerError(

@@ -30,15 +30,9 @@ def test_a_key_is_known_and_nothing_else_is():
     forged = (f"rk_{id}_{'A' * 43}", f"rk_{id}_", f"rk_{'0' * 12}_{secret}", "rk__")
     for wrong in (other, *near, *forged, "", "é" * 43, "x" * 100_000):
         assert keys.find(wrong) is None, wrong
-    assert len({new_key("a", "read")[0] for _ in range(100)}) == 100
-
-
-def test_what_is_kept_says_nothing_of_the_secret():
-    sent, kept = new_key("shop", "write")
-    secret = sent.split("_", 2)[2]
-    assert secret not in kept.line() and len(secret) == 43
-    again = new_key("shop", "write")[1]
+    again = new_key("shop", "read")[1]
     assert again.salt != kept.salt and again.hash != kept.hash
+    assert secret not in kept.line() and len(secret) == 43
 
 
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
