@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from python_multipart.exceptions import FormParserError
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from retrieval.errors import DataError
@@ -44,6 +44,7 @@ Kind = Literal["form", "json"]
 _KINDS: Mapping[str, Kind] = {"multipart/form-data": "form", "application/json": "json"}
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
+_HEADER_LINES_PER_PART = 16
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
 """A body that is too large is read to its end, up to this many times the limit.
@@ -422,14 +423,13 @@ class BodyMemory:
             asyncio.get_running_loop().call_later(1.0, give_back)
 
 
-class _Parser(MultiPartParser):
-    """Starlette's parser, which also records whether the form was complete."""
+@dataclass
+class _Part:
+    """One part of a form; `options` are those of its Content-Disposition."""
 
-    ended = False
-
-    def on_end(self) -> None:
-        """Record that the form is complete."""
-        self.ended = True
+    options: dict[bytes, bytes] = field(default_factory=dict)
+    header_lines: int = 0
+    chunks: list[bytes] = field(default_factory=list)
 
 
 def read_form(
@@ -440,61 +440,77 @@ def read_form(
     Parsing blocks, so call this in a thread if the body is large.
     """
     images, fields = list[bytes](), dict[str, str]()
-    parts = _parts(body, max_images, len(names))
-    try:
-        for name, value in parts:
-            if isinstance(value, str) and name != "image":
-                if name not in names:
-                    known = ", ".join(f'"{field}"' for field in ("image", *names))
-                    raise RequestError(400, f"The form has an unknown field; it takes {known}.")
-                if name in fields:
-                    raise RequestError(400, f'The form repeats its field "{name}".')
-                fields[name] = value
-            elif isinstance(value, str) or name != "image":
-                sentence = 'The form needs a file in its field "image", and takes no other file.'
+    for part in _parts(body, max_images + len(names) + 1):
+        name, content = part.options.get(b"name", b"").decode("utf-8", "replace"), part.chunks
+        value = content[0] if len(content) == 1 else b"".join(content)
+        if name == "image" and b"filename" in part.options:
+            if len(value) > max_bytes:
+                sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
+                raise RequestError(413, f"{sentence} (--max-bytes).")
+            if len(images) == max_images:
+                limit = "one" if max_images == 1 else f"{max_images:,} at most"
+                sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
-            else:
-                content = value.file.read()
-                if len(content) > max_bytes:
-                    sentence = f"The image has {len(content):,} bytes; the limit is {max_bytes:,}"
-                    raise RequestError(413, f"{sentence} (--max-bytes).")
-                images.append(content)
-    finally:
-        for _, value in parts:
-            if not isinstance(value, str):
-                value.file.close()
+            images.append(value)
+        elif name == "image" or b"filename" in part.options:
+            sentence = 'The form needs a file in its field "image", and takes no other file.'
+            raise RequestError(400, sentence)
+        elif name not in names:
+            known = ", ".join(f'"{field}"' for field in ("image", *names))
+            raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+        elif name in fields:
+            raise RequestError(400, f'The form repeats its field "{name}".')
+        elif len(value) > _FORM_BYTES_BESIDES_IMAGES:
+            limit = f"has more than {_FORM_BYTES_BESIDES_IMAGES:,} bytes"
+            raise RequestError(400, f'The field "{name}" of the form {limit}.')
+        else:
+            try:
+                fields[name] = value.decode()
+            except UnicodeError:
+                raise _unreadable(f'its field "{name}" is not text in UTF-8') from None
     if not images:
         raise RequestError(400, 'The form needs a file in its field "image".')
     return images, fields
 
 
-def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
-    async def stream() -> AsyncGenerator[bytes, None]:
-        yield body.content
+def _parts(body: Body, most: int) -> list[_Part]:
+    """Return the parts of a form; raise a RequestError 400 if it has more than `most`."""
+    parts, ends, header = list[_Part](), list[bool](), [b""]
 
-    parser = _Parser(
-        Headers({"content-type": body.content_type}),
-        stream(),
-        max_files=max_images,
-        max_fields=max_fields + 1,
-        max_part_size=_FORM_BYTES_BESIDES_IMAGES,
-    )
-    parser.spool_max_size = len(body.content) + 1  # keep all of it in memory
-    reason = "its end is missing"
+    def begin() -> None:
+        if len(parts) == most:
+            raise RequestError(400, f"The form has too many parts; the limit is {most:,}.")
+        parts.append(_Part())
+
+    def header_field(data: bytes, start: int, end: int) -> None:
+        header[0] = data[start:end].lower()
+        parts[-1].header_lines += 1
+        if parts[-1].header_lines > _HEADER_LINES_PER_PART:
+            raise _unreadable("a part of it has too many headers")
+
+    def header_value(data: bytes, start: int, end: int) -> None:
+        if header[0] == b"content-disposition":
+            parts[-1].options = parse_options_header(data[start:end])[1]
+
+    boundary = parse_options_header(body.content_type)[1].get(b"boundary")
+    if not boundary:
+        raise _unreadable("its boundary is missing")
+    callbacks: Any = {
+        "on_part_begin": begin,
+        "on_header_field": header_field,
+        "on_header_value": header_value,
+        "on_part_data": lambda data, start, end: parts[-1].chunks.append(data[start:end]),
+        "on_end": lambda: ends.append(True),
+    }
     try:
-        parser.parse().send(None)  # never waits, since the whole body is in memory
-    except StopIteration as done:
-        parts: list[tuple[str, str | UploadFile]] = done.value.multi_items()
-        if parser.ended:
-            return parts
-    except MultiPartException as error:
-        if error.message.startswith("Too many files"):
-            limit = "one" if max_images == 1 else f"{max_images:,} at most"
-            sentence = f'Too many files: send {limit}, in the field "image".'
-            raise RequestError(400, sentence) from None
-        reason = error.message.rstrip(".")
-    except FormParserError as error:  # Starlette before 1.10 does not convert it
-        reason = str(error).rstrip(".")
-    except UnicodeError:
-        reason = "a field is not text of its charset"
-    raise RequestError(400, f"The form cannot be read: {reason}.")
+        # Each header arrives in one call, because the whole body is passed at once.
+        MultipartParser(boundary, callbacks).write(body.content)
+    except FormParserError as error:
+        raise _unreadable(str(error).rstrip(".")) from None
+    if not ends:
+        raise _unreadable("its end is missing")
+    return parts
+
+
+def _unreadable(reason: str) -> RequestError:
+    return RequestError(400, f"The form cannot be read: {reason}.")
