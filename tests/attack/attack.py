@@ -44,15 +44,6 @@ from wire import FORM, Answer, ask, form, get, post  # noqa: E402
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
 OPEN, STILL = "open", "still"
-BOMBS = (
-    "png: 169 megapixels",
-    "png: text that grows",
-    "png: a colour profile that grows",
-    "png: many texts that grow",
-    "gif: a huge canvas",
-    "jpeg: 20,000 scans in 200 KB",
-    "bmp: a header of 4 GB",
-)
 _WARM = 1000  # requests before the memory is looked at
 _ATTACKERS = 8  # addresses
 _PROXY_ATTACKERS = 240  # addresses, of which the proxy takes 20 requests a second each
@@ -65,9 +56,9 @@ class Held(NamedTuple):
     """What a server holds.
 
     Attributes:
-        resident: bytes of its own processes and of those that decode.
-        descriptors: that its own processes have open.
-        threads: of its own processes.
+        resident: bytes of its processes, those that decode among them.
+        descriptors: that these have open.
+        threads: of these.
         temporary: files below its temporary folder.
         bytes: of the index that is written to.
     """
@@ -98,20 +89,17 @@ class Server:
         self.port = int(line.split("/ ")[0].rpartition(":")[2])
         wire.until(lambda: ask(self.port, get("/readyz")).status == 200)
 
-    def processes(self) -> tuple[list[int], list[int]]:
-        """Return its own processes (of several: the supervisor and those that serve), and all that
-        these started.
-        """
-        own, decoders, todo = [self.process.pid], [], _children(self.process.pid)
+    def processes(self) -> list[int]:
+        """Return its process, and all that this one started."""
+        pids, todo = list[int](), [self.process.pid]
         while todo:
-            pid = todo.pop()
-            (own if _serves(pid) else decoders).append(pid)
-            todo += _children(pid)
-        return own, decoders
+            pids.append(todo.pop())
+            todo += children(pids[-1])
+        return pids
 
     def resident(self) -> int:
         """Return the bytes that the server and its processes hold now."""
-        return sum(_resident(pid) for pids in self.processes() for pid in pids)
+        return sum(map(_resident, self.processes()))
 
     def end(self) -> tuple[float, int]:
         """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
@@ -134,14 +122,8 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _serves(pid: int) -> bool:
-    """Whether a process is one of several that answer."""
-    with suppress(OSError):
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Return the processes that a process started: of a supervisor, those that serve."""
     pids: list[int] = []
     for task in _there(f"/proc/{pid}/task"):
         with suppress(OSError):
@@ -313,27 +295,13 @@ class Attacked:
 
     def held(self) -> Held:
         """Return what it holds now."""
-        own, _ = self.server.processes()
+        pids = self.server.processes()
         return Held(
             self.server.resident(),
-            *(sum(len(_there(f"/proc/{pid}/{what}")) for pid in own) for what in ("fd", "task")),
+            *(sum(len(_there(f"/proc/{pid}/{what}")) for pid in pids) for what in ("fd", "task")),
             sum(path.is_file() for path in self.temporary.rglob("*")),
             sum(path.stat().st_size for path in self.index.rglob("*") if path.is_file()),
         )
-
-    def bombs(self, images: dict[str, bytes]) -> dict[str, float]:
-        """Return the seconds until each bomb was answered, by its name.
-
-        One that costs seconds of a decoder is refused, or decoded within its decoder's deadline.
-        """
-        key, took = f"Authorization: {self.keys['write']}", dict[str, float]()
-        for name in BOMBS:
-            request = post(form(images[name]), FORM, key)
-            began = time.perf_counter()
-            answer = ask(self.server.port, named("POST", f"/v1/indexes/{OPEN}/search", request))
-            took[name] = time.perf_counter() - began
-            assert answer.status in (200, 413, 422) and took[name] < DEADLINE, (name, answer)
-        return took
 
     def whole(self) -> list[str]:
         """End it; return what is wrong with the indexes, snapshots and record of changes."""
@@ -386,7 +354,6 @@ def run(options: argparse.Namespace) -> bool:
         behind = ["--proxy-header-from", "127.0.0.1"] if options.proxy else []
         attacked = Attacked(Path(name), "--processes", str(options.processes), *behind)
         generator = WritingGenerator(images, attacked.sound, 16, attacked.keys, OPEN, options.seed)
-        bombs = attacked.bombs(dict(images))
         proxy = slow = None
         if options.proxy:
             proxy = Proxy(Path(name) / "proxy", attacked.server.port)
@@ -394,7 +361,7 @@ def run(options: argparse.Namespace) -> bool:
         attacked.attack(generator, 10**6, proxy).run(_WARM, options.threads)  # all are started
         attacked.put_back()
         time.sleep(_CALM)
-        held, serving = {"before": attacked.held()}, attacked.server.processes()[0]
+        held, serving = {"before": attacked.held()}, children(attacked.server.process.pid)
         result = attacked.attack(generator, 0, proxy).run(options.requests, options.threads)
         if proxy is not None and slow is not None:
             slow.stop()
@@ -404,14 +371,14 @@ def run(options: argparse.Namespace) -> bool:
         time.sleep(_CALM)
         held["later"] = attacked.held()
         ready = ask(attacked.server.port, get("/readyz")).status
-        lost = len(set(serving) - set(attacked.server.processes()[0]))
+        ended = set(serving) - set(children(attacked.server.process.pid))
         faults = attacked.whole() + ([] if ready == 200 else [f"/readyz: {ready}"])
-        faults += [f"{lost} processes that serve have ended"] if lost else []
+        faults += [f"processes that serve have ended: {ended}"] if ended else []
         took = ends(attacked, generator, options.ends)
         faults += [f"an end took {seconds:.1f} s" for seconds in took if seconds > GRACE + 0.5]
         more = {moment: entry._asdict() for moment, entry in held.items()}
         slow_clients = None if slow is None else {"closed": slow.closed, "most": slow.most}
-        text = report(result, held=more, broken=faults, ends=took, bombs=bombs, slow=slow_clients)
+        text = report(result, held=more, broken=faults, ends=took, slow=slow_clients)
     print(text)
     if options.output:
         options.output.write_text(text + "\n", encoding="utf-8")

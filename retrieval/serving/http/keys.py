@@ -36,10 +36,7 @@ MAX_SENT = 200
 """Maximum number of characters in a key that a request sends."""
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_HEAD = (
-    b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys"
-    b" --help\n"
-)
+_HEAD = "# Keys of `retrieval serve`, as salted hashes; `retrieval keys` rewrites this file."
 _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -67,10 +64,6 @@ class Key(BaseModel):
     indexes: (
         Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None
     ) = None
-
-    def line(self) -> str:
-        """Return the key's line of the file."""
-        return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False) + "\n"
 
 
 class Keys(tuple[Key, ...]):
@@ -135,10 +128,10 @@ def parse_keys(text: bytes, where: str) -> Keys:
         raise RetrievalError(f"{where} is empty. {advice}")
     keys, problems, seen = list[Key](), list[str](), dict[str, int]()
     for number, line in enumerate(text.split(b"\n"), 1):
-        if not _is_key(line):
+        if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         try:
-            key = _parsed(line)
+            key = Key.model_validate(strict_loads(line))
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
         except ValueError:
@@ -166,36 +159,26 @@ def add_key(path: Path, key: Key) -> None:
         RetrievalError: the file has a key of this name, or cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        text = _read(path) if path.exists() else _HEAD
-        if any(other.name == key.name for other in parse_keys(text, str(path))):
+        keys = read_keys(path) if path.exists() else Keys()
+        if any(other.name == key.name for other in keys):
             advice = "Choose another name, or remove that one first."
             raise RetrievalError(f"{path} has a key {key.name} already. {advice}")
-        _write(path, text + b"\n" * (not text.endswith(b"\n")) + key.line().encode())
+        _write(path, [*keys, key])
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from a file and keep its other lines.
+    """Remove a key from a file.
 
     Raises:
         RetrievalError: the key does not exist, or the file cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        text = _read(path)
-        names = sorted(key.name for key in parse_keys(text, str(path)))
+        keys = read_keys(path)
+        names = sorted(key.name for key in keys)
         if name not in names:
             known = ", ".join(names[:20]) or "none"
             raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
-        lines = text.split(b"\n")
-        kept = [line for line in lines if not _is_key(line) or _parsed(line).name != name]
-        _write(path, b"\n".join(kept) if any(map(bytes.strip, kept)) else _HEAD)
-
-
-def _is_key(line: bytes) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith(b"#")
-
-
-def _parsed(line: bytes) -> Key:
-    return Key.model_validate(strict_loads(line))
+        _write(path, [key for key in keys if key.name != name])
 
 
 def _read(path: Path) -> bytes:
@@ -208,11 +191,12 @@ def _read(path: Path) -> bytes:
         raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write(path: Path, keys: Iterable[Key]) -> None:
     """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
     real_path = Path(os.path.realpath(path))
     with whole_file(real_path, RetrievalError, private=True) as temporary:
-        temporary.write_bytes(text)
+        lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
+        temporary.write_text("\n".join([_HEAD, *lines, ""]), encoding="utf-8")
         if real_path.exists() and os.name == "posix":
             state = real_path.stat()
             if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
@@ -236,19 +220,14 @@ class KeySource:
 
     def __init__(self, path: Path | None, text: str = "") -> None:
         self._path = path
-        self._read_stamp = self._seen_stamp = self._stamp()
+        self._last_stamp = self._stamp()
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read the file again if it has changed.
-
-        A changed file may be half written, so a call reads it only if the previous call found it in
-        the same state. Reading blocks, so call this in a thread.
-        """
-        before, self._seen_stamp = self._seen_stamp, self._stamp()
-        if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
+        """Read the file again if it has changed. Reading blocks, so call this in a thread."""
+        before, self._last_stamp = self._last_stamp, self._stamp()
+        if self._path is None or self._last_stamp == before:
             return
-        self._read_stamp = self._seen_stamp
         try:
             self.keys = read_keys(self._path)
         except RetrievalError as error:
