@@ -91,15 +91,10 @@ def jpeg() -> bytes:
         ("truncated.jpg", jpeg()[:1500], "is damaged and cannot be decoded"),
         ("empty.png", b"", "is empty"),
         ("text.png", b"not an image at all, but text\n" * 20, "is not an image in a known format"),
-        ("truncated.png", encoded(Image.fromarray(gradient()))[:70], "is damaged and cannot be"),
         ("header.png", encoded(Image.fromarray(gradient()))[:20], "damaged|known format"),
-        (
-            "page.eps",
-            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n",
-            "known format",
-        ),
+        ("page.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "known format"),
     ],
-    ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
+    ids=["jpeg", "empty", "text", "header", "eps"],
 )
 def test_a_bad_image_is_one_sentence_that_names_it(name, content, says, tmp_path):
     path = tmp_path / name
@@ -196,13 +191,11 @@ def test_the_transparent_value_of_a_png_is_white_at_every_depth(content, grey):
 def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
     values = np.array([[0, 255, 256, 4095], [4096, 22_359, 65_279, 65_535]], np.uint16)
     wanted = (values >> 8).tolist()
-    tiff12 = b"II*\0\x14\0\0\0" + bytes.fromhex("0000ff100fff") + bytes(6)
     tags = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8)]
     tags += [(277, 3, 1), (278, 3, 1), (279, 4, 6)]
-    tiff12 += struct.pack("<H", len(tags))
-    tiff12 += b"".join(
-        struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags
-    ) + bytes(4)
+    rows = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    tiff12 = b"II*\0\x14\0\0\0" + bytes.fromhex("0000ff100fff") + bytes(6)
+    tiff12 += struct.pack("<H", len(tags)) + rows + bytes(4)
     assert np.asarray(to_mode(decode(tiff12), "L")).tolist() == [[0, 0x0F, 0x10, 0xFF]]
     swapped = Image.frombytes("I;16B", (4, 2), values.astype(">u2").tobytes())
     pgm = b"P5 4 2 65535\n" + values.astype(">u2").tobytes()
@@ -219,21 +212,18 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
 
 @pytest.mark.parametrize("mode", [*MODES, "I;16L"])
 def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
-    images = [
-        Image.new("RGB", (2, 1)) if mode == "LAB" else Image.new(mode, (2, 1)) for _ in range(2)
-    ]
     if mode == "LAB":
-        images = [
-            Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other]))
-            for other in ([0] * 3, [99] * 3)
-        ]
-    elif mode == "P":
+        others = ([0] * 3, [99] * 3)
+        images = [Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other])) for other in others]
+    else:
+        images = [Image.new(mode, (2, 1)) for _ in range(2)]
+    if mode == "P":
         for image in images:
             image.putpalette([9, 9, 9, 250, 250, 250])
         images[1].putpixel((1, 0), 1)
     elif mode in ("La", "RGBa"):
         images[1] = Image.frombytes(mode, (2, 1), bytes(images[1].tobytes()[:-1]) + b"\xff")
-    else:
+    elif mode != "LAB":
         bands = len(images[1].getbands())
         images[1].putpixel((1, 0), 255 if bands == 1 else (200,) * bands)
     for to in ("L", "RGB"):

@@ -24,7 +24,7 @@ class Server(ThreadingHTTPServer):
     """Does, request by request, what `script` says, and its last entry from then on.
 
     An entry is (status, headers, JSON) or one word: "drop", "hang", "half"; "drip" sends a body
-    byte by byte, "header" a header that never ends.
+    byte by byte.
     """
 
     daemon_threads = True
@@ -63,10 +63,6 @@ class Handler(BaseHTTPRequestHandler):
                 return
             case "hang":
                 server.over.wait(30)
-            case "header":
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-                while not server.over.wait(0.05):
-                    self.wfile.write(b"y")
             case str():
                 self.answer(200, {"Content-Length": "1000000000"})
                 while what == "drip" and not server.over.wait(0.05):
@@ -120,7 +116,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(ask):
         assert len(server.seen) == 2
 
 
-@pytest.mark.parametrize("what", ["drip", "header", "hang"])
+@pytest.mark.parametrize("what", ["drip", "hang"])
 def test_all_tries_together_are_bounded_in_time(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server(what) as server:

@@ -117,7 +117,7 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.headers["content-type"] == "application/problem+json"
         assert "too many searches are waiting" in answer.error
-        assert figure(port, 'retrieval_refused_total{reason="queue"}') == 1
+        assert figure(port, 'retrieval_refused_total{reason="queue"}') >= 1
         server.hang.unlink()
         answers = [wire.read_answer(connection).status for connection in crowd]
         assert set(answers) <= {200, 503} and answers.count(200) >= WAITING_PER_WORKER

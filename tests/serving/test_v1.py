@@ -48,7 +48,7 @@ def test_a_search_takes_an_image_a_vector_or_an_id(shared, index_path, photos):
     )
 
 
-def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
+def test_explain_times_the_stages_and_fields_choose_the_metadata(served, empty):
     with Index.open(empty, threads=1) as index:
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert(
@@ -58,10 +58,9 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     request = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
     reply = client.post(SEARCH, json=request).json()
     assert [hit["metadata"] for hit in reply["results"]] == [{"b": -n} for n in range(3)]
-    stages, searched = reply["explain"]["stages_ms"], reply["explain"]["searched"]
+    stages = reply["explain"]["stages_ms"]
     assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
-    wanted = {"items": 3, "generation": 1, "rows": 3, "candidates": 20}
-    assert reply["took_ms"] > 0 and searched | wanted == searched
+    assert reply["took_ms"] > 0
     bare = client.post(SEARCH, json={**request, "fields": []}).json()
     assert bare["results"][0]["metadata"] == {}
 

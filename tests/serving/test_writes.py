@@ -65,31 +65,20 @@ def photo(seed: int, size: tuple[int, int] = (900, 600)) -> bytes:
 def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tmp_path, cli):
     server, image = served(empty, "--open", "write"), photo(1)
     content = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
-    assert server.client.put("/v1/items/a%2Fb", **content).json() == {
-        "id": "a/b",
-        "replaced": False,
-    }
-    assert server.client.put("/v1/items/a%2Fb", **content).json() == {"id": "a/b", "replaced": True}
+    for replaced in (False, True):
+        answer = server.client.put("/v1/items/a%2Fb", **content).json()
+        assert answer == {"id": "a/b", "replaced": replaced}
     plain = {"label": "b", "metadata": {"price": 3}}
     assert server.client.patch("/v1/items/a%2Fb", json=plain).status_code == 200
 
     def look(client):
         item = client.get("/v1/items/a%2Fb").json()
-        assert (item["keep"], item["bytes"], item["width"], item["height"]) == (
-            "thumbnail",
-            len(image),
-            900,
-            600,
-        )
-        assert (item["label"], item["metadata"]) == ("b", {"price": 3})
+        size = {"bytes": len(image), "width": 900, "height": 600}
+        assert item | size | {"keep": "thumbnail", **plain} == item
         (hit,) = client.post("/v1/search", files={"image": image}).json()["results"]
         assert hit["id"] == "a/b" and hit["distance"] < 0.01
-        for url in (
-            hit["image_url"],
-            hit["thumbnail_url"],
-            item["image_url"],
-            item["thumbnail_url"],
-        ):
+        urls = {entry[f"{what}_url"] for entry in (hit, item) for what in ("image", "thumbnail")}
+        for url in urls:
             shown = client.get(url)
             assert shown.headers["content-type"] == "image/jpeg"
             assert Image.open(io.BytesIO(shown.content)).size == (256, 171)

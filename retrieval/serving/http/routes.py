@@ -48,7 +48,6 @@ _BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 """Maximum bytes of a body by its kind, for one operation on several items or queries."""
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
-_EXPLAINED = ("rows", "deleted", "covered")
 _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "BMP", "WEBP")}
 """Media types of the formats that browsers show."""
 
@@ -104,7 +103,7 @@ class Routes:
             content: dict[str, Any] = {"answers": results} if batch else results[0]
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
             if query.options.explain:
-                content["explain"] = _explanation(query, index)
+                content["explain"] = _explanation()
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits, types) as body:
@@ -465,21 +464,11 @@ def _item_json(
     }
 
 
-def _explanation(query: Query, index: Index) -> dict[str, Any]:
-    """Return the `explain` member of a search: times of its stages, and facts about the index."""
-    trail, stats = TRAIL.get(), index.stats()
+def _explanation() -> dict[str, Any]:
+    """Return the `explain` member of a search: the times of its stages."""
+    trail = TRAIL.get()
     seconds = {} if trail is None else trail.seconds
-    return {
-        "stages_ms": {name: round(1000 * duration, 3) for name, duration in seconds.items()},
-        "searched": {
-            "items": len(index),
-            "bundle": index.bundle.sha256,
-            "candidates": query.options.candidates,
-            "filtered": query.where is not None,
-            "generation": index.generation.number,
-            **{name: value for name, value in stats.details.items() if name in _EXPLAINED},
-        },
-    }
+    return {"stages_ms": {name: round(1000 * time, 3) for name, time in seconds.items()}}
 
 
 def _description(name: str, index: Index) -> dict[str, Any]:

@@ -223,16 +223,20 @@ class Served:
                 self.failed = partial(self._searched, bundle, query, find, finish)
             raise
 
-    async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
+    async def read(
+        self,
+        work: Callable[[Index], T],
+        sentence: str = _UNREADABLE,
+        turns: Turns | None = None,
+    ) -> T:
         """Return `work(index)`, run in a thread; raises the same errors as `search`."""
-        return await self._read(work, self.workers.searches, sentence)
 
-    async def _read(self, work: Callable[[Index], T], turns: Turns, sentence: str) -> T:
         def used() -> T:
             with self.use() as index:
                 return work(index)
 
-        return await self._again(lambda: turns.run(used), sentence)
+        pool = turns or self.workers.searches
+        return await self._again(lambda: pool.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
         """Return the result of `ask`, which is called again if the index or bundle was replaced.
@@ -346,7 +350,7 @@ class Served:
             kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             return kept if kept is not None else self._file(item)
 
-        return await self._read(work, self.workers.pictures, _UNREADABLE)
+        return await self.read(work, turns=self.workers.pictures)
 
     def _file(self, item: Item) -> bytes:
         """Return the content of the file from which an item was indexed."""
