@@ -76,7 +76,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
         own("/items/a%2Fb", "PATCH", "/items/{id}", json={"label": "y"})
         for body in ({"vector": vector, "explain": True}, {"id": "c", "fields": []}):
             own("/search", "POST", json=body)
-        own("/search", "POST", files={"image": image}, data={"explain": "true"})
+        own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
         own("/search", "POST", json={}, status=400)
         own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
         own("/index")

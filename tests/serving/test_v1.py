@@ -9,6 +9,7 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16
+PNG = {"Content-Type": "image/png"}
 SEARCH, BATCH, ITEMS = "/v1/search", "/v1/search/batch", "/v1/items"
 
 
@@ -22,7 +23,7 @@ def refuses(client, path: str, *cases, method="POST") -> None:
         wire.refused(client.request(method, path, **request), status, says)
 
 
-def test_a_search_takes_an_image_a_vector_or_an_id(shared, index_path, photos):
+def test_a_search_takes_an_image_in_two_ways_a_vector_or_an_id(shared, index_path, photos):
     client = shared(index_path).client
     path = sorted(photos.rglob("*.png"))[5]
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
@@ -32,6 +33,7 @@ def test_a_search_takes_an_image_a_vector_or_an_id(shared, index_path, photos):
     assert expected[0] == key
     for request in (
         {"files": {"image": image}, "data": {"k": "5", "filter": "label = '0'"}},
+        {"params": {"k": "5", "filter": '{"label": "0"}'}, "content": image, "headers": PNG},
         {"json": {"vector": vector, "k": 5, "filter": {"label": "0"}}},
     ):
         answer = client.post(SEARCH, **request)
@@ -44,7 +46,7 @@ def test_a_search_takes_an_image_a_vector_or_an_id(shared, index_path, photos):
         ({"json": {"id": "nobody"}}, 404, "no such item"),
         ({"json": {"id": key, "vector": vector}}, 400, "JSON must be"),
         ({"params": {"k": 1}, "files": {"image": image}}, 400, "query string"),
-        ({"content": image, "headers": {"Content-Type": "image/png"}}, 415, "multipart/form-data"),
+        ({"params": {"kk": 1}, "content": image, "headers": PNG}, 400, "no parameter 'kk'"),
     )
 
 

@@ -21,7 +21,11 @@ from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
 from retrieval.serving.memory import give_back
 
-ITEM_TYPES = (
+SEARCH_TYPES = (
+    'Send multipart/form-data with a field "image", the image itself as image/… or'
+    ' application/octet-stream, or application/json with {"vector": [...]}.'
+)
+PUT_TYPES = (
     'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
 BATCH_TYPES = (
@@ -40,8 +44,12 @@ MAX_PAGE = 1000
 MAX_FIELDS = 100
 MAX_CONDITIONS, MAX_VALUES = 100, 1000
 
-Kind = Literal["form", "json"]
-_KINDS: Mapping[str, Kind] = {"multipart/form-data": "form", "application/json": "json"}
+Kind = Literal["form", "json", "image"]
+_KINDS: Mapping[str, Kind] = {
+    "multipart/form-data": "form",
+    "application/json": "json",
+    "application/octet-stream": "image",
+}
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _HEADER_LINES_PER_PART = 16
@@ -281,8 +289,10 @@ class Query(NamedTuple):
     where: Filter | None
 
 
-def query_of(body: Body, max_bytes: int) -> Query:
-    """Parse a body as one search."""
+def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
+    """Parse a body as one search; `parameters` are the options of a search with an image alone."""
+    if body.kind == "image":
+        return _query([QueryInput(body.content)], Options.of_texts(parameters))
     if body.kind == "form":
         return _form_query(body, 1, max_bytes)
     search = SearchBody.of(loads(body.content))
@@ -385,7 +395,8 @@ class BodyMemory:
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Read the body of a request; call `release` when it is no longer needed."""
         content_type = request.headers.get("content-type", "")
-        kind = _KINDS.get(content_type.partition(";")[0].strip().lower())
+        media_type = content_type.partition(";")[0].strip().lower()
+        kind = "image" if media_type.startswith("image/") else _KINDS.get(media_type)
         if kind is None or kind not in limits:
             raise RequestError(415, types)
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)

@@ -119,7 +119,11 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
 
 
 _NEW_ITEM = _form("image", image=_BINARY, **_texts(models.ItemForm))
-_SEARCH = {_FORM: _form("image", image=_BINARY, **_OPTIONS), _JSON: _ref(models.SearchBody)}
+_SEARCH = {
+    _FORM: _form("image", image=_BINARY, **_OPTIONS),
+    **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
+    _JSON: _ref(models.SearchBody),
+}
 _BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
 _ITEMS = {
     "type": "string",
@@ -128,7 +132,7 @@ _ITEMS = {
 _ADD = {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}
 _DELETE = {_JSON: _ref(models.DeleteBody)}
 OPERATIONS = (
-    Operation("post", "/search", "search", answers.SearchAnswer, {}, _SEARCH),
+    Operation("post", "/search", "search", answers.SearchAnswer, _OPTIONS, _SEARCH),
     Operation("post", "/search/batch", "search_batch", answers.BatchAnswer, {}, _BATCH),
     Operation("get", "/index", "get_index", answers.IndexAnswer),
     Operation("get", "/items", "list_items", answers.Page, _LIST),

@@ -73,12 +73,17 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        read = partial(models.query_of, max_bytes=self._settings.max_bytes)
-        return await self._search(request, self._single_limits, models.ITEM_TYPES, read)
+        max_bytes, kind = self._settings.max_bytes, request.headers.get("content-type", "")
+        limits = {**self._single_limits, "image": max_bytes}
+        image_alone = kind.startswith(("image/", "application/octet-stream"))
+        parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
+        read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
+        return await self._search(request, limits, models.SEARCH_TYPES, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
         settings = self._settings
+        parameters_of(request)
         read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _BATCH_LIMITS, models.BATCH_TYPES, read, batch=True)
 
@@ -91,7 +96,6 @@ class Routes:
         batch: bool = False,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
-        parameters_of(request)
         served.workers.searches.require_room()  # before the body is read
 
         def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
@@ -135,7 +139,7 @@ class Routes:
         """Add an item, or replace the one with this id."""
         served, id = self._served(request), _usable(_id_of(request))
         read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
-        async with self._body(request, self._single_limits, models.ITEM_TYPES) as body:
+        async with self._body(request, self._single_limits, models.PUT_TYPES) as body:
             item = await _parsed(served, body, read)
             replaced = await served.put([item], _change(request, served, "put", [id]))
             return _answer({"id": id, "replaced": bool(replaced)})
