@@ -440,7 +440,7 @@ class _Part:
 
     options: dict[bytes, bytes] = field(default_factory=dict)
     header_lines: int = 0
-    chunks: list[bytes] = field(default_factory=list)
+    content: bytes | bytearray = b""
 
 
 def read_form(
@@ -452,8 +452,7 @@ def read_form(
     """
     images, fields = list[bytes](), dict[str, str]()
     for part in _parts(body, max_images + len(names) + 1):
-        name, content = part.options.get(b"name", b"").decode("utf-8", "replace"), part.chunks
-        value = content[0] if len(content) == 1 else b"".join(content)
+        name, value = part.options.get(b"name", b"").decode("utf-8", "replace"), part.content
         if name == "image" and b"filename" in part.options:
             if len(value) > max_bytes:
                 sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
@@ -462,12 +461,12 @@ def read_form(
                 limit = "one" if max_images == 1 else f"{max_images:,} at most"
                 sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
-            images.append(value)
+            images.append(bytes(value))
         elif name == "image" or b"filename" in part.options:
             sentence = 'The form needs a file in its field "image", and takes no other file.'
             raise RequestError(400, sentence)
         elif name not in names:
-            known = ", ".join(f'"{field}"' for field in ("image", *names))
+            known = ", ".join(f'"{known}"' for known in ("image", *names))
             raise RequestError(400, f"The form has an unknown field; it takes {known}.")
         elif name in fields:
             raise RequestError(400, f'The form repeats its field "{name}".')
@@ -503,6 +502,15 @@ def _parts(body: Body, most: int) -> list[_Part]:
         if header[0] == b"content-disposition":
             parts[-1].options = parse_options_header(data[start:end])[1]
 
+    def part_data(data: bytes, start: int, end: int) -> None:
+        part = parts[-1]
+        if not part.content:  # most parts come in one piece, which needs no further copy
+            part.content = data[start:end]
+            return
+        if isinstance(part.content, bytes):
+            part.content = bytearray(part.content)
+        part.content += data[start:end]
+
     boundary = parse_options_header(body.content_type)[1].get(b"boundary")
     if not boundary:
         raise _unreadable("its boundary is missing")
@@ -510,7 +518,7 @@ def _parts(body: Body, most: int) -> list[_Part]:
         "on_part_begin": begin,
         "on_header_field": header_field,
         "on_header_value": header_value,
-        "on_part_data": lambda data, start, end: parts[-1].chunks.append(data[start:end]),
+        "on_part_data": part_data,
         "on_end": lambda: ends.append(True),
     }
     try:
