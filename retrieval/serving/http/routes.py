@@ -31,9 +31,15 @@ from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Change
 from retrieval.serving.http.models import Body, BodyMemory, Kind, Query
 from retrieval.serving.http.openapi import OPERATIONS, document
-from retrieval.serving.http.problems import RequestError, no_item
+from retrieval.serving.http.problems import RequestError, busy, no_item
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
+from retrieval.serving.http.settings import (
+    BATCH_BYTES,
+    BODY_MEMORY,
+    JSON_BYTES,
+    SEND_SECONDS,
+    Settings,
+)
 from retrieval.serving.images import format_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
@@ -230,7 +236,7 @@ class Routes:
                     content = await served.workers.decoded(kind, content)
                 except DataError:
                     raise RequestError(404, f"The image of item {id} cannot be shown.") from None
-            return Response(content, headers=headers, media_type=media_type)
+            return _Picture(content, self._memory, headers, media_type)
 
     # The index
 
@@ -420,6 +426,27 @@ def _change(
 
 
 # Responses
+
+
+class _Picture(Response):
+    """An image response; its memory counts towards the limit until it is sent."""
+
+    def __init__(
+        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._memory = memory
+        if memory.held + len(content) > BODY_MEMORY:
+            raise busy("pictures take all its memory", "memory")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the image within a time limit."""
+        self._memory.held += len(self.body)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._memory.held -= len(self.body)
 
 
 def _answer(content: bytes | object, status: int = 200) -> Response:

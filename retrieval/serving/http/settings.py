@@ -21,6 +21,7 @@ BATCH_BYTES = 64_000_000
 BODY_MEMORY = 256_000_000
 """Maximum memory of all request bodies of one process, in bytes."""
 BODY_SECONDS = 60.0
+SEND_SECONDS = 20.0
 GRACE_SECONDS = 10.0
 """The process exits within this time after SIGTERM, even if a thread hangs."""
 DRAIN_SECONDS = 6
