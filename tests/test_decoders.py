@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import wire
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.decoding import _ANSWER, Decoders, Undecodable
@@ -48,13 +49,6 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_pixels_are_those_of_the_one_decoder(pool):
     content = photo()
     made = pool.decode("pixels", content, PREPROCESSING)
@@ -79,7 +73,7 @@ def test_an_image_that_hangs_ends_at_its_deadline_and_others_are_decoded_meanwhi
         with ThreadPoolExecutor(2) as threads:
             began = time.monotonic()
             hanging = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
-            wait_until(lambda: not pool._idle)
+            wire.until(lambda: not pool._idle)
             assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
             with pytest.raises(DataError, match="takes longer than 2 seconds"):
                 hanging.result(60)
@@ -94,13 +88,13 @@ def test_processes_are_replaced_when_they_die(pool):
     pool.decode("pixels", photo(), PREPROCESSING)
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not pool._idle[0].process.is_alive())
+    wire.until(lambda: not pool._idle[0].process.is_alive())
     assert pool.decode("pixels", photo(), PREPROCESSING)  # dead while it was idle: nobody's fault
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
-        wait_until(lambda: not pool._idle)
+        wire.until(lambda: not pool._idle)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(DataError, match="crashes its decoder"):
             asked.result(60)
@@ -207,7 +201,7 @@ def test_memory_comes_back_once_large_images_are_done(pool):
     before = resident(pid)
     for _ in range(4):
         assert pool.decode("pixels", content, PREPROCESSING)
-    wait_until(lambda: resident(pid) < before + 16_000_000)
+    wire.until(lambda: resident(pid) < before + 16_000_000)
     assert pool.pids == [pid]
 
 

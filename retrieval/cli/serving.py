@@ -30,7 +30,6 @@ from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
-    from retrieval.client.folder import PushProgress
     from retrieval.serving.index.hits import Hit
     from retrieval.serving.store.address import IndexPlace
 
@@ -275,10 +274,10 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
         Meter("pushing", 0, "images") as meter,
     ):
 
-        def show(progress: PushProgress) -> None:
+        def show(sent: int, total: int) -> None:
             nonlocal done
-            done = progress.done
-            meter.reach(progress.done, progress.total, "pushing")
+            done = sent
+            meter.reach(sent, total, "pushing")
 
         try:
             report = client.push(folder, connections=connections, batch=batch, progress=show)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from retrieval.client.answers import SearchAnswer as SearchAnswer
     from retrieval.client.clients import AsyncClient as AsyncClient
     from retrieval.client.clients import Client as Client
-    from retrieval.client.folder import PushProgress as PushProgress
     from retrieval.client.folder import PushReport as PushReport
     from retrieval.client.images import NewItem as NewItem
     from retrieval.client.sending import Retries as Retries
@@ -34,7 +33,7 @@ __getattr__, __dir__ = lazy(
             "SearchAnswer",
         ],
         "retrieval.client.clients": ["AsyncClient", "Client"],
-        "retrieval.client.folder": ["PushProgress", "PushReport"],
+        "retrieval.client.folder": ["PushReport"],
         "retrieval.client.images": ["NewItem"],
         "retrieval.client.sending": ["Retries"],
     },

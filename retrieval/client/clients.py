@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from retrieval.client import answers
-from retrieval.client.folder import Push, PushProgress, PushReport
+from retrieval.client.folder import Push, PushReport
 from retrieval.client.images import (
     NewItem,
     dumps,
-    files_of,
     form_of,
     id_parameter,
     json_of,
@@ -96,7 +95,7 @@ class AsyncClient(Sender):
         if sum(target is not None for target in (image, vector, id)) != 1:
             raise DataError("Search for exactly one of an image, a vector and an id.")
         if image is not None:
-            content = form_of(await files_of([image]), texts_of(options))
+            content = await form_of([image], texts_of(**options))
         else:
             query = {"id": id} if vector is None else {"vector": numbers_of(vector)}
             content = json_of({**query, **options})
@@ -111,13 +110,14 @@ class AsyncClient(Sender):
         **options: Unpack[SearchOptions],
     ) -> answers.BatchAnswer:
         """Search for the items nearest to several images, vectors or items in one request."""
-        files = await files_of(images)
+        files, named = list(images), [{"id": id} for id in ids]
         queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
-        named = [{"id": id} for id in ids]
         if sum(map(bool, (files, queries, named))) != 1:
             raise DataError("A batch takes a non-empty list of images, of vectors or of ids.")
-        body = {"queries": queries or named, **options}
-        content = form_of(files, texts_of(options)) if files else json_of(body)
+        if files:
+            content = await form_of(files, texts_of(**options))
+        else:
+            content = json_of({"queries": queries or named, **options})
         return await self._send("POST", "/search/batch", answers.BatchAnswer, **content)
 
     async def put(
@@ -146,39 +146,40 @@ class AsyncClient(Sender):
                 "An item takes an image or a vector, not both; `patch` changes its label or"
                 " metadata."
             )
-        fields = {"label": label, "metadata": metadata}
         if image is not None:
-            content = form_of(await files_of([image]), texts_of({**fields, "keep": keep}))
+            content = await form_of([image], texts_of(label=label, metadata=metadata, keep=keep))
         elif keep is not None:
             raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
-            content = json_of({"vector": numbers_of(vector or ()), **without_none(fields)})
+            numbers = numbers_of(vector or ())
+            content = json_of(without_none(vector=numbers, label=label, metadata=metadata))
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
         """Change an item's label or metadata; `None` leaves a value as it is."""
-        content = json_of(without_none({"label": label, "metadata": metadata}))
+        content = json_of(without_none(label=label, metadata=metadata))
         return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
-        """Add, replace or change several items in one atomic request.
+        """Add or replace several items in one atomic request.
 
         Args:
-            items: the items, no more than the index's limit `batch`.
+            items: the items, no more than the index's limit `batch`; all have an image or all have
+                a vector.
         """
         items = list(items)
         images = [item.image for item in items if item.image is not None]
-        if not items or len(images) not in (0, len(items)):
+        vectors = [item.vector for item in items if item.vector is not None]
+        if not items or sorted([len(images), len(vectors)]) != [0, len(items)]:
             raise DataError(
-                "Pass at least one item. In one request, either all items have images or none has."
+                "Pass at least one item. The items of one request have either an image each or a"
+                " vector each."
             )
-        if images and any(item.vector is not None for item in items):
-            raise DataError("An item takes an image or a vector, not both.")
         described = [item.json() for item in items]
         if images:
-            content = form_of(await files_of(images), {"items": dumps(described)})
+            content = await form_of(images, {"items": dumps(described)})
         else:
             content = json_of({"items": described})
         return await self._send("POST", "/items", answers.AddAnswer, **content)
@@ -203,8 +204,8 @@ class AsyncClient(Sender):
     async def _page(
         self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
     ) -> answers.Page:
-        options = {"filter": filter, "fields": fields, "limit": limit, "cursor": cursor}
-        return await self._send("GET", "/items", answers.Page, params=texts_of(options))
+        options = texts_of(filter=filter, fields=fields, limit=limit, cursor=cursor)
+        return await self._send("GET", "/items", answers.Page, params=options)
 
     async def delete(self, id: str) -> None:
         """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
@@ -242,7 +243,7 @@ class AsyncClient(Sender):
         *,
         connections: int = 4,
         batch: int = 16,
-        progress: Callable[[PushProgress], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> PushReport:
         """Upload the images of a folder and return a report.
 
@@ -255,7 +256,7 @@ class AsyncClient(Sender):
             folder: folder of images, which is searched recursively except for hidden folders.
             connections: number of concurrent requests; each holds one batch in memory.
             batch: maximum number of images per request; the server may have a lower limit.
-            progress: called after each batch.
+            progress: called after each batch with the numbers of images done and in total.
         """
         return await Push(self, Path(folder), batch, progress).run(connections)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from retrieval.client.images import NewItem, file_bytes
@@ -31,16 +30,6 @@ _ITEM_STATUSES = {400, 413, 422}
 
 
 @dataclass(frozen=True)
-class PushProgress:
-    """Progress of a push: images done, images in total, bytes sent, seconds since the start."""
-
-    done: int
-    total: int
-    sent: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class PushReport:
     """Result of a push.
 
@@ -57,12 +46,6 @@ class PushReport:
     unchanged: int
     left_out: int
     bad: tuple[tuple[str, str], ...]
-
-
-class _File(NamedTuple):
-    path: Path
-    id: str
-    label: str
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
@@ -85,11 +68,10 @@ class Push:
         client: AsyncClient,
         folder: Path,
         batch: int,
-        progress: Callable[[PushProgress], None] | None,
+        progress: Callable[[int, int], None] | None,
     ) -> None:
         self._client, self._folder, self._progress = client, folder, progress
-        self._batch = at_least_one("batch", batch)
-        self._turn, self._began = asyncio.Lock(), time.monotonic()
+        self._batch, self._turn = at_least_one("batch", batch), asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self._bad: list[tuple[str, str]] = []
 
@@ -100,14 +82,11 @@ class Push:
         index, counts = await self._client.index(), self._counts
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
-        self._limits = index.limits
         kinds = await asyncio.to_thread(lambda: Counter(image for _, image in walk(self._folder)))
-        if not kinds[True]:
-            raise DataError(
-                f"{self._folder} holds no image: no file ends in"
-                f" {', '.join(sorted(IMAGE_EXTENSIONS))}."
-            )
-        counts["total"], self._batches = kinds[True], self._batched()
+        self._total, self._limits, self._batches = kinds[True], index.limits, self._batched()
+        if not self._total:
+            extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
+            raise DataError(f"{self._folder} holds no image: no file ends in {extensions}.")
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(connections):
@@ -120,15 +99,13 @@ class Push:
         totals = (counts["added"], counts["replaced"], counts["unchanged"], kinds[False])
         return PushReport(*totals, tuple(sorted(self._bad)))
 
-    def _batched(self) -> Iterator[list[_File]]:
-        files: list[_File] = []
+    def _batched(self) -> Iterator[dict[str, Path]]:
+        """Yield the folder's images in batches, each as paths by id."""
+        files: dict[str, Path] = {}
         size = address = 0
         most_bytes = min(self._limits.batch_bytes, _BATCH_BYTES)
-        for path, image in walk(self._folder):
-            if not image:
-                continue
-            inside = path.relative_to(self._folder)
-            id = inside.as_posix()
+        for path in (path for path, image in walk(self._folder) if image):
+            id = path.relative_to(self._folder).as_posix()
             try:
                 length, weight = len(quote(id, safe="")), path.stat().st_size
             except UnicodeEncodeError:
@@ -141,10 +118,8 @@ class Push:
             full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
             if files and (full or len(files) >= min(self._batch, self._limits.batch)):
                 yield files
-                files, size, address = [], 0, 0
-            label = inside.parts[0] if len(inside.parts) > 1 else own_name(self._folder)
-            files.append(_File(path, id, label))
-            size, address = size + weight, address + length
+                files, size, address = {}, 0, 0
+            files[id], size, address = path, size + weight, address + length
         if files:
             yield files
 
@@ -154,31 +129,30 @@ class Push:
                 files = await asyncio.to_thread(next, self._batches, None)
             if files is None:
                 return
-            where = {"id": {"in": [file.id for file in files]}}
-            stored = self._client.items(where, fields=[HASH], page=len(files))
+            stored = self._client.items({"id": {"in": [*files]}}, fields=[HASH], page=len(files))
             hashes = {item.id: item.metadata.get(HASH) async for item in stored}
             items = await asyncio.to_thread(self._read, files, hashes)
             if items:
                 await self._send(items)
             if self._progress is not None:
-                done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
-                self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
+                self._progress(self._counts["done"], self._total)
 
-    def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
+    def _read(self, files: Mapping[str, Path], hashes: Mapping[str, object]) -> list[NewItem]:
         """Return the items that are new or whose file has changed; runs in a thread."""
         items, largest = [], min(self._limits.bytes, self._limits.batch_bytes)
-        for file in files:
+        for id, path in files.items():
             try:
-                content = file_bytes(file.path, largest)
+                content = file_bytes(path, largest)
             except DataError as fault:
-                self._refuse(file.id, str(fault))
+                self._refuse(id, str(fault))
                 continue
             hash = hashlib.sha256(content).hexdigest()
-            if hashes.get(file.id) == hash:
+            if hashes.get(id) == hash:
                 self._counts += Counter(unchanged=1, done=1)
             else:
-                items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
-                self._counts["sent"] += len(content)
+                first, slash, _ = id.partition("/")
+                label = first if slash else own_name(self._folder)
+                items.append(NewItem(id, content, None, label, {HASH: hash}))
         return items
 
     async def _send(self, items: Sequence[NewItem]) -> None:

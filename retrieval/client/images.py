@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewItem:
-    """An item to add, with an image or a vector, or to change, with neither."""
+    """An item to add, with an image or a vector."""
 
     id: str
     image: Image | None = None
@@ -34,17 +34,16 @@ class NewItem:
     def json(self) -> dict[str, Any]:
         """Return the item without its image as a JSON object."""
         vector = None if self.vector is None else numbers_of(self.vector)
-        fields = {"label": self.label, "metadata": self.metadata or None, "vector": vector}
-        return {"id": self.id, **without_none(fields)}
+        return without_none(
+            id=self.id, label=self.label, metadata=self.metadata or None, vector=vector
+        )
 
 
-# File format that stores each Pillow mode unchanged, so that only the server converts images.
 _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
-_TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}
-"""Modes without a format, and what they become to keep their alpha; all others become RGB."""
+"""File format that stores each Pillow mode unchanged, so that only the server converts images."""
 
 
 def image_bytes(image: Image) -> bytes:
@@ -62,11 +61,10 @@ def image_bytes(image: Image) -> bytes:
     from PIL import Image as pillow
 
     picture = image if isinstance(image, pillow.Image) else _of_array(image)
+    if picture.mode not in _FORMATS:
+        picture = picture.convert({"La": "LA", "RGBa": "RGBA"}.get(picture.mode, "RGB"))
     out = io.BytesIO()
-    if format := _FORMATS.get(picture.mode):
-        picture.save(out, format)
-    else:
-        picture.convert(_TARGET_MODES.get(picture.mode, "RGB")).save(out, "PNG")
+    picture.save(out, _FORMATS[picture.mode])
     return out.getvalue()
 
 
@@ -94,21 +92,24 @@ def _of_array(array: Any) -> Picture:
     import numpy as np
     from PIL import Image as pillow
 
-    kind = type(array).__name__
-    if isinstance(array, np.ndarray):
-        colour = array.ndim == 3 and array.shape[2] in (3, 4)
-        if array.dtype == np.uint8 and array.size and (array.ndim == 2 or colour):
-            return pillow.fromarray(array)
-        kind = f"{array.dtype} {array.shape}"
+    shape = array.shape if isinstance(array, np.ndarray) else ()
+    if (len(shape) == 2 or shape[2:] in ((3,), (4,))) and array.dtype == np.uint8 and array.size:
+        return pillow.fromarray(array)
     raise DataError(
         "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not"
-        f" {kind}."
+        f" {type(array).__name__} {getattr(array, 'dtype', '')} {getattr(array, 'shape', '')}."
     )
 
 
-async def files_of(images: Iterable[Image]) -> list[bytes]:
-    """Return images as the bytes of files, read and encoded in a thread."""
-    return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
+async def form_of(images: Iterable[Image], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return a form with images, as arguments of httpx; a thread reads and encodes the images."""
+    files = await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
+    return {"files": [("image", ("image", content)) for content in files], "data": fields}
+
+
+def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON body, as arguments of httpx."""
+    return {"content": dumps(body), "headers": {"Content-Type": "application/json"}}
 
 
 def id_parameter(id: str, **options: str) -> dict[str, Any]:
@@ -118,41 +119,25 @@ def id_parameter(id: str, **options: str) -> dict[str, Any]:
     return {"params": {"id": str(id), **options}}
 
 
-def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
+def texts_of(**options: Any) -> dict[str, str]:
     """Return options as form fields or URL parameters, without those that are None."""
     return {
         name: value if isinstance(value, str) else dumps(value)
-        for name, value in without_none(options).items()
+        for name, value in without_none(**options).items()
     }
-
-
-def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return a form with images, as arguments of httpx."""
-    return {"files": [("image", ("image", content)) for content in images], "data": fields}
-
-
-def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON body, as arguments of httpx."""
-    return {"content": dumps(body), "headers": {"Content-Type": "application/json"}}
 
 
 def dumps(value: object) -> str:
     """Return a value as JSON; raise a `DataError` if it is not JSON."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"This cannot be sent as JSON: {error}.") from None
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it holds a {type(value).__name__}")
 
 
 def numbers_of(vector: Iterable[float]) -> list[float]:

@@ -12,8 +12,6 @@ import ssl
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -34,7 +32,6 @@ except ImportError:
 
 T = TypeVar("T")
 
-MAX_ANSWER_BYTES = 256_000_000
 _MAX_TEXT = 2000
 """Largest number of characters of a server's message that is shown."""
 _TEMPORARY = {408, 429, 502, 503, 504}
@@ -46,13 +43,9 @@ _FAILED = {
     httpx.TimeoutException: "did not answer in time",
     TimeoutError: "took too long",
     httpx.ConnectError: "cannot be reached",
-    httpx.TransportError: "broke off the connection",
+    httpx.RequestError: "broke off the connection",
 }
-
-
-@cache
-def _adapter(answer: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(answer)
+_adapter = cache(TypeAdapter)
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,10 @@ class Retries:
     longest: float = 10.0
 
     def __post_init__(self) -> None:
-        waits = (self.seconds, self.first, self.longest)
-        if min(self.times, *waits) < 0 or not self.seconds or not all(map(math.isfinite, waits)):
+        waits = (self.times, self.seconds, self.first, self.longest)
+        if not self.seconds or not all(0 <= wait < math.inf for wait in waits):
             raise DataError(
-                "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or"
-                " more."
+                "Retries: seconds must be more than 0, and the other numbers 0 or more."
             )
 
 
@@ -106,9 +98,7 @@ class Sender:
                 "The server's address must be like http://127.0.0.1:8000, without user name or"
                 f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
             )
-        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
-            key = ""
-        if key == "":
+        if key is not None and not re.fullmatch("[!-~]+", key):  # visible ASCII
             raise DataError(
                 "The API key is empty or holds characters that an HTTP header cannot contain. Copy"
                 " the whole key again."
@@ -175,14 +165,13 @@ class Sender:
             try:
                 async with asyncio.timeout(left):
                     wait = min(seconds or self._timeout, left)
-                    response = await self._once(method=method, url=url, timeout=wait, **content)
+                    response = await self._http.request(method, url, timeout=wait, **content)
                 if response.is_success or (response.status_code == 404 and gone_is_done and done):
                     return self._parsed(response, answer)
                 retry_after = _retry_after(response)
-                again = response.status_code in _TEMPORARY
-                again = again and (repeats or response.status_code == 429)
+                again = response.status_code in (_TEMPORARY if repeats else {429})
                 error = self._refused(response)
-            except (httpx.TransportError, TimeoutError) as fault:
+            except (httpx.RequestError, TimeoutError) as fault:
                 again = repeats or isinstance(fault, _NEVER_SENT)
                 error = ServerError(self._failed(fault))
             except UnicodeEncodeError:
@@ -200,20 +189,6 @@ class Sender:
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
             done += 1
             await asyncio.sleep(pause)
-
-    async def _once(self, **request: Any) -> httpx.Response:
-        content = bytearray()
-        async with self._http.stream(**request) as response:
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise httpx.RemoteProtocolError(
-                        f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
-                    )
-        response.headers.pop("content-encoding", None)  # so that httpx does not decompress it
-        return httpx.Response(
-            response.status_code, headers=response.headers, content=bytes(content)
-        )
 
     def _parsed(self, response: httpx.Response, answer: type[T]) -> T:
         if answer is bytes:
@@ -264,11 +239,6 @@ def _proxies() -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds to wait by a `Retry-After` header (seconds or a date), or 0 without it."""
-    text = response.headers.get("retry-after", "").strip()
-    if text.isascii() and text.isdecimal():
-        return float(text[:9])
-    with suppress(ValueError, TypeError):
-        when = parsedate_to_datetime(text)
-        return max((when - datetime.now(when.tzinfo)).total_seconds(), 0.0)
-    return 0.0
+    """Return the seconds of a `Retry-After` header, or 0 without one."""
+    text = response.headers.get("retry-after", "")
+    return float(text[:9]) if text.isascii() and text.isdecimal() else 0.0

@@ -1,4 +1,4 @@
-"""Honest clients, in a process of their own."""
+"""Honest clients, which search a server while others attack it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from typing import Any
 
-from wire import Answer, ask, trust
+from wire import Answer, ask
 
 
 @dataclass
@@ -54,71 +52,43 @@ class HonestClients:
         deadline: the server's.
         count: of clients.
         pause: seconds between the searches of one.
-        certificate: file of the certificate that they trust, where the server is behind TLS.
     """
 
     def __init__(
-        self,
-        port: int,
-        searches: list[bytes],
-        deadline: float,
-        count: int = 2,
-        pause: float = 0.02,
-        certificate: str | None = None,
+        self, port: int, searches: list[bytes], deadline: float, count: int = 2, pause: float = 0.02
     ) -> None:
-        context = get_context("spawn")
-        self._stop = context.Event()
-        self._queue: Any = context.Queue()
-        arguments = (port, searches, deadline, count, pause, certificate, self._stop, self._queue)
-        self._process = context.Process(target=_search, args=arguments, daemon=True)
-        self._process.start()
+        self._port, self._searches, self._deadline, self._pause = port, searches, deadline, pause
+        self._seen, self._lock, self._stop = Seen(), threading.Lock(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._search, args=(number,)) for number in range(count)
+        ]
+        try:
+            self._expected = [results(ask(port, search)) for search in searches]
+        except OSError:  # the server has been ended already
+            self._threads = []
+        for thread in self._threads:
+            thread.start()
+
+    def _search(self, turn: int) -> None:
+        while not self._stop.wait(self._pause):
+            turn = (turn + 1) % len(self._searches)
+            began = time.monotonic()
+            try:
+                answer = ask(self._port, self._searches[turn], 3 * self._deadline)
+            except OSError as fault:
+                answer = Answer(0, {}, str(fault).encode())
+            took = time.monotonic() - began
+            with self._lock:
+                self._seen.note(answer, self._expected[turn], took, self._deadline)
 
     def stop(self) -> Seen:
         """Let them end; return what they saw."""
         self._stop.set()
-        seen: Seen = self._queue.get(timeout=120)
-        self._process.join(30)
-        return seen
+        for thread in self._threads:
+            thread.join()
+        return self._seen
 
 
 def results(answer: Answer) -> object:
     """Return what a search found, or the answer itself when it failed."""
     return json.loads(answer.body)["results"] if answer.status == 200 else answer
-
-
-def _search(
-    port: int,
-    searches: list[bytes],
-    deadline: float,
-    count: int,
-    pause: float,
-    certificate: str | None,
-    stop: Any,
-    queue: Any,
-) -> None:
-    trust(certificate)
-    seen, lock = Seen(), threading.Lock()
-    try:
-        expected = [results(ask(port, search)) for search in searches]
-    except OSError:  # the server has been ended already
-        queue.put(seen)
-        return
-
-    def client(turn: int) -> None:
-        while not stop.is_set():
-            turn = (turn + 1) % len(searches)
-            began = time.monotonic()
-            try:
-                answer = ask(port, searches[turn], 3 * deadline)
-            except OSError as fault:
-                answer = Answer(0, {}, str(fault).encode())
-            with lock:
-                seen.note(answer, expected[turn], time.monotonic() - began, deadline)
-            time.sleep(pause)
-
-    threads = [threading.Thread(target=client, args=(turn,)) for turn in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    queue.put(seen)

@@ -20,41 +20,29 @@ def saved(image: Image.Image, format: str, **options: object) -> bytes:
 def metadata(entries: int, size: int) -> bytes:
     """A TIFF directory whose entries all name the same bytes."""
     rows = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
-    return (
-        b"II*\0"
-        + struct.pack("<I", 8 + size)
-        + bytes(size)
-        + struct.pack("<H", entries)
-        + rows
-        + bytes(4)
-    )
+    head = b"II*\0" + struct.pack("<I", 8 + size) + bytes(size)
+    return head + struct.pack("<H", entries) + rows + bytes(4)
 
 
 # TIFF
 
 
-def _tiff(tags: dict[int, tuple[int, int, int]], tail: bytes = b"", following: int = 0) -> bytes:
+def _tiff(tags: Tags, tail: bytes = b"", following: int = 0) -> bytes:
     """A TIFF of one directory with (type, count, value or place) and whatever follows at place
     1024.
     """
     rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
-    head = (
-        b"II*\0"
-        + struct.pack("<I", 8)
-        + struct.pack("<H", len(tags))
-        + rows
-        + struct.pack("<I", following)
-    )
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + rows + struct.pack("<I", following)
     return head.ljust(1024, b"\0") + tail
 
 
-def _plain(
-    width: int, height: int, **more: tuple[int, int, int]
-) -> dict[int, tuple[int, int, int]]:
+Tags = dict[int, tuple[int, int, int]]
+
+
+def _plain(width: int, height: int, **more: tuple[int, int, int]) -> Tags:
     tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1}
-    return {tag: (4, 1, value) for tag, value in tags.items()} | {
-        int(tag[1:]): value for tag, value in more.items()
-    }
+    others = {int(tag[1:]): value for tag, value in more.items()}
+    return {tag: (4, 1, value) for tag, value in tags.items()} | others
 
 
 def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
@@ -63,23 +51,14 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     big = zlib.compress(bytes(100_000_000), 9)
     deflate = {"t259": (3, 1, 8)}
 
-    def tiled(width: int, height: int, data: bytes = big) -> dict[int, tuple[int, int, int]]:
-        places = {"t324": (4, 1, 1024), "t325": (4, 1, len(data))}
-        return _plain(16, 16, t322=(4, 1, width), t323=(4, 1, height), **deflate, **places)
-
-    yield "tiff: one huge tile", _tiff(tiled(32_768, 32_768), big)
-    yield "tiff: one huge tile of a gigabyte", _tiff(tiled(65_536, 16_384, big * 10), big * 10)
-    yield "tiff: a tile of 4 megapixels", _tiff(tiled(2048, 2048), big)
+    places = {"t324": (4, 1, 1024), "t325": (4, 1, len(big))}
+    tile = {"t322": (4, 1, 32_768), "t323": (4, 1, 32_768)}
+    yield "tiff: one huge tile", _tiff(_plain(16, 16, **tile, **deflate, **places), big)
     many = 90_000
-    places, lengths = (
-        struct.pack("<I", 1024 + 8 * many) * many,
-        struct.pack("<I", len(zeros)) * many,
-    )
+    tables = struct.pack("<I", 1024 + 8 * many) * many + struct.pack("<I", len(zeros)) * many
     strips = {"t273": (4, many, 1024), "t279": (4, many, 1024 + 4 * many), "t278": (4, 1, 1)}
-    yield (
-        "tiff: strips that share their bytes",
-        _tiff(_plain(100, many, **deflate, **strips), places + lengths + zeros),
-    )
+    shared = _tiff(_plain(100, many, **deflate, **strips), tables + zeros)
+    yield "tiff: strips that share their bytes", shared
     slow = struct.pack("<I", 1024 + 8 * 20_000) * 20_000 + struct.pack("<I", 15_000_000) * 20_000
     strips = {"t273": (4, 20_000, 1024), "t279": (4, 20_000, 1024 + 80_000), "t278": (4, 1, 1)}
     empty = b"\x78\x9c" + b"\0\0\0\xff\xff" * 3_000_000
@@ -93,33 +72,19 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
     yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
     yield "tiff: entries that share bytes", metadata(60_000, 10_000_000)
-    yield "tiff: 4,000 entries that share bytes", metadata(4_000, 10_000_000)
-    for name, tags in (
-        ("25 megapixels", _plain(5000, 5000, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        ("one line", _plain(24_000_000, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        (
-            "2 ** 32 pixels wide",
-            _plain(2**32 - 1, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate),
-        ),
-        (
-            "a thousand samples",
-            _plain(2000, 2000, t277=(4, 1, 1000), t273=(4, 1, 1024), t279=(4, 1, len(big))),
-        ),
+    strip = {"t273": (4, 1, 1024), "t279": (4, 1, len(big))}
+    for name, width, height, more in (
+        ("25 megapixels", 5000, 5000, deflate),
+        ("one line", 24_000_000, 1, deflate),
+        ("2 ** 32 pixels wide", 2**32 - 1, 1, deflate),
+        ("a thousand samples", 2000, 2000, {"t277": (4, 1, 1000)}),
     ):
-        yield f"tiff: {name}", _tiff(tags, big)
-    jpeg = _plain(
-        1000,
-        1000,
-        t259=(3, 1, 7),
-        t273=(4, 1, 1024),
-        t279=(4, 1, len(many_scans)),
-        t278=(4, 1, 1000),
-    )
+        yield f"tiff: {name}", _tiff(_plain(width, height, **strip, **more), big)
+    strip = {"t273": (4, 1, 1024), "t279": (4, 1, len(many_scans)), "t278": (4, 1, 1000)}
+    jpeg = _plain(1000, 1000, t259=(3, 1, 7), **strip)
     yield "tiff: a JPEG of 5,000 scans", _tiff(jpeg, many_scans)
-    yield (
-        "tiff: BigTIFF with 2 ** 64 entries",
-        b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**64 - 1) + bytes(4000),
-    )
+    entries = b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**64 - 1)
+    yield "tiff: BigTIFF with 2 ** 64 entries", entries + bytes(4000)
 
 
 # AVIF and HEIC
@@ -163,44 +128,31 @@ def _boxed(
 
 def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
     """Give the worst AVIF and HEIC files; large ones only of what can be written here."""
+    grid, overlay = b"\0\1\0\0", b"\0\1" + bytes(8)
+    large, huge = struct.pack(">II", 30_000, 30_000), struct.pack(">II", 60_000, 60_000)
+    nested = b""
+    while len(nested) < 200_000:
+        nested = _box(b"meta", bytes(4), nested)
+    shared = _box(b"free", metadata(4_000, 9_000_000))
     for name, brand, kind in (("avif", b"avif", b"av01"), ("heic", b"heic", b"hvc1")):
-        yield f"{name}: a size of 2 ** 31", _boxed(brand, kind, (2**31, 2**31))
-        huge = b"\0\1\xff\xff" + struct.pack(">II", 60_000, 60_000)
-        yield f"{name}: a grid of 65,536 tiles", _boxed(brand, b"grid", (60_000, 60_000), huge)
-        yield (
-            f"{name}: a grid larger than its image",
-            _boxed(brand, b"grid", (64, 64), b"\0\1\0\0" + struct.pack(">II", 30_000, 30_000)),
-        )
-        yield (
-            f"{name}: an overlay larger than its image",
-            _boxed(
-                brand, b"iovl", (64, 64), b"\0\1" + bytes(8) + struct.pack(">II", 30_000, 30_000)
+        start, small = _box(b"ftyp", brand, bytes(4), b"mif1", brand), (64, 64)
+        for what, content in {
+            "a size of 2 ** 31": _boxed(brand, kind, (2**31, 2**31)),
+            "a grid of 65,536 tiles": _boxed(
+                brand, b"grid", (60_000, 60_000), b"\0\1\xff\xff" + huge
             ),
-        )
-        yield f"{name}: 65,535 items", _boxed(brand, kind, (64, 64), tiles=65_535)
-        yield (
-            f"{name}: 2 million boxes",
-            _boxed(brand, kind, (64, 64), more=_box(b"free") * 2_000_000),
-        )
-        nested = b""
-        for _ in range(20_000):
-            nested = _box(b"meta", bytes(4), nested)
-            if len(nested) > 200_000:
-                break
-        yield f"{name}: boxes in boxes", _box(b"ftyp", brand, bytes(4), b"mif1", brand) + nested
-        yield (
-            f"{name}: EXIF that shares bytes",
-            _boxed(brand, kind, (64, 64), more=_box(b"free", metadata(4_000, 9_000_000))),
-        )
-        yield (
-            f"{name}: a box of size 0",
-            _box(b"ftyp", brand, bytes(4), b"mif1", brand) + b"\0\0\0\0meta" + bytes(1000),
-        )
+            "a grid larger than its image": _boxed(brand, b"grid", small, grid + large),
+            "an overlay larger than its image": _boxed(brand, b"iovl", small, overlay + large),
+            "65,535 items": _boxed(brand, kind, small, tiles=65_535),
+            "2 million boxes": _boxed(brand, kind, small, more=_box(b"free") * 2_000_000),
+            "boxes in boxes": start + nested,
+            "EXIF that shares bytes": _boxed(brand, kind, small, more=shared),
+            "a box of size 0": start + b"\0\0\0\0meta" + bytes(1000),
+        }.items():
+            yield f"{name}: {what}", content
     if "avif" in writable:
         yield "avif: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "AVIF", speed=10)
     if "heic" in writable:
-        yield (
-            "heic: 9 megapixels in tiles",
-            saved(Image.new("RGB", (3000, 3000)), "HEIF", grid_tile_size=512),
-        )
+        tiles = saved(Image.new("RGB", (3000, 3000)), "HEIF", grid_tile_size=512)
+        yield "heic: 9 megapixels in tiles", tiles
         yield "heic: small tiles", saved(Image.new("RGB", (1024, 960)), "HEIF", grid_tile_size=64)

@@ -1,7 +1,7 @@
 """Images made to cost whoever decodes them far more than they cost to send: each format's worst
 cases.
 
-    for name, content in cases(seed): ...
+    for name, content in worst(seed): ...
 
 None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cuts and flips sound
 images of each format.
@@ -24,12 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hostile_containers import boxes, metadata, saved, tiffs
 
 MOST = 20_000_000
-
-
-def cases(seed: int = 0, damage: int = 4) -> Iterator[tuple[str, bytes]]:
-    """Give every worst case, then `damage` cuts and as many flips of each sound image."""
-    yield from worst(seed)
-    yield from damaged(seed, damage)
 
 
 def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
@@ -127,19 +121,12 @@ def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> 
 def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     plain = saved(Image.effect_noise((64, 64), 50), "JPEG")
     start, rest = plain[:20], plain[20:]  # after JFIF's own segment
-    yield "jpeg: 1,000 scans in 10 KB", _with_scans((2000, 2000), 1_000)
     yield "jpeg: 20,000 scans in 200 KB", _with_scans((1000, 1000), 20_000)
-    yield "jpeg: 25 megapixels, 40 scans", _with_scans((5000, 5000), 40)
     yield "jpeg: arithmetic coding, 60 scans", _with_scans((4000, 4000), 60, arithmetic=True)
     yield "jpeg: 25 megapixels", saved(Image.new("CMYK", (5000, 5000)), "JPEG", progressive=True)
     yield "jpeg: 65,500 × 380", saved(Image.new("L", (65_500, 380)), "JPEG")
-    comment = _segment(0xFE, bytes(65_533))
-    yield "jpeg: 20 MB of comments", start + comment * 300 + rest
     yield "jpeg: 4 million comments", start + _segment(0xFE, b"") * 4_000_000 + rest
-    yield "jpeg: comments between scans", plain[:-2] + _segment(0xFE, b"") * 4_000_000 + b"\xff\xd9"
     yield "jpeg: 20 MB of fill bytes", start + b"\xff" * 19_000_000 + rest
-    yield "jpeg: 20 MB of junk", start + noise.randbytes(1000).replace(b"\xff", b"") * 19_000 + rest
-    yield "jpeg: 20 MB of EXIF", start + _segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 300 + rest
     yield (
         "jpeg: EXIF that shares bytes",
         start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest,
@@ -154,38 +141,27 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "jpeg: many pictures in one", start + _segment(0xE2, mpf) + rest
     table = plain[plain.index(b"\xff\xc4") : plain.index(b"\xff\xda")]
     yield "jpeg: 20 MB of tables", start + table * (19_000_000 // len(table)) + rest
-    yield "jpeg: 20 MB after its end", plain + noise.randbytes(1_000) * 19_000
 
 
 # PNG
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    whole = kind + content
+    return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
 
 
-def _png(
-    width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 0, interlaced: int = 0
-) -> bytes:
+def _png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 0) -> bytes:
     samples = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
     pixels = zlib.compressobj(9)
     row = bytes((width * samples * depth + 7) // 8 + 1)
     body = b"".join(pixels.compress(row) for _ in range(height)) + pixels.flush()
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            _chunk(b"IHDR", header),
-            *chunks,
-            _chunk(b"IDAT", body),
-            _chunk(b"IEND", b""),
-        )
-    )
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return _png_of(header, b"".join(chunks) + _chunk(b"IDAT", body))
+
+
+def _png_of(header: bytes, chunks: bytes) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + chunks + _chunk(b"IEND", b"")
 
 
 def _interlaced(image: Image.Image) -> bytes:
@@ -199,13 +175,7 @@ def _interlaced(image: Image.Image) -> bytes:
             row = [image.getpixel((x, y)) for x in range(left, image.width, across)]
             rows.append(b"\0" + b"".join(map(bytes, row)) if row else b"")
     header = struct.pack(">IIBBBBB", *image.size, 8, 2, 0, 0, 1)
-    body = zlib.compress(b"".join(rows))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", body)
-        + _chunk(b"IEND", b"")
-    )
+    return _png_of(header, _chunk(b"IDAT", zlib.compress(b"".join(rows))))
 
 
 def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -214,18 +184,9 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "png: 169 megapixels", _png(13_000, 13_000, depth=1)
     yield "png: 25 megapixels of one bit", _png(5000, 5000, depth=1)
     yield "png: 25 megapixels, transparent", _png(5000, 5000, colour=6)
-    yield "png: 25 megapixels of sixteen bits", _png(5000, 5000, depth=16)
     yield "png: one line", _png(24_000_000, 1, depth=1)
     yield "png: 1.6 million chunks", _png(8, 8, _chunk(b"prVt", b"") * 1_600_000)
     whole = _png(8, 8)
-    yield (
-        "png: 1.6 million chunks of pixels",
-        whole[:33] + _chunk(b"IDAT", b"") * 1_600_000 + whole[33:],
-    )
-    yield (
-        "png: chunks after the pixels",
-        whole[:-12] + _chunk(b"tEXt", b"a\0b") * 1_200_000 + whole[-12:],
-    )
     yield "png: text that grows", _png(8, 8, _chunk(b"iTXt", b"a\0\1\0\0\0" + bomb))
     yield "png: many texts that grow", _png(8, 8, _chunk(b"zTXt", b"a\0\0" + megabyte) * 10_000)
     yield "png: a colour profile that grows", _png(8, 8, _chunk(b"iCCP", b"a\0\0" + bomb))
@@ -236,28 +197,16 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     )
     frames = _chunk(b"acTL", struct.pack(">II", 0x7FFFFFFF, 0))
     yield "png: two billion frames", _png(8, 8, frames)
-    yield "png: pixels that go on", _grown(whole, bomb)
-
-
-def _grown(whole: bytes, bomb: bytes) -> bytes:
-    return whole[:33] + _chunk(b"IDAT", bomb) + whole[-12:]
+    yield "png: pixels that go on", whole[:33] + _chunk(b"IDAT", bomb) + whole[-12:]
 
 
 # GIF
 
 
-def _gif(
-    width: int, height: int, *blocks: bytes, frame: tuple[int, int, int, int] | None = None
-) -> bytes:
-    left, top, wide, high = frame or (0, 0, width, height)
-    picture = b"," + struct.pack("<HHHHB", left, top, wide, high, 0) + b"\2\2\x4c\1\0;"
-    return (
-        b"GIF89a"
-        + struct.pack("<HHBBB", width, height, 0xF0, 0, 0)
-        + bytes(6)
-        + b"".join(blocks)
-        + picture
-    )
+def _gif(width: int, height: int, blocks: bytes = b"", frame: tuple[int, ...] = ()) -> bytes:
+    head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0xF0, 0, 0) + bytes(6)
+    picture = b"," + struct.pack("<HHHHB", *(frame or (0, 0, width, height)), 0)
+    return head + blocks + picture + b"\2\2\x4c\1\0;"
 
 
 def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -266,10 +215,8 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "gif: 25 megapixels in 60 bytes", _gif(5000, 5000)
     yield "gif: a frame beyond its canvas", _gif(1, 1, frame=(65_535, 65_535, 65_535, 65_535))
     yield "gif: 800,000 frames", _gif(1, 1, frame * 800_000)
-    yield "gif: 20 MB of comment", _gif(1, 1, b"!\xfe" + (b"\xff" + bytes(255)) * 75_000 + b"\0")
     yield "gif: a comment of single bytes", _gif(1, 1, b"!\xfe" + b"\1a" * 9_000_000 + b"\0")
     yield "gif: 6 million extensions", _gif(1, 1, b"!\1\0" * 6_000_000)
-    yield "gif: no block at all", _gif(1, 1, b"\1" * 19_000_000)
     yield (
         "gif: codes that go on",
         _gif(100, 100)[:-2] + (b"\xff" + noise.randbytes(255)) * 75_000 + b"\0;",
@@ -279,27 +226,15 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 # BMP
 
 
-def _run_lengths(width: int, height: int, codes: bytes, four: bool = False) -> bytes:
-    bits, kind = (4, 2) if four else (8, 1)
-    colours = b"".join(bytes((n, 255 - n, n, 0)) for n in range(1 << bits))
-    header = struct.pack(
-        "<IiiHHIIiiII", 40, width, height, 1, bits, kind, len(codes), 0, 0, 1 << bits, 0
-    )
+def _run_lengths(width: int, height: int, codes: bytes) -> bytes:
+    colours = b"".join(bytes((n, 255 - n, n, 0)) for n in range(256))
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(codes), 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + len(colours)) + header + colours + codes
 
 
 def _bmps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "bmp: run lengths of one line", _run_lengths(25_000_000, 1, b"\1\1\0\0\0\1")
     yield "bmp: run lengths of 25 megapixels", _run_lengths(5000, 5000, b"\1\1\0\0" * 5000)
-    yield (
-        "bmp: run lengths of 25 megapixels in four bits",
-        _run_lengths(5000, 5000, b"\xff\x12" * 99_000, four=True),
-    )
-    yield "bmp: run lengths of 6 megapixels", _run_lengths(3000, 2000, b"\1\1\0\0" * 2000)
-    yield (
-        "bmp: run lengths of 6 megapixels in four bits",
-        _run_lengths(3000, 2000, b"\xff\x12" * 24_000, four=True),
-    )
     yield "bmp: run lengths that write nothing", _run_lengths(100, 100, b"\0\2\0\0" * 4_900_000)
     yield "bmp: run lengths beyond their line", _run_lengths(2400, 2400, b"\xff\1" * 6_000_000)
     for name, width, height, bits in (
@@ -319,16 +254,12 @@ def _bmps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 def _ppms(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "ppm: a header that never ends", b"P6\n#" + b"x" * 19_000_000
     yield "ppm: a header of comments", b"P6\n" + b"#\n" * 9_000_000 + b"2 2 255\n" + bytes(12)
-    yield "ppm: a header of spaces", b"P6\n" + b" " * 19_000_000
     yield "ppm: numbers of a million digits", b"P6 " + b"9" * 1_000_000 + b" 1 255\n"
     yield "ppm: 12 megapixels of 100 levels", b"P6 2000 2000 100\n" + bytes(12_000_000)
     yield "ppm: 25 megapixels in ten bytes", b"P5 5000 5000 255\n"
-    yield "ppm: 2 megapixels of 100 levels", b"P6 1400 1400 100\n" + bytes(5_880_000)
     yield "ppm: decimal numbers", b"P3 2000 1600 255\n" + b"1 " * 9_600_000
-    yield "ppm: 6 million decimal numbers", b"P3 1400 1400 255\n" + b"1 " * 5_880_000
     yield "ppm: comments among the numbers", b"P2 2000 2000 255\n" + b"#\n" * 8_000_000
     yield "ppm: bits", b"P1 5000 4900\n" + b"1" * 19_000_000
-    yield "ppm: spaces among the numbers", b"P2 10 10 255\n" + b" " * 19_000_000
     yield "ppm: floats", b"Pf 5000 5000 -1.0\n" + bytes(1000)
 
 
@@ -341,9 +272,8 @@ def _riff(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def _vp8x(width: int, height: int, flags: int = 0) -> tuple[bytes, bytes]:
-    return b"VP8X", bytes((flags, 0, 0, 0)) + (width - 1).to_bytes(3, "little") + (
-        height - 1
-    ).to_bytes(3, "little")
+    sizes = b"".join((side - 1).to_bytes(3, "little") for side in (width, height))
+    return b"VP8X", bytes((flags, 0, 0, 0)) + sizes
 
 
 def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -355,25 +285,13 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
         "webp: 25 megapixels, lossless",
         saved(Image.new("RGBA", (5000, 5000), (1, 2, 3, 4)), "WEBP", lossless=True),
     )
-    yield "webp: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "WEBP", method=0)
     yield "webp: a canvas of 2 ** 24", _riff(_vp8x(1 << 24, 1 << 24), picture)
     yield "webp: a canvas larger than its picture", _riff(_vp8x(5000, 5000), picture)
     yield "webp: 2 million chunks", _riff(_vp8x(8, 8, 0x2C), picture, *[(b"JUNK", b"")] * 2_000_000)
-    frame = (
-        bytes(6)
-        + b"\x07\0\0\x07\0\0\x01\0\0\0"
-        + b"VP8L"
-        + struct.pack("<I", len(picture[1]))
-        + picture[1]
-    )
-    yield (
-        "webp: many frames",
-        _riff(
-            _vp8x(8, 8, 2),
-            (b"ANIM", bytes(6)),
-            *[(b"ANMF", frame + bytes(len(frame) & 1))] * 200_000,
-        ),
-    )
+    size = struct.pack("<I", len(picture[1]))
+    frame = bytes(6) + b"\x07\0\0\x07\0\0\x01\0\0\0VP8L" + size + picture[1]
+    frames = [(b"ANMF", frame + bytes(len(frame) & 1))] * 200_000
+    yield "webp: many frames", _riff(_vp8x(8, 8, 2), (b"ANIM", bytes(6)), *frames)
     yield (
         "webp: EXIF that shares bytes",
         _riff(_vp8x(8, 8, 8), picture, (b"EXIF", metadata(4_000, 9_000_000))),

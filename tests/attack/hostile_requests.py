@@ -34,13 +34,6 @@ _BYTES = [
     *(b"\r\n", b"\n", b"\0", b"\r\n ", b": ", b"%00", b"\xff" * 5, b"A" * 5000),
     b"Host: evil.example\r\n",
 ]
-_TEXTS = [
-    *("%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000),
-    *("%7B%22a%22%3A" * 300, "1 OR 1=1"),
-]
-_LISTS = ["/v1/items", "/v1/item", "/v1/index", "/v1/item/image"]
-_CHANGES = ["/v1/search", "/v1/search/batch", "/v1/items", "/v1/delete", "/v1/snapshots"]
-_CHANGES += ["/v1/items/x"]
 
 
 @dataclass
@@ -95,7 +88,7 @@ class Request:
 
 
 class Generator:
-    """Makes requests from numbers, always the same.
+    """Makes searches from numbers, always the same.
 
     Args:
         images: hostile and damaged images by name.
@@ -118,7 +111,6 @@ class Generator:
             (1, self._chunks),
             (1, self._pipelined),
             (1, self._gallery),
-            (2, self._v1),
         ]
 
     def make(self, number: int) -> Request:
@@ -245,35 +237,6 @@ class Generator:
         headers = chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
         content = get(f"/v1/items/{number}/image", *headers)
         return Request("gallery", content * chance.choice([1, 1, 30]))
-
-    def _v1(self, chance: random.Random) -> Request:
-        """Lists, batches and changes, the last of which this server does not allow."""
-        many, vector = chance.choice([1, 50, 5000]), [0.5] * self._width
-        text = chance.choice(_TEXTS).replace(" ", "+")
-        names = ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
-        name = chance.choice(names)
-        if chance.random() < 0.4:
-            path = chance.choice([*_LISTS, f"/v1/items/{text}", f"/v1/indexes/{text}/index"])
-            return Request("v1", get(f"{path}?{name}={text}"))
-        huge = {"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}
-        bodies = [
-            json.dumps({"queries": [{"vector": vector}] * many}).encode(),
-            json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
-            json.dumps({"items": [{"id": str(n), "vector": vector} for n in range(many)]}).encode(),
-            b'{"queries":[' * many,
-            json.dumps({"ids": ["x"] * many}).encode(),
-            b'{"all": true}',
-            b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
-            json.dumps(huge).encode(),
-            json.dumps({"fields": ["x"] * many, "id": "0"}).encode(),
-        ]
-        body = chance.choice(bodies)
-        kind = chance.choice(["application/json"] * 4 + [FORM, "image/png"])
-        path = chance.choice(_CHANGES)
-        content = body if kind != FORM else form(self.sound) * min(many, 200)
-        return Request(
-            "v1", named("PUT" if path[-2:] == "/x" else "POST", path, post(content, kind))
-        )
 
 
 def named(method: str, path: str, content: bytes) -> bytes:

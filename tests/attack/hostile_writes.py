@@ -30,7 +30,12 @@ _FILTERS = (
     "\u0000",
     "1 = 1; drop table items",
 )
-
+_TEXTS = [
+    *("%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000),
+    *("%7B%22a%22%3A" * 300, "1+OR+1=1"),
+]
+_LISTS = ["items", "item", "index", "item/image"]
+_NAMED = ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
 
 _IDS = [
     *("%00", "%2e%2e", "x" * 1000, "x" * 1001, "%ff", "%F0%9F%90%9F" * 200, "a%0Ab"),
@@ -176,6 +181,8 @@ class WritingGenerator(Generator):
             "queries": [chance.choice(kinds) for _ in range(many)],
             "k": chance.choice([1, 1000, 1001, -1]),
             "filter": chance.choice([None, *_FILTERS]),
+            "fields": chance.choice([None, [], ["x"] * 5000]),
+            "candidates": chance.choice([None, 10_000, 10**18]),
             "explain": True,
         }
         return Request("batch", named("POST", path, post(json.dumps(reply).encode())))
@@ -183,14 +190,18 @@ class WritingGenerator(Generator):
     def _delete(self, chance: random.Random) -> Request:
         ids = [[f"item/{chance.randrange(_NAMES)}"], ["x"] * 10_001, [], [""], ["\ud800"]]
         filters = [None, {"price": {"<": 3, "in": [1]}}, {"and": [{}] * 3000}]
-        replies = [{"filter": entry} for entry in _FILTERS] + [{"ids": entry} for entry in ids]
-        replies += [{"all": True}, {"all": False}, {"all": True, "ids": ["x"]}]
+        replies = [{"filter": {"id": {"in": entry}}} for entry in ids]
+        replies += [{"filter": entry} for entry in _FILTERS] + [{"filter": {"exists": "id"}}]
         reply = chance.choice([*replies, *({"filter": entry} for entry in filters), {}])
         if chance.random() < 0.2:
             return Request("delete", named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
         return Request("delete", named("POST", "/v1/delete", post(json.dumps(reply).encode())))
 
     def _list(self, chance: random.Random) -> Request:
+        if chance.random() < 0.4:
+            text = chance.choice(_TEXTS)
+            path = chance.choice([*_LISTS, f"items/{text}", f"indexes/{text}/index"])
+            return Request("list", get(f"/v1/{path}?{chance.choice(_NAMED)}={text}"))
         text = chance.choice(_FILTERS).replace("%", "%25").replace(" ", "+").replace("\x00", "%00")
         long = ["&cursor=" + "A" * 9000, "&fields=" + "a," * 300]
         more = chance.choice(["", "&limit=1000", "&limit=0", "&cursor=x", *long])
@@ -204,7 +215,9 @@ class WritingGenerator(Generator):
     def _other_index(self, chance: random.Random) -> Request:
         """What the keys are not for, by every route."""
         name, (method, end) = chance.choice(_OTHERS), chance.choice(_ROUTES).split()
-        body = chance.choice([b'{"all": true}', b'{"vector": [0.5]}', form(self.sound)])
+        body = chance.choice(
+            [b'{"filter": {"exists": "id"}}', b'{"vector": [0.5]}', form(self.sound)]
+        )
         return Request("other index", named(method, f"/v1/indexes/{name}/{end}", post(body)))
 
 

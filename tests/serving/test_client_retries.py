@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.client import AsyncClient, Client, Retries, sending
+from retrieval.client import AsyncClient, Client, Retries
 from retrieval.errors import DataError, ServerError
 
 SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
@@ -23,8 +23,8 @@ FINE = (200, {}, FOUND)
 class Server(ThreadingHTTPServer):
     """Does, request by request, what `script` says, and its last entry from then on.
 
-    An entry is (status, headers, JSON) or one word: "drop", "hang", "half", "endless"; "drip"
-    sends a body byte by byte, "header" a header that never ends.
+    An entry is (status, headers, JSON) or one word: "drop", "hang", "half"; "drip" sends a body
+    byte by byte.
     """
 
     daemon_threads = True
@@ -63,14 +63,10 @@ class Handler(BaseHTTPRequestHandler):
                 return
             case "hang":
                 server.over.wait(30)
-            case "header":
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-                while not server.over.wait(0.05):
-                    self.wfile.write(b"y")
             case str():
                 self.answer(200, {"Content-Length": "1000000000"})
-                while what != "half" and not server.over.wait(0.05 if what == "drip" else 0):
-                    self.wfile.write(b" " * (1 if what == "drip" else 1_000_000))
+                while what == "drip" and not server.over.wait(0.05):
+                    self.wfile.write(b" ")
             case status, headers, reply:
                 content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.answer(status, {**headers, "Content-Length": str(len(content))})
@@ -120,7 +116,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(ask):
         assert len(server.seen) == 2
 
 
-@pytest.mark.parametrize("what", ["drip", "header", "hang"])
+@pytest.mark.parametrize("what", ["drip", "hang"])
 def test_all_tries_together_are_bounded_in_time(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server(what) as server:
@@ -143,11 +139,10 @@ def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
     with Server((503, {"Retry-After": "1"}, BUSY), FINE) as server:
         waiting(server.url, search_id)
         assert server.seen[1].moment - server.seen[0].moment >= 1
-    for later in ("3600", "Fri, 31 Dec 2100 23:59:59 GMT"):
-        with Server((503, {"Retry-After": later}, BUSY)) as server:
-            with pytest.raises(ServerError, match=r"Retry in [\d,]+ seconds"):
-                waiting(server.url, search_id)
-            assert len(server.seen) == 1
+    with Server((503, {"Retry-After": "3600"}, BUSY)) as server:
+        with pytest.raises(ServerError, match="Retry in 3,600 seconds"):
+            waiting(server.url, search_id)
+        assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("wrong", ["drop", (503, {}, BUSY)])
@@ -172,10 +167,7 @@ def test_a_deletion_whose_answer_was_lost_is_done():
         assert waiting(server.url, lambda client: client.delete("a")) is None
 
 
-def test_no_answer_is_too_large_or_misread(monkeypatch):
-    monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
-    with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
-        waiting(server.url, lambda client: client.image("a"))
+def test_no_answer_is_misread_and_no_redirect_followed():
     for reply in (b"<html>", b"[" * 100_000, {"results": "none"}):
         with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of the /v1"):
             waiting(server.url, search_id)

@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +14,15 @@ import wire
 from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding import Undecodable
-from retrieval.serving.http.readiness import Readiness, disk_fault
+from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import Index, create_index, open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
 
-OK = dict.fromkeys(("index", "disk", "search", "model"), "ok")
+OK = dict.fromkeys(("index", "search", "model"), "ok")
 
 
 @contextmanager
@@ -54,13 +52,6 @@ def test_every_part_is_named(probed):
     assert probed.readiness.reason() is None
 
 
-def test_decoders_that_were_killed_are_replaced(probed):
-    probed.probe()
-    for pid in probed.decoders.pids:
-        os.kill(pid, signal.SIGKILL)
-    wire.until(lambda: probed.probe() == OK)
-
-
 def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
     decoders, denied = probed.decoders, (13, "Permission denied", "/root/python")
 
@@ -76,48 +67,6 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
     assert "Permission denied: '/root/python'" in caplog.text
     del decoders._start
     assert probed.probe() == OK
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True
-    )
-    if mount.returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
-)
-def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
-    with small_disk(tmp_path / "disk") as disk:
-        create_index(disk / "i", bundle_path, progress=False)
-        with Index.open(disk / "i", threads=1) as index:
-            index.add([photos / "1"], progress=False)
-            with readiness_of(index, open="write") as readiness:
-                assert checked(readiness) == OK
-                (disk / "filler").write_bytes(bytes(10_000_000))
-                content = checked(readiness)
-                assert "full" in content.pop("disk") and set(content.values()) == {"ok"}
-                (disk / "filler").unlink()
-                assert checked(readiness) == OK
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
-)
-def test_a_reader_needs_no_room(tmp_path):
-    with small_disk(tmp_path / "disk") as disk:
-        assert disk_fault(disk, least=0) is None and disk_fault(disk, least=1) is None
-        assert "is full" in str(disk_fault(disk, least=10**9))
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert "read-only" in str(disk_fault(disk))
 
 
 @pytest.fixture

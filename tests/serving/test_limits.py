@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 import wire
 from retrieval.serving.http import models
-from retrieval.serving.http.models import BodyMemory
+from retrieval.serving.http.models import Body, BodyMemory, read_form
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
 from retrieval.serving.index.index import create_index
@@ -78,9 +78,9 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
             body, more = left.pop(0), len(left) > 0 or len(chunks) > 2
             return {"type": "http.request", "body": body, "more_body": more}
 
-        headers = [(b"content-type", b"image/png")]
+        headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-        return memory.read(Request(scope, receive), {"image": 900_000}, "")
+        return memory.read(Request(scope, receive), {"json": 900_000}, "")
 
     async def scenario() -> None:
         first = await read(bytes(600_000))
@@ -102,6 +102,11 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
             await read(bytes(900_001))
 
     asyncio.run(scenario())
+
+
+def test_a_file_whose_bytes_resemble_the_boundary_is_read_whole():
+    image = b"\r\n--" * 50_000 + b"\r\n-"
+    assert read_form(Body("form", wire.FORM, wire.form(image)), (), 10**6) == ([image], {})
 
 
 def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_proxys(port):

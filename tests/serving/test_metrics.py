@@ -1,7 +1,5 @@
 """The metrics under load, by Prometheus's own parser; no client can add series."""
 
-import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import wire
@@ -77,38 +75,3 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
     series = [{name: set(values) for name, values in now.items()} for now in (before, after)]
     assert series[0] == series[1]
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
-
-
-def test_changes_have_their_stages(empty, served, photos):
-    server = served(empty, "--open", "write")
-    client = server.client
-    picture = {"image": (photos / "3" / "0003.png").read_bytes()}
-    batch = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
-    assert client.put("/v1/items/a", files=picture).status_code == 200
-    assert client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
-    for _ in range(2):
-        assert client.post("/v1/items", json=batch).status_code == 200
-    assert client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
-    assert client.delete("/v1/items/b").json() == {"deleted": 1}
-    now = scrape(server.port)
-    stages = now["retrieval_stage_seconds_count"]
-    assert stages["write",] == 5 and now["retrieval_stage_seconds_sum"]["write",] > 0
-    assert stages["decode",] == stages["encode",] == now["retrieval_encode_batch_sum"][()] == 1
-    assert stages["read",] == 5
-
-
-def test_why_work_was_refused(served, index_path):
-    port = served(index_path, "--workers", "1", "--max-bytes", "1000").port
-
-    def refused() -> dict:
-        return scrape(port)["retrieval_refused_total"]
-
-    assert wire.ask(port, wire.post(wire.form(bytes(3000)), wire.FORM)).status == 413
-    assert wire.ask(port, wire.post(b"x", "text/plain")).status == 415
-    queries = json.dumps({"queries": [{"vector": [0.25] * 16}] * 100, "k": 1}).encode()
-    batch = wire.post(queries).replace(b"/v1/search", b"/v1/search/batch", 1)
-    end = time.monotonic() + 60
-    while ("queue",) not in refused() and time.monotonic() < end:  # of 150 at once, some wait
-        with ThreadPoolExecutor(150) as threads:
-            list(threads.map(lambda _: wire.ask(port, batch), range(300)))
-    assert refused()["413",] == refused()["415",] == 1 and refused()["queue",] >= 1

@@ -65,7 +65,7 @@ def of_text(text: str, image: bytes):
         ("/v1/items", {"items": [{"id": text, "image": text}]}),
         ("/v1/items", {"items": [{"id": text, "path": text, "vector": vector}]}),
         ("/v1/items", {"items": [named]}),
-        ("/v1/delete", {"ids": [text]}),
+        ("/v1/delete", {"filter": {"id": text}}),
         ("/v1/delete", {"filter": {"metadata": text}}),
         ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
     ):

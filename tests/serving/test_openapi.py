@@ -92,7 +92,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
         own("/item?id=c", "DELETE")
         own("/items/a%2Fb", "DELETE", "/items/{id}")
         own("/items/a%2Fb", "DELETE", "/items/{id}", status=404)
-        own("/delete", "POST", json={"ids": ["d"]})
+        own("/delete", "POST", json={"filter": "id = 'd'"})
     for path in ("/v1/indexes", "/v1/openapi.json"):
         assert ask(path).status_code == 200
     assert seen == {operation.id for operation in OPERATIONS}

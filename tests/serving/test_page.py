@@ -1,10 +1,8 @@
 """The page in a real headless Chromium."""
 
 import csv
-import os
 import re
 import shutil
-from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
@@ -25,12 +23,6 @@ DROP = """async ([name, bytes]) => {
 }"""
 
 
-def shot(page, name: str) -> None:
-    """Keep a picture for people, where the variable says."""
-    if folder := os.environ.get("RETRIEVAL_SCREENSHOTS"):
-        page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
-
-
 def results(server, index: str = "", **request) -> list[dict]:
     """The hits that the server gives, by a request of `httpx`."""
     return server.client.post(f"/v1{index}/search", **request).json()["results"]
@@ -48,11 +40,9 @@ def digits(shared, index_path, photos):
 def test_a_chosen_image_shows_its_neighbours(page, digits, photos):
     page.goto(digits.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
-    shot(page, "empty")
     query = photos / "3" / "0003.png"
     search(page, query)
     loaded(page)
-    shot(page, "light")
     assert page.locator(".hit").count() == 10
     first = page.locator(".hit").first
     for part, text in (("label", "3"), ("distance", "0.0000"), ("key", "3/0003.png")):
@@ -72,9 +62,7 @@ def test_a_chosen_image_shows_its_neighbours(page, digits, photos):
     assert any(re.fullmatch(r"search\s+\d+\.\d\d", row) for row in rows), rows
     page.emulate_media(color_scheme="dark")
     loaded(page)
-    shot(page, "dark")
     page.set_viewport_size({"width": 390, "height": 800})
-    shot(page, "narrow")
     assert fits(page) and page.faults == []
     assert all(url.startswith((digits.url, "blob:", "data:")) for url in page.asked)
 
@@ -93,7 +81,6 @@ def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
     page.wait_for_selector("#error:not([hidden])")
     assert "is not an image in a known format" in page.locator("#error").inner_text()
     assert page.locator(".hit").count() == 0
-    shot(page, "error")
     page.evaluate(DROP, ["large.png", [0] * 6000])
     page.wait_for_selector("text=The image has 6,000 bytes; the limit is 5,000.")
     page.evaluate(DROP, sound)
@@ -162,18 +149,6 @@ def test_the_keyboard_and_the_names_of_things(page, digits, photos):
     first_is(page, results(digits, json={"id": id, "k": 10})[0]["key"])
 
 
-def test_names_from_files_are_text_and_never_markup(page, served, photos, bundle_path, tmp_path):
-    folder, path = tmp_path / MARKUP, photos / "0" / "0000.png"
-    folder.mkdir()
-    shutil.copy(path, folder / "<b>bold.png")
-    create_index(tmp_path / "i", bundle_path, [folder], progress=False)
-    page.goto(served(tmp_path / "i", "--images", str(folder)).url)
-    search(page, path)
-    assert keys_of(page) == ["<b>bold.png"]
-    assert page.locator(".hit .label").inner_text() == MARKUP
-    assert page.faults == []
-
-
 def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
@@ -185,7 +160,6 @@ def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     page.click("text=Search >> nth=-1")
     page.wait_for_selector(".hit")
     assert keys_of(page)[0] == "f/11"
-    shot(page, "vector")
     page.fill("#vector", "1, two")
     page.click("#numbers button")
     page.wait_for_selector("text=Write the vector as numbers")
@@ -325,7 +299,6 @@ def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
         assert shows(page, hits, place)
     assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
-    shot(page, "beside")
     # an item that the first index lacks: by its image there
     page.locator("#others .hit button").first.click()
     page.wait_for_function(

@@ -123,7 +123,6 @@ def test_bad_requests_get_a_sentence(server, photos):
         ({"content": b"x", "headers": FORM}, 400, "boundary"),
         ({"content": b"x", "headers": bounded}, 400, "form"),
         ({"content": b"{", "headers": JSON}, 400, "not JSON"),
-        ({"content": b"[" * 100_000, "headers": JSON}, 400, "not JSON"),
         ({"content": b"[" * 3_000_000, "headers": JSON}, 413, "too large"),
         ({"content": b'{"vector": [NaN]}', "headers": JSON}, 400, "finite numbers"),
         ({"json": []}, 400, "JSON must be"),

@@ -1,6 +1,5 @@
 """The routes of /v1 over real HTTP."""
 
-import base64
 import json
 from urllib.parse import quote
 
@@ -10,8 +9,8 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16
-SEARCH, BATCH, ITEMS = "/v1/search", "/v1/search/batch", "/v1/items"
 PNG = {"Content-Type": "image/png"}
+SEARCH, BATCH, ITEMS = "/v1/search", "/v1/search/batch", "/v1/items"
 
 
 def ids(answer) -> list[str]:
@@ -24,7 +23,7 @@ def refuses(client, path: str, *cases, method="POST") -> None:
         wire.refused(client.request(method, path, **request), status, says)
 
 
-def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(shared, index_path, photos):
+def test_a_search_takes_an_image_in_two_ways_a_vector_or_an_id(shared, index_path, photos):
     client = shared(index_path).client
     path = sorted(photos.rglob("*.png"))[5]
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
@@ -51,7 +50,7 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(shared, index_p
     )
 
 
-def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
+def test_explain_times_the_stages_and_fields_choose_the_metadata(served, empty):
     with Index.open(empty, threads=1) as index:
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert(
@@ -61,10 +60,9 @@ def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     request = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
     reply = client.post(SEARCH, json=request).json()
     assert [hit["metadata"] for hit in reply["results"]] == [{"b": -n} for n in range(3)]
-    stages, searched = reply["explain"]["stages_ms"], reply["explain"]["searched"]
+    stages = reply["explain"]["stages_ms"]
     assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
-    wanted = {"items": 3, "generation": 1, "rows": 3, "candidates": 20}
-    assert reply["took_ms"] > 0 and searched | wanted == searched
+    assert reply["took_ms"] > 0
     bare = client.post(SEARCH, json={**request, "fields": []}).json()
     assert bare["results"][0]["metadata"] == {}
 
@@ -77,11 +75,15 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
     alone = [client.post(SEARCH, files=[image], data={"k": "3"}).json() for image in images]
     assert [answer["results"] for answer in together] == [answer["results"] for answer in alone]
     key = together[0]["results"][0]["id"]
-    mixed = [{"vector": [0.5] * WIDTH}, {"id": key}, {"vector": [-0.5] * WIDTH}]
-    answers = client.post(BATCH, json={"queries": mixed, "k": 2}).json()["answers"]
-    for answer, query in zip(answers, mixed, strict=True):
-        single = client.post(SEARCH, json={**query, "k": 2})
-        assert [hit["id"] for hit in answer["results"]] == ids(single)
+    vectors, named = (
+        [{"vector": [n] * WIDTH} for n in (0.5, -0.5)],
+        [{"id": key}, {"id": "3/0003.png"}],
+    )
+    for queries in (vectors, named):
+        answers = client.post(BATCH, json={"queries": queries, "k": 2}).json()["answers"]
+        for answer, query in zip(answers, queries, strict=True):
+            single = client.post(SEARCH, json={**query, "k": 2})
+            assert [hit["id"] for hit in answer["results"]] == ids(single)
     refuses(
         client,
         BATCH,
@@ -90,7 +92,8 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
         *(
             ({"json": {"queries": queries}}, status, says)
             for queries, status, says in (
-                (mixed * 34, 400, "102 queries; the limit is 100"),
+                (vectors * 51, 400, "102 queries; the limit is 100"),
+                ([vectors[0], named[0]], 400, "either a vector each or the id"),
                 ([], 400, '"queries" must be'),
                 ([{}], 400, "JSON must be"),
                 ([{"vector": [1]}, {"vector": [True]}], 400, 'entry 1: "vector" must be a list'),
@@ -123,10 +126,8 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
     assert add(form(named[:5], images[:5])) == {"added": 0, "replaced": 5}
     vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
     assert add(plain(*vectors)) == {"added": 3, "replaced": 0}
-    relabelled = {"id": "p0", "label": "other", "metadata": {"n": -1}}
-    assert add(plain(relabelled)) == {"added": 0, "replaced": 1}
     item = client.get("/v1/items/p0").json()
-    assert (item["label"], item["metadata"], item["keep"]) == ("other", {"n": -1}, "copy")
+    assert (item["label"], item["metadata"], item["keep"]) == ("0", {"n": 0}, "copy")
     assert client.get("/v1/items/p0/image").content == images[0][1][1]
     broken = [*images[:3], ("image", ("x.png", images[3][1][1][:40]))]
     fresh = [{"id": f"q{n}"} for n in range(4)]
@@ -139,11 +140,11 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (form([fresh[0]] * 2, images[:2]), 400, "an id twice"),
         (form(fresh, []), 415, "multipart/form-data"),
         ({"files": {"items": (None, "[]")}}, 400, 'a file in its field "image"'),
-        (form([vectors[0]], images[:1]), 400, "without vectors"),
+        (form([vectors[0]], images[:1]), 400, '"label", "metadata", "id" (needed)'),
         (form([{"id": ""}], images[:1]), 400, '"id" must be text'),
         (form([{"id": "x\0"}], images[:1]), 400, "NUL"),
-        (plain(*({"id": f"w{n}"} for n in range(101))), 400, "the limit is 100"),
-        (plain({"id": "nobody", "label": "x"}), 422, "no item 'nobody'"),
+        (plain(*({**vectors[0], "id": f"w{n}"} for n in range(101))), 400, "the limit is 100"),
+        (plain({"id": "p0", "label": "x"}), 400, '"vector" (needed)'),
         (plain({"id": "x", "vector": [1.0]}), 422, "has 16 numbers, not 1"),
         (plain(vectors[0] | {"id": "x"}, huge), 422, "beyond float32"),
     )
@@ -171,19 +172,17 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
         changed = client.patch(a, json=reply)
         assert changed.json() == {"id": "a", "replaced": True}, changed.text
         assert now() == expected, reply
-    many = {"items": [{"id": "a", "metadata": {"y": 2}}]}
-    assert client.post(ITEMS, json=many).json() == {"added": 0, "replaced": 1}
     bare = ({"label": "M"}, {"metadata": {"x": 1}}, {})  # the rest of the item would be lost
     refuses(client, a, *(({"json": body}, 400, '"vector" (needed)') for body in bare), method="PUT")
-    assert now() == ("N", {"y": 2}, "copy") and client.get(f"{a}/image").content == image
+    assert now() == ("N", {}, "copy") and client.get(f"{a}/image").content == image
     assert client.put(a, json=vector).json()["replaced"] is True
     assert now() == (None, {}, "nothing")
-    wire.refused(client.patch("/v1/items/b", json={"label": "x"}), 422, "no item 'b'")
+    wire.refused(client.patch("/v1/items/b", json={"label": "x"}), 404, "no such item")
     wire.refused(client.patch(a, json=vector), 400, "JSON must be")
     wire.refused(client.patch(a, files={"image": image}), 415, "application/json")
 
 
-def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
+def test_a_list_comes_in_pages(shared, index_path):
     client = shared(index_path).client
 
     def pages(**reply):
@@ -200,14 +199,8 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
         sevens = [item.id for item in index.scan("label = '7'", limit=1000)]
     assert pages(limit=30) == pages() == everything and len(everything) == 200
     assert pages(limit=7, filter="label = '7'") == pages(filter='{"label": "7"}') == sevens
-    cursor = client.get(ITEMS, params={"limit": 3}).json()["cursor"]
-    forged = base64.urlsafe_b64encode(b'["' + b"[" * 5000 + b'", ""]').decode()
     for parameters, status, says in (
-        ({"cursor": cursor, "filter": "label = '7'"}, 400, "cursor"),
-        *(
-            ({"cursor": bad}, 400, "cursor")
-            for bad in ("", "x", "é", "a" * 9000, forged, "W10=", "e30=", cursor[:-8])
-        ),
+        *(({"cursor": bad}, 400, "cursor") for bad in ("", "x", "é", "a" * 9000, "gA==")),
         *(
             ({"limit": bad}, 400, "1 to 1000")
             for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")
@@ -224,7 +217,7 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
         wire.refused(client.get(ITEMS, params=parameters), status, says)
 
 
-def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
+def test_deleting_by_filter_and_never_by_accident(served, living):
     client = served(living, "--open", "admin").client
 
     def delete(**reply):
@@ -235,23 +228,17 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
 
     sevens = listed(filter="label = '7'", limit=1000)
     assert delete(filter="label = '7'").json() == {"deleted": len(sevens)}
-    assert delete(ids=[*listed(limit=3), "nobody"]).json() == {"deleted": 3}
+    assert delete(filter={"id": {"in": [*listed(limit=3), "nobody"]}}).json() == {"deleted": 3}
     for reply, status, says in (
-        ({}, 400, "one of"),
+        ({}, 400, 'object of "filter" (needed)'),
         ({"filter": {}}, 400, "empty object"),
         ({"filter": ""}, 400, "filter"),
-        ({"filter": None}, 400, "one of"),
-        ({"ids": []}, 400, '"ids" must be'),
-        ({"ids": ["x"] * 10_001}, 400, '"ids" must be'),
-        ({"all": False}, 400, '"all" must be true'),
-        ({"all": True, "ids": ["x"]}, 400, "one of"),
-        ({"where": "label = '7'"}, 400, "one of"),
+        ({"filter": None}, 400, '"filter" must be'),
+        ({"filter": "label = '1'", "where": "label = '7'"}, 400, "JSON must be"),
         ({"filter": "lable = '7'"}, 422, "field 'lable'"),
     ):
         wire.refused(delete(**reply), status, says)
     assert client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
-    assert delete(all=True).json() == {"deleted": 200 - len(sevens) - 3}
-    assert client.get("/v1/index").json()["items"] == 0
 
 
 def test_a_server_is_read_only_unless_told_otherwise(shared, index_path):
@@ -260,7 +247,7 @@ def test_a_server_is_read_only_unless_told_otherwise(shared, index_path):
         ("POST", ITEMS, body),
         ("PUT", "/v1/items/a", {"vector": [1.0] * WIDTH}),
         ("DELETE", "/v1/items/a", None),
-        ("POST", "/v1/delete", {"all": True}),
+        ("POST", "/v1/delete", {"filter": "label = '7'"}),
         ("POST", "/v1/snapshots", None),
     ):
         answer = shared(index_path).client.request(method, path, json=content)
@@ -291,17 +278,11 @@ def test_other_bodies_are_refused(served, empty):
     server = served(empty, "--open", "admin", "--max-bytes", "100000")
     client, head = server.client, {"Content-Type": "application/json"}
     deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"
-    nan = '{"items": [{"id": "x", "vector": [' + "NaN," * 15 + "NaN]}]}"
     no_json = '{"metadata": {"a": NaN}, "vector": [' + ",".join(["1"] * WIDTH) + "]}"
     large = json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}})
     for method, path, body, status in (
         ("POST", ITEMS, deep, 400),
-        ("POST", ITEMS, nan, 400),
-        ("POST", ITEMS, '{"items": [], "items": []}', 400),
-        ("POST", ITEMS, "[" * 200_000, 400),
         ("PUT", "/v1/items/x", "{" * 2_400_000, 413),
-        ("POST", SEARCH, " " * 2_400_000, 413),
-        ("POST", BATCH, '{"queries": [{"vector": [1e999]}]}', 400),
         ("PUT", "/v1/items/x", no_json, 422),
         ("PUT", "/v1/items/x", '{"label": 5}', 400),
         ("PUT", "/v1/items/x", '{"metadata": []}', 400),

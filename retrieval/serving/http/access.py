@@ -75,8 +75,7 @@ class Caller(NamedTuple):
             )
         needed = f"{_TASKS[role]} needs a key with the role {role}"
         sentence = f"This key has the role {self.role}; {needed}."
-        scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
-        raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
+        raise RequestError(403, sentence)
 
     def may_use(self, index: str) -> bool:
         """Return whether the caller may use an index."""
@@ -168,14 +167,13 @@ def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Call
     scheme, _, sent = authorization[0].partition(b" ")
     if len(authorization) > 1 or scheme.lower() != b"bearer" or len(sent) > MAX_SENT:
         sentence = "The header Authorization is invalid. Send one such header: Bearer KEY."
-        raise _unauthorised(sentence, ', error="invalid_request"')
+        raise _unauthorised(sentence)
     key = source.keys.find(sent.strip().decode("latin-1"))
     if key is None:
         sentence = "This server does not know this key. Ask its operator for a key."
-        raise _unauthorised(sentence, ', error="invalid_token"')
+        raise _unauthorised(sentence)
     return Caller(key.name, key.role, address, key.indexes)
 
 
-def _unauthorised(sentence: str, error: str = "") -> RequestError:
-    scope = f'Bearer realm="retrieval"{error}'
-    return RequestError(401, sentence, headers={"WWW-Authenticate": scope})
+def _unauthorised(sentence: str) -> RequestError:
+    return RequestError(401, sentence, headers={"WWW-Authenticate": 'Bearer realm="retrieval"'})

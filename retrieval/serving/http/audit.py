@@ -1,9 +1,10 @@
 """The record of changes: a file with one line before and one line after each change.
 
 The first line is on the disk before the change is made, and the second before the response is
-sent. A first line without a second has one of three causes:
+sent. A first line without a second has one of four causes:
 
 - The change is under way.
+- The first line could not be synced, so no change was made. The server logs this as an error.
 - The second line could not be written. The server logs this as an error.
 - The server was killed, and may or may not have made the change.
 """
@@ -17,7 +18,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,7 +84,8 @@ class Change:
 class Audit:
     """The file of changes: JSON lines that only the file's owner can read.
 
-    Several threads and processes can write to the file.
+    Several threads and processes can write to the file. It is opened for each line, so it can be
+    renamed or deleted at any time to rotate it.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -92,7 +94,7 @@ class Audit:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         try:
-            self._file = self._open()
+            self._append(b"")
         except OSError as error:
             reason = error.strerror or error
             what = f"The record of changes {path}"
@@ -125,67 +127,30 @@ class Audit:
         # Even if this line cannot be written, the client is told that the change was made.
         self._write({**line, "outcome": "done", "count": change.count})
 
-    def _open(self) -> int:
-        file = os.open(self._path, _FLAGS, 0o600)
-        try:
-            state = os.fstat(file)
-            if not stat.S_ISREG(state.st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            if state.st_size and os.pread(file, 1, state.st_size - 1) != b"\n":
-                os.write(file, b"\n")  # ends a line that a power cut left incomplete
-        except OSError:
-            os.close(file)
-            raise
-        return file
-
     def _write(self, line: dict[str, Any]) -> bool:
         """Append a line, sync it and return True; on failure log the reason and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         text = json.dumps({"time": now, **line}, ensure_ascii=False, separators=(",", ":"))
-        content = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             with self._lock:
-                if not self._is_current():  # the file was renamed or deleted to rotate it
-                    file = self._open()
-                    os.close(self._file)
-                    self._file = file
-                with _alone(self._file):
-                    size = os.fstat(self._file).st_size
-                    try:
-                        if os.write(self._file, content) < len(content):
-                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                        os.fsync(self._file)
-                    except OSError:
-                        with suppress(OSError):
-                            os.ftruncate(self._file, size)
-                        raise
+                self._append(text.encode("utf-8", "backslashreplace") + b"\n")
         except OSError as error:
             reason = error.strerror or error
             log.error("The record of changes %s cannot be written: %s", self._path, reason)
             return False
         return True
 
-    def _is_current(self) -> bool:
-        """Return whether the file at the path is still the open one."""
-        with suppress(FileNotFoundError):
-            return os.path.samestat(self._path.stat(), os.fstat(self._file))
-        return False
-
-
-@contextmanager
-def _alone(file: int) -> Iterator[None]:
-    """Context manager that keeps other processes from writing to an open file meanwhile.
-
-    Otherwise, removing an incomplete line could also remove a line that another process appended.
-    """
-    with suppress(ImportError, OSError):  # Windows and some file systems have no such lock
-        from fcntl import LOCK_EX, flock
-
-        flock(file, LOCK_EX)
-    try:
-        yield
-    finally:
-        with suppress(ImportError, OSError):
-            from fcntl import LOCK_UN, flock
-
-            flock(file, LOCK_UN)
+    def _append(self, content: bytes) -> None:
+        """Append to the file and sync it."""
+        file = os.open(self._path, _FLAGS, 0o600)
+        try:
+            state = os.fstat(file)
+            if not stat.S_ISREG(state.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            if state.st_size and os.pread(file, 1, state.st_size - 1) != b"\n":
+                content = b"\n" + content  # a power cut or a full disk cut off the last line
+            if os.write(file, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file)
+        finally:
+            os.close(file)

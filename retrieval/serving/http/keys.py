@@ -32,15 +32,11 @@ log = logging.getLogger("retrieval.serving.http")
 
 VARIABLE = "RETRIEVAL_KEYS"
 MAX_FILE_BYTES = 1_000_000
-MAX_KEYS = 1_000
 MAX_SENT = 200
 """Maximum number of characters in a key that a request sends."""
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_HEAD = (
-    b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys"
-    b" --help\n"
-)
+_HEAD = "# Keys of `retrieval serve`, as salted hashes; `retrieval keys` rewrites this file."
 _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -68,10 +64,6 @@ class Key(BaseModel):
     indexes: (
         Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None
     ) = None
-
-    def line(self) -> str:
-        """Return the key's line of the file."""
-        return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False) + "\n"
 
 
 class Keys(tuple[Key, ...]):
@@ -114,16 +106,8 @@ def _hash(salt: str, secret: str) -> str:
 
 def _problems(error: ValidationError) -> str:
     """Describe pydantic's errors without the values, because a value may be a misplaced key."""
-    problems = []
-    for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
-        member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
-        if member == "name" and fault["type"] == "string_pattern_mismatch":
-            message = (
-                "it must have at most 64 characters, only letters, digits and . _ @ -, and begin"
-                " with a letter or digit"
-            )
-        problems.append(f"{member}: {message}")
-    return "; ".join(problems)
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, fault['loc'][:1]))}: {fault['msg']}" for fault in faults)
 
 
 # The file
@@ -138,18 +122,16 @@ def parse_keys(text: bytes, where: str) -> Keys:
         RetrievalError: lines are invalid; the message names all of them without their content.
     """
     if len(text) > MAX_FILE_BYTES:
-        limit = f"the limit is {MAX_FILE_BYTES:,} bytes"
-        raise RetrievalError(f"{where} is too large for keys: {limit}.")
+        raise RetrievalError(f"{where} is too large: the limit is {MAX_FILE_BYTES:,} bytes.")
     if not text.strip():
         advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
-    lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if _is_key(line)]
-    if len(lines) > MAX_KEYS:
-        raise RetrievalError(f"{where} has {len(lines):,} keys; the limit is {MAX_KEYS:,}.")
     keys, problems, seen = list[Key](), list[str](), dict[str, int]()
-    for number, line in lines:
+    for number, line in enumerate(text.split(b"\n"), 1):
+        if not line.strip() or line.lstrip().startswith(b"#"):
+            continue
         try:
-            key = _parsed(line)
+            key = Key.model_validate(strict_loads(line))
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
         except ValueError:
@@ -177,38 +159,26 @@ def add_key(path: Path, key: Key) -> None:
         RetrievalError: the file has a key of this name, or cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        text = _read(path) if path.exists() else _HEAD
-        if any(other.name == key.name for other in parse_keys(text, str(path))):
+        keys = read_keys(path) if path.exists() else Keys()
+        if any(other.name == key.name for other in keys):
             advice = "Choose another name, or remove that one first."
             raise RetrievalError(f"{path} has a key {key.name} already. {advice}")
-        text += (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
-        parse_keys(text, str(path))  # checks the maximum number of keys
-        _write(path, text)
+        _write(path, [*keys, key])
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from a file and keep its other lines.
+    """Remove a key from a file.
 
     Raises:
         RetrievalError: the key does not exist, or the file cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        text = _read(path)
-        names = sorted(key.name for key in parse_keys(text, str(path)))
+        keys = read_keys(path)
+        names = sorted(key.name for key in keys)
         if name not in names:
             known = ", ".join(names[:20]) or "none"
             raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
-        lines = text.split(b"\n")
-        kept = [line for line in lines if not _is_key(line) or _parsed(line).name != name]
-        _write(path, b"\n".join(kept) if any(map(bytes.strip, kept)) else _HEAD)
-
-
-def _is_key(line: bytes) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith(b"#")
-
-
-def _parsed(line: bytes) -> Key:
-    return Key.model_validate(strict_loads(line))
+        _write(path, [key for key in keys if key.name != name])
 
 
 def _read(path: Path) -> bytes:
@@ -221,11 +191,12 @@ def _read(path: Path) -> bytes:
         raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write(path: Path, keys: Iterable[Key]) -> None:
     """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
     real_path = Path(os.path.realpath(path))
     with whole_file(real_path, RetrievalError, private=True) as temporary:
-        temporary.write_bytes(text)
+        lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
+        temporary.write_text("\n".join([_HEAD, *lines, ""]), encoding="utf-8")
         if real_path.exists() and os.name == "posix":
             state = real_path.stat()
             if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
@@ -249,19 +220,14 @@ class KeySource:
 
     def __init__(self, path: Path | None, text: str = "") -> None:
         self._path = path
-        self._read_stamp = self._seen_stamp = self._stamp()
+        self._last_stamp = self._stamp()
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read the file again if it has changed.
-
-        A changed file may be half written, so a call reads it only if the previous call found it in
-        the same state. Reading blocks, so call this in a thread.
-        """
-        before, self._seen_stamp = self._seen_stamp, self._stamp()
-        if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
+        """Read the file again if it has changed. Reading blocks, so call this in a thread."""
+        before, self._last_stamp = self._last_stamp, self._stamp()
+        if self._path is None or self._last_stamp == before:
             return
-        self._read_stamp = self._seen_stamp
         try:
             self.keys = read_keys(self._path)
         except RetrievalError as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from python_multipart.exceptions import FormParserError
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from retrieval.errors import DataError
@@ -25,12 +25,12 @@ SEARCH_TYPES = (
     'Send multipart/form-data with a field "image", the image itself as image/… or'
     ' application/octet-stream, or application/json with {"vector": [...]}.'
 )
+PUT_TYPES = (
+    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
+)
 BATCH_TYPES = (
     'Send multipart/form-data with files in the field "image", or application/json with {"queries":'
     " [...]}."
-)
-PUT_TYPES = (
-    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
 )
 PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
 ADD_TYPES = (
@@ -43,8 +43,6 @@ MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
 MAX_FIELDS = 100
 MAX_CONDITIONS, MAX_VALUES = 100, 1000
-MAX_DELETED_IDS = 10_000
-OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
 Kind = Literal["form", "json", "image"]
 _KINDS: Mapping[str, Kind] = {
@@ -54,6 +52,7 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
+_HEADER_LINES_PER_PART = 16
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
 """A body that is too large is read to its end, up to this many times the limit.
@@ -77,14 +76,6 @@ class JsonBody(BaseModel):
     """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    one_of: ClassVar[tuple[str, ...]] = ()
-    """Mutually exclusive members; a request must have exactly one."""
-
-    @model_validator(mode="after")
-    def _has_one(self) -> Self:
-        if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError("exactly one is needed")  # `_sentence` writes the message
-        return self
 
     @classmethod
     def of(cls, content: object) -> Self:
@@ -117,10 +108,14 @@ class Options(JsonBody):
 class QueryBody(JsonBody):
     """One query of a batch."""
 
-    one_of = ("vector", "id")
-
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.vector is None) == (self.id is None):
+            raise ValueError  # `_sentence` writes the message
+        return self
 
     def input(self) -> QueryInput:
         """Return the vector or item id to search with."""
@@ -168,50 +163,46 @@ class ItemBody(ItemChangeBody):
     vector: Annotated[Vector, Field(description=_VECTOR)]
 
 
-class NamedItemBody(ItemChangeBody):
-    """One of several items.
-
-    Without a vector or image the item must exist, and members that are left out keep their value.
-    """
+class NamedImage(ItemChangeBody):
+    """One of several items with an image."""
 
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
-    vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
+
+
+class NamedItem(NamedImage, ItemBody):
+    """One of several items with a vector."""
+
+
+class ImagesForm(JsonBody):
+    """Several items with images."""
+
+    items: Annotated[list[NamedImage], Field(description="a list of items")]
 
 
 class ItemsBody(JsonBody):
-    """Several items."""
+    """Several items with vectors."""
 
-    items: Annotated[list[NamedItemBody], Field(min_length=1, description="a list of items")]
+    items: Annotated[list[NamedItem], Field(min_length=1, description="a list of items")]
 
 
 class DeleteBody(JsonBody):
-    """The items to delete, by exactly one of ids, filter and all."""
+    """A filter of the items to delete."""
 
-    one_of = ("ids", "filter", "all")
-
-    ids: Annotated[
-        list[ItemId] | None,
-        Field(min_length=1, max_length=MAX_DELETED_IDS, description="a list of 1 to 10,000 ids"),
-    ] = None
-    filter: FilterForm = None
-    all: Annotated[Literal[True] | None, Field(description="true")] = None
-
-
-_ENTRIES: Mapping[str, type[JsonBody]] = {"queries": QueryBody, "items": NamedItemBody}
+    filter: Annotated[str | dict[str, JsonValue], Field(description="text or an object")]
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
     """Return the error message for one of pydantic's errors."""
     where = ""
-    if len(place) > 1 and place[0] in _ENTRIES:
-        where, model = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])]
-        place = place[2:]
+    if len(place) > 1 and place[0] in ("queries", "items"):
+        (entry,) = get_args(model.model_fields[str(place[0])].annotation)
+        where, model, place = f'"{place[0]}", entry {place[1]}: ', entry, place[2:]
     field = model.model_fields.get(str(place[0])) if place else None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
     members = model.model_fields.items()
     names = ", ".join(f'"{name}"{" (needed)" * field.is_required()}' for name, field in members)
-    choice = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
+    choice = ", exactly one of vector, id among them" * issubclass(model, QueryBody)
     return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
 
 
@@ -299,11 +290,11 @@ class Query(NamedTuple):
 
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
-    """Parse a body as one search."""
-    if body.kind == "form":
-        return _form_query(body, 1, max_bytes)
+    """Parse a body as one search; `parameters` are the options of a search with an image alone."""
     if body.kind == "image":
         return _query([QueryInput(body.content)], Options.of_texts(parameters))
+    if body.kind == "form":
+        return _form_query(body, 1, max_bytes)
     search = SearchBody.of(loads(body.content))
     return _query([search.input()], search)
 
@@ -314,11 +305,14 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
         return _form_query(body, most, max_bytes)
     batch = BatchBody.of(loads(body.content))
     _check_number("queries", len(batch.queries), most)
+    if len({query.id is None for query in batch.queries}) > 1:
+        sentence = "The queries of one request have either a vector each or the id of an item each."
+        raise RequestError(400, sentence)
     return _query([query.input() for query in batch.queries], batch)
 
 
 def _form_query(body: Body, most: int, max_bytes: int) -> Query:
-    images, fields = read_form(body, OPTIONS, max_bytes, most)
+    images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
     return _query([QueryInput(image) for image in images], Options.of_texts(fields))
 
 
@@ -332,59 +326,53 @@ def _check_number(what: str, number: int, most: int) -> None:
 
 
 class NewItem(NamedTuple):
-    """An item to add or change.
-
-    Without image and vector the item must exist, and only the members in `named` change.
-    """
+    """An item to add or replace, with an image or a vector."""
 
     id: str
     label: str | None
     metadata: Mapping[str, Any]
-    image: bytes | None
-    vector: Sequence[float] | None
-    keep: Keep
-    named: frozenset[str]
+    image: bytes | None = None
+    vector: Sequence[float] | None = None
+    keep: Keep = "nothing"
 
 
-def _new_item(id: str, body: ItemChangeBody, image: bytes | None = None) -> NewItem:
-    vector = getattr(body, "vector", None)
-    keep: Keep = getattr(body, "keep", "copy")
-    named = frozenset(body.model_fields_set)
-    return NewItem(id, body.label, body.metadata, image, vector, keep, named)
-
-
-def changed_item(id: str, body: Body) -> NewItem:
+def changes_of(body: Body) -> dict[str, Any]:
     """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
-    return _new_item(id, ItemChangeBody.of(loads(body.content)))
+    return ItemChangeBody.of(loads(body.content)).model_dump(exclude_unset=True)
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
     """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        return _new_item(id, ItemBody.of(loads(body.content)))
-    images, fields = read_form(body, ("label", "metadata", "keep"), max_bytes)
-    return _new_item(id, ItemForm.of_texts(fields), images[0])
+        item = ItemBody.of(loads(body.content))
+        return NewItem(id, item.label, item.metadata, vector=item.vector)
+    (image,), fields = read_form(body, tuple(ItemForm.model_fields), max_bytes)
+    form = ItemForm.of_texts(fields)
+    return NewItem(id, form.label, form.metadata, image, keep=form.keep)
 
 
 def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        items = ItemsBody.of(loads(body.content)).items
-        images: Sequence[bytes | None] = [None] * len(items)
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, vector=item.vector)
+            for item in ItemsBody.of(loads(body.content)).items
+        ]
     else:
         images, fields = read_form(body, ("items",), max_bytes, most)
         content = loads(fields.get("items") or "[]", 'The field "items" is not JSON.')
-        items = ItemsBody.of({"items": content}).items
-        if len(items) != len(images) or any(item.vector is not None for item in items):
-            raise RequestError(
-                400,
-                f'The field "items" must be a list with one item for each of the {len(images)}'
-                " images, in their order, without vectors.",
-            )
-    _check_number("items", len(items), most)
-    if len({item.id for item in items}) < len(items):
+        items = ImagesForm.of({"items": content}).items
+        if len(items) != len(images):
+            count = f"each of the {len(images)} images, in their order"
+            raise RequestError(400, f'The field "items" must be a list with one item for {count}.')
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, image, keep="copy")
+            for item, image in zip(items, images, strict=True)
+        ]
+    _check_number("items", len(new_items), most)
+    if len({item.id for item in new_items}) < len(new_items):
         raise RequestError(400, "The request contains an id twice.")
-    return [_new_item(item.id, item, image) for item, image in zip(items, images, strict=True)]
+    return new_items
 
 
 # Bodies
@@ -407,7 +395,8 @@ class BodyMemory:
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Read the body of a request; call `release` when it is no longer needed."""
         content_type = request.headers.get("content-type", "")
-        kind = _kind_of(content_type)
+        media_type = content_type.partition(";")[0].strip().lower()
+        kind = "image" if media_type.startswith("image/") else _KINDS.get(media_type)
         if kind is None or kind not in limits:
             raise RequestError(415, types)
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
@@ -445,19 +434,13 @@ class BodyMemory:
             asyncio.get_running_loop().call_later(1.0, give_back)
 
 
-def _kind_of(content_type: str) -> Kind | None:
-    kind = content_type.partition(";")[0].strip().lower()
-    return _KINDS.get(kind, "image" if kind.startswith("image/") else None)
+@dataclass
+class _Part:
+    """One part of a form; `options` are those of its Content-Disposition."""
 
-
-class _Parser(MultiPartParser):
-    """Starlette's parser, which also records whether the form was complete."""
-
-    ended = False
-
-    def on_end(self) -> None:
-        """Record that the form is complete."""
-        self.ended = True
+    options: dict[bytes, bytes] = field(default_factory=dict)
+    header_lines: int = 0
+    content: bytes | bytearray = b""
 
 
 def read_form(
@@ -468,61 +451,85 @@ def read_form(
     Parsing blocks, so call this in a thread if the body is large.
     """
     images, fields = list[bytes](), dict[str, str]()
-    parts = _parts(body, max_images, len(names))
-    try:
-        for name, value in parts:
-            if isinstance(value, str) and name != "image":
-                if name not in names:
-                    known = ", ".join(f'"{field}"' for field in ("image", *names))
-                    raise RequestError(400, f"The form has an unknown field; it takes {known}.")
-                if name in fields:
-                    raise RequestError(400, f'The form repeats its field "{name}".')
-                fields[name] = value
-            elif isinstance(value, str) or name != "image":
-                sentence = 'The form needs a file in its field "image", and takes no other file.'
+    for part in _parts(body, max_images + len(names) + 1):
+        name, value = part.options.get(b"name", b"").decode("utf-8", "replace"), part.content
+        if name == "image" and b"filename" in part.options:
+            if len(value) > max_bytes:
+                sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
+                raise RequestError(413, f"{sentence} (--max-bytes).")
+            if len(images) == max_images:
+                limit = "one" if max_images == 1 else f"{max_images:,} at most"
+                sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
-            else:
-                content = value.file.read()
-                if len(content) > max_bytes:
-                    sentence = f"The image has {len(content):,} bytes; the limit is {max_bytes:,}"
-                    raise RequestError(413, f"{sentence} (--max-bytes).")
-                images.append(content)
-    finally:
-        for _, value in parts:
-            if not isinstance(value, str):
-                value.file.close()
+            images.append(bytes(value))
+        elif name == "image" or b"filename" in part.options:
+            sentence = 'The form needs a file in its field "image", and takes no other file.'
+            raise RequestError(400, sentence)
+        elif name not in names:
+            known = ", ".join(f'"{known}"' for known in ("image", *names))
+            raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+        elif name in fields:
+            raise RequestError(400, f'The form repeats its field "{name}".')
+        elif len(value) > _FORM_BYTES_BESIDES_IMAGES:
+            limit = f"has more than {_FORM_BYTES_BESIDES_IMAGES:,} bytes"
+            raise RequestError(400, f'The field "{name}" of the form {limit}.')
+        else:
+            try:
+                fields[name] = value.decode()
+            except UnicodeError:
+                raise _unreadable(f'its field "{name}" is not text in UTF-8') from None
     if not images:
         raise RequestError(400, 'The form needs a file in its field "image".')
     return images, fields
 
 
-def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
-    async def stream() -> AsyncGenerator[bytes, None]:
-        yield body.content
+def _parts(body: Body, most: int) -> list[_Part]:
+    """Return the parts of a form; raise a RequestError 400 if it has more than `most`."""
+    parts, ends, header = list[_Part](), list[bool](), [b""]
 
-    parser = _Parser(
-        Headers({"content-type": body.content_type}),
-        stream(),
-        max_files=max_images,
-        max_fields=max_fields + 1,
-        max_part_size=_FORM_BYTES_BESIDES_IMAGES,
-    )
-    parser.spool_max_size = len(body.content) + 1  # keep all of it in memory
-    reason = "its end is missing"
+    def begin() -> None:
+        if len(parts) == most:
+            raise RequestError(400, f"The form has too many parts; the limit is {most:,}.")
+        parts.append(_Part())
+
+    def header_field(data: bytes, start: int, end: int) -> None:
+        header[0] = data[start:end].lower()
+        parts[-1].header_lines += 1
+        if parts[-1].header_lines > _HEADER_LINES_PER_PART:
+            raise _unreadable("a part of it has too many headers")
+
+    def header_value(data: bytes, start: int, end: int) -> None:
+        if header[0] == b"content-disposition":
+            parts[-1].options = parse_options_header(data[start:end])[1]
+
+    def part_data(data: bytes, start: int, end: int) -> None:
+        part = parts[-1]
+        if not part.content:  # most parts come in one piece, which needs no further copy
+            part.content = data[start:end]
+            return
+        if isinstance(part.content, bytes):
+            part.content = bytearray(part.content)
+        part.content += data[start:end]
+
+    boundary = parse_options_header(body.content_type)[1].get(b"boundary")
+    if not boundary:
+        raise _unreadable("its boundary is missing")
+    callbacks: Any = {
+        "on_part_begin": begin,
+        "on_header_field": header_field,
+        "on_header_value": header_value,
+        "on_part_data": part_data,
+        "on_end": lambda: ends.append(True),
+    }
     try:
-        parser.parse().send(None)  # never waits, since the whole body is in memory
-    except StopIteration as done:
-        parts: list[tuple[str, str | UploadFile]] = done.value.multi_items()
-        if parser.ended:
-            return parts
-    except MultiPartException as error:
-        if error.message.startswith("Too many files"):
-            limit = "one" if max_images == 1 else f"{max_images:,} at most"
-            sentence = f'Too many files: send {limit}, in the field "image".'
-            raise RequestError(400, sentence) from None
-        reason = error.message.rstrip(".")
-    except FormParserError as error:  # Starlette before 1.10 does not convert it
-        reason = str(error).rstrip(".")
-    except UnicodeError:
-        reason = "a field is not text of its charset"
-    raise RequestError(400, f"The form cannot be read: {reason}.")
+        # Each header arrives in one call, because the whole body is passed at once.
+        MultipartParser(boundary, callbacks).write(body.content)
+    except FormParserError as error:
+        raise _unreadable(str(error).rstrip(".")) from None
+    if not ends:
+        raise _unreadable("its end is missing")
+    return parts
+
+
+def _unreadable(reason: str) -> RequestError:
+    return RequestError(400, f"The form cannot be read: {reason}.")

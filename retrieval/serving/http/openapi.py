@@ -119,12 +119,11 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
 
 
 _NEW_ITEM = _form("image", image=_BINARY, **_texts(models.ItemForm))
-_IMAGE_BODIES = {
+_SEARCH = {
     _FORM: _form("image", image=_BINARY, **_OPTIONS),
-    "application/octet-stream": _BINARY,
-    "image/*": _BINARY,
+    **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
+    _JSON: _ref(models.SearchBody),
 }
-_SEARCH = {**_IMAGE_BODIES, _JSON: _ref(models.SearchBody)}
 _BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
 _ITEMS = {
     "type": "string",

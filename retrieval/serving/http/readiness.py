@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 from collections.abc import Awaitable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +23,13 @@ log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
 _CHANGED = "The files of the index are no longer those that are served. Restart the server."
-_FREE_BYTES = 16_000_000
-"""Minimum free space on the disk, enough to add many items in one transaction of SQLite."""
 
 
 class Readiness:
-    """Checks one index regularly: its files, its disk, a complete search and its encoder."""
+    """Checks one index regularly: its files, a complete search and its encoder."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._logged_change = served, False
-        folder, changes = served.index.path, served.settings.changeable
-        self._folder: Path | None = None
-        if isinstance(folder, Path) and changes and disk_fault(folder, 0) is None:
-            self._folder = folder
         self._faults: dict[str, str | None] = {"search": _NEW}
         self._items, self._bundle = 0, ""
         self._sample: tuple[Bundle | None, Any] = None, None
@@ -75,10 +65,10 @@ class Readiness:
         if self._fallback not in (None, fallback):
             log.warning("%s", self._fallback)
         slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
-        hanging = "The storage of the index does not answer."
         faults = {
-            "index": await self._fault_of(self._files(), hanging),
-            "disk": await self._fault_of(self._disk(), hanging),
+            "index": await self._fault_of(
+                self._files(), "The storage of the index does not answer."
+            ),
             "search": await self._fault_of(self._search(), slow),
             "model": await self._fault_of(self._model(), slow),
         }
@@ -113,12 +103,6 @@ class Readiness:
         self._logged_change = changed is not None
         return changed and _CHANGED
 
-    async def _disk(self) -> str | None:
-        """Return why an index that was writable when it was opened no longer is, or `None`."""
-        if self._folder is None:
-            return None
-        return await self._served.workers.pictures.run(partial(disk_fault, self._folder))
-
     async def _search(self) -> str | None:
         served = self._served
         bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
@@ -151,20 +135,3 @@ def sample(bundle: Bundle) -> Query:
         return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)
     pixels = noise.integers(0, 256, size=input.shape, dtype=np.uint8).transpose(1, 2, 0)
     return Query((QueryInput(image=to_png(from_array(pixels))),), Options(k=1), None)
-
-
-def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to or has too little free space, or `None`.
-
-    Nothing is written. Call this in a thread, because the storage may hang.
-    """
-    if not os.access(folder, os.W_OK):
-        return "The disk of the index is read-only, or its folder is no longer writable."
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return f"The disk of the index cannot be read: {error.strerror or error}."
-    if free < least:
-        room = f"{free:,} bytes are free, but writing needs {least:,}"
-        return f"The disk of the index is full: {room}. Free some space."
-    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,12 +25,11 @@ from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
 from retrieval.serving.decoding import Kind as PictureKind
-from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.filters import Filter, filter_to_json
+from retrieval.serving.filters import Filter
 from retrieval.serving.http import models
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Change
-from retrieval.serving.http.models import OPTIONS, Body, BodyMemory, Kind, NewItem, Query
+from retrieval.serving.http.models import Body, BodyMemory, Kind, Query
 from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.http.problems import RequestError, busy, no_item
 from retrieval.serving.http.served import Served
@@ -56,9 +54,6 @@ _BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 """Maximum bytes of a body by its kind, for one operation on several items or queries."""
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
-_EXPLAINED = ("rows", "deleted", "covered")
-_MAX_CURSOR = 8192
-_NO_CURSOR = "This cursor does not belong to this list. Start again without a cursor."
 _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "BMP", "WEBP")}
 """Media types of the formats that browsers show."""
 
@@ -84,10 +79,10 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        limits = {**self._single_limits, "image": (max_bytes := self._settings.max_bytes)}
-        kind = request.headers.get("content-type", "")
+        max_bytes, kind = self._settings.max_bytes, request.headers.get("content-type", "")
+        limits = {**self._single_limits, "image": max_bytes}
         image_alone = kind.startswith(("image/", "application/octet-stream"))
-        parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
+        parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
         read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
         return await self._search(request, limits, models.SEARCH_TYPES, read)
 
@@ -118,7 +113,7 @@ class Routes:
             content: dict[str, Any] = {"answers": results} if batch else results[0]
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
             if query.options.explain:
-                content["explain"] = _explanation(query, index)
+                content["explain"] = _explanation()
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits, types) as body:
@@ -148,27 +143,20 @@ class Routes:
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
-        read = partial(models.put_item, max_bytes=self._settings.max_bytes)
-        return await self._put_one(request, self._single_limits, models.PUT_TYPES, "put", read)
+        served, id = self._served(request), _usable(_id_of(request))
+        read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
+        async with self._body(request, self._single_limits, models.PUT_TYPES) as body:
+            item = await _parsed(served, body, read)
+            replaced = await served.put([item], _change(request, served, "put", [id]))
+            return _answer({"id": id, "replaced": bool(replaced)})
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
-        read = models.changed_item
-        return await self._put_one(request, _JSON_LIMITS, models.PATCH_TYPES, "change", read)
-
-    async def _put_one(
-        self,
-        request: Request,
-        limits: Mapping[Kind, int],
-        types: str,
-        what: str,
-        read: Callable[[str, Body], NewItem],
-    ) -> Response:
-        served, id = self._served(request), _usable(_id_of(request))
-        async with self._body(request, limits, types) as body:
-            item = await _parsed(served, body, partial(read, id))
-            replaced = await served.put([item], _change(request, served, what, [id]))
-            return _answer({"id": id, "replaced": bool(replaced)})
+        served, id = self._served(request), _id_of(request)
+        async with self._body(request, _JSON_LIMITS, models.PATCH_TYPES) as body:
+            changes = await _parsed(served, body, models.changes_of)
+            await served.patch(id, changes, _change(request, served, "change", [id]))
+            return _answer({"id": id, "replaced": True})
 
     async def delete_item(self, request: Request) -> Response:
         """Delete an item."""
@@ -180,7 +168,7 @@ class Routes:
             return _answer({"deleted": 1})
 
     async def add_items(self, request: Request) -> Response:
-        """Add, replace or change several items atomically."""
+        """Add or replace several items atomically."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
@@ -196,20 +184,19 @@ class Routes:
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
         where = models.filter_of(page.filter)
-        after = _decoded_cursor(page.cursor, where)
+        after = None if page.cursor is None else _decoded_cursor(page.cursor)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
             shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
-            cursor = _encoded_cursor(shown[-1]["id"], where) if more else None
-            return {"items": shown, "cursor": cursor}
+            return {"items": shown, "cursor": _encoded_cursor(shown[-1]["id"]) if more else None}
 
         async with self._deadline(request):
             return _answer(await served.read(work))
 
     async def delete_items(self, request: Request) -> Response:
-        """Delete items by id or filter, or all items."""
+        """Delete the items that match a filter."""
         served = self._served(request)
         parameters_of(request)
 
@@ -217,9 +204,8 @@ class Routes:
             return models.DeleteBody.of(models.loads(body.content))
 
         async with self._body(request, _JSON_LIMITS, "Send application/json.") as body:
-            deletion = await _parsed(served, body, read)
-            where = models.filter_of({"exists": "id"} if deletion.all else deletion.filter)
-            change = _change(request, served, "delete", deletion.ids or (), where)
+            where = models.filter_of((await _parsed(served, body, read)).filter)
+            change = _change(request, served, "delete", where=where)
             return _answer({"deleted": await served.delete(change)})
 
     # Pictures
@@ -509,21 +495,11 @@ def _item_json(
     }
 
 
-def _explanation(query: Query, index: Index) -> dict[str, Any]:
-    """Return the `explain` member of a search: times of its stages, and facts about the index."""
-    trail, stats = TRAIL.get(), index.stats()
+def _explanation() -> dict[str, Any]:
+    """Return the `explain` member of a search: the times of its stages."""
+    trail = TRAIL.get()
     seconds = {} if trail is None else trail.seconds
-    return {
-        "stages_ms": {name: round(1000 * duration, 3) for name, duration in seconds.items()},
-        "searched": {
-            "items": len(index),
-            "bundle": index.bundle.sha256,
-            "candidates": query.options.candidates,
-            "filtered": query.where is not None,
-            "generation": index.generation.number,
-            **{name: value for name, value in stats.details.items() if name in _EXPLAINED},
-        },
-    }
+    return {"stages_ms": {name: round(1000 * time, 3) for name, time in seconds.items()}}
 
 
 def _description(name: str, index: Index) -> dict[str, Any]:
@@ -551,31 +527,17 @@ def _description(name: str, index: Index) -> dict[str, Any]:
     }
 
 
-def _encoded_cursor(last: str, where: Filter | None) -> str:
+def _encoded_cursor(last: str) -> str:
     """Return the cursor of the next page, after the page that ends with the id `last`."""
-    return base64.urlsafe_b64encode(json.dumps([last, _digest(where)]).encode()).decode()
+    return base64.urlsafe_b64encode(last.encode()).decode()
 
 
-def _decoded_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the last id of the page before a cursor's page; `None` for the first page.
-
-    Raises:
-        RequestError: 400 if the cursor is malformed or belongs to another filter.
-    """
-    if cursor is None:
-        return None
+def _decoded_cursor(cursor: str) -> str:
+    """Return the last id of the page before a cursor's page; raise a RequestError 400 if none."""
     try:
-        if len(cursor) > _MAX_CURSOR:
-            raise ValueError
-        after, digest = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
-        if not isinstance(after, str) or digest != _digest(where):
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        raise RequestError(400, _NO_CURSOR) from None
-    return after
-
-
-def _digest(where: Filter | None) -> str:
-    """Return a digest that identifies a filter."""
-    text = "" if where is None else json.dumps(filter_to_json(where))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        last = base64.b64decode(cursor.encode("ascii"), b"-_", validate=True).decode()
+    except ValueError:
+        last = ""
+    if not last:
+        raise RequestError(400, "This is not a cursor of this list. Start again without one.")
+    return last

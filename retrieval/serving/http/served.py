@@ -56,8 +56,6 @@ _TRIES = 5
 _BATCH = 32
 _TOGETHER = 16
 """Largest number of requests' vectors that are searched at once."""
-_COPIED_BYTES = 64_000_000
-"""Limit on the bytes of stored images that one change of labels or metadata copies."""
 T = TypeVar("T")
 Finish = Callable[[Query, list[list[Hit]], Index], bytes]
 
@@ -225,16 +223,20 @@ class Served:
                 self.failed = partial(self._searched, bundle, query, find, finish)
             raise
 
-    async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
+    async def read(
+        self,
+        work: Callable[[Index], T],
+        sentence: str = _UNREADABLE,
+        turns: Turns | None = None,
+    ) -> T:
         """Return `work(index)`, run in a thread; raises the same errors as `search`."""
-        return await self._read(work, self.workers.searches, sentence)
 
-    async def _read(self, work: Callable[[Index], T], turns: Turns, sentence: str) -> T:
         def used() -> T:
             with self.use() as index:
                 return work(index)
 
-        return await self._again(lambda: turns.run(used), sentence)
+        pool = turns or self.workers.searches
+        return await self._again(lambda: pool.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
         """Return the result of `ask`, which is called again if the index or bundle was replaced.
@@ -262,9 +264,8 @@ class Served:
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
-        """Add, replace or change items atomically; return how many existed already."""
+        """Add or replace items atomically; return how many existed already."""
         images = [new.image for new in new_items if new.image is not None]
-        embeds = images or any(new.vector is not None for new in new_items)
         thumbnails = {
             new.id: await self.workers.decoded("thumbnail", new.image)
             for new in new_items
@@ -272,20 +273,35 @@ class Served:
         }
 
         async def ask() -> int:
-            bundle, widths, items = self.index.bundle, self.index.generation.widths, {}
-            if embeds:
-                decoded = await self.workers.pixels(bundle, images)
-                embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
-                items = await self.workers.searches.run(embed)
+            bundle, widths = self.index.bundle, self.index.generation.widths
+            decoded = await self.workers.pixels(bundle, images)
+            embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
+            items = await self.workers.searches.run(embed)
 
             def work(index: Index) -> int:
-                replaced = _write(index, bundle, new_items, items)
-                change.count = len(new_items)
+                with stage("write", len(items)):
+                    replaced = index.store.upsert(items, bundle.sha256)
+                change.count = len(items)
                 return replaced
 
             return await self._change(work, change, self.workers.changes)
 
         return await self._again(ask, _NOT_WRITTEN)
+
+    async def patch(self, id: str, changes: Mapping[str, Any], change: Change) -> None:
+        """Change an item's label or metadata."""
+
+        def work(index: Index) -> None:
+            bundle, item = index.bundle, index.get(id, arrays=True).get(id)
+            if item is None:
+                raise no_item()
+            kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
+            with stage("write", 1):
+                index.store.upsert([replace(item, **changes, original=kept)], bundle.sha256)
+            change.count = 1
+
+        turns = self.workers.changes
+        await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
         """Delete the items of a change and return their number; raises the same errors as `put`."""
@@ -334,7 +350,7 @@ class Served:
             kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             return kept if kept is not None else self._file(item)
 
-        return await self._read(work, self.workers.pictures, _UNREADABLE)
+        return await self.read(work, turns=self.workers.pictures)
 
     def _file(self, item: Item) -> bytes:
         """Return the content of the file from which an item was indexed."""
@@ -374,18 +390,17 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
     """Return the hits of each query, in order; an item is not a hit of its own query."""
-    options, answers = query.options, [list[Hit]() for _ in query.inputs]
-    kinds = [input.id is not None for input in query.inputs]
-    for by_id in sorted(set(kinds)):
-        places = [place for place, kind in enumerate(kinds) if kind == by_id]
-        queries = [query.inputs[place] for place in places]
-        encoded = _stored(index, queries) if by_id else _encoded(index.bundle, queries, pixels)
-        k = options.k + by_id
-        with stage("search", len(places)):
-            results = index.search(encoded, k, candidates=options.candidates, where=query.where)
-        for place, hits in zip(places, results, strict=True):
-            answers[place] = [hit for hit in hits if hit.id != query.inputs[place].id][: options.k]
-    return answers
+    options, ids = query.options, [input.id for input in query.inputs]
+    by_id = ids[0] is not None
+    encoded = _stored(index, query) if by_id else _encoded(index.bundle, query.inputs, pixels)
+    with stage("search", len(ids)):
+        hits_by_query = index.search(
+            encoded, options.k + by_id, candidates=options.candidates, where=query.where
+        )
+    return [
+        [hit for hit in hits if hit.id != id][: options.k]
+        for id, hits in zip(ids, hits_by_query, strict=True)
+    ]
 
 
 def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
@@ -404,9 +419,9 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
 
 
-def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
+def _stored(index: Index, query: Query) -> Encoded:
     """Return the stored vectors of items, as queries."""
-    bundle, ids = index.bundle, [str(query.id) for query in queries]
+    bundle, ids = index.bundle, [str(input.id) for input in query.inputs]
     if bundle.manifest.query_vectors:
         raise DataError(
             "The bundle of this index encodes queries differently from items: search with the"
@@ -434,27 +449,25 @@ def _embedded(
     new_items: Sequence[NewItem],
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
-) -> dict[str, Item]:
-    """Return the request's items that have an image or a vector, with their arrays, by id."""
-    embedded = [new for new in new_items if new.image is not None or new.vector is not None]
-    rows = _rows(bundle, widths, embedded, images)
+) -> list[Item]:
+    """Return the request's items with their arrays."""
+    rows = _rows(bundle, widths, new_items, images)
     items = [
-        Item(new.id, new.label, new.metadata, keep="nothing", arrays=arrays)
-        for new, arrays in zip(embedded, rows, strict=True)
+        Item(new.id, new.label, new.metadata, keep=new.keep, arrays=arrays)
+        for new, arrays in zip(new_items, rows, strict=True)
     ]
-    if images:
-        items = [
-            replace(
-                item,
-                keep=new.keep,
-                original=new.image if new.keep == "copy" else thumbnails.get(new.id),
-                bytes=len(new.image or b""),
-                width=image.width,
-                height=image.height,
-            )
-            for item, new, image in zip(items, embedded, images, strict=True)
-        ]
-    return {item.id: item for item in items}
+    if not images:
+        return items
+    return [
+        replace(
+            item,
+            original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+            bytes=len(new.image or b""),
+            width=image.width,
+            height=image.height,
+        )
+        for item, new, image in zip(items, new_items, images, strict=True)
+    ]
 
 
 def _rows(
@@ -463,7 +476,7 @@ def _rows(
     items: Sequence[NewItem],
     images: Sequence[Decoded],
 ) -> list[dict[str, Floats]]:
-    """Return the arrays that the index stores for each item with an image or a vector."""
+    """Return the arrays that the index stores for each item."""
     manifest = bundle.manifest
     if images:
         inputs: NDArray[Any] = np.stack([image.pixels for image in images])
@@ -489,36 +502,3 @@ def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.floa
             lengths = f"{width} {what}, not {length}"
             raise DataError(f"A vector of this index has {lengths} (item {item.id[:80]!a}).")
     return np.array([item.vector for item in items], np.float64)
-
-
-def _write(
-    index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]
-) -> int:
-    """Write items in one transaction and return how many existed; runs in the thread for changes.
-
-    `items` holds the embedded items by id. A new item that is not among them changes the label or
-    metadata of an existing item.
-    """
-    changes = [new for new in new_items if new.id not in items]
-    stored = index.get([new.id for new in changes], arrays=True) if changes else {}
-    if missing := [new.id for new in changes if new.id not in stored]:
-        count = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
-        advice = f"send an image or a vector for it{count}"
-        raise DataError(f"There is no item {missing[0][:80]!a} yet: {advice}.")
-    size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
-    if len(changes) > 1 and size > _COPIED_BYTES:
-        raise DataError(
-            f"The stored images of these items have more than {_COPIED_BYTES:,} bytes together."
-            " Change fewer items at a time."
-        )
-    with stage("write", len(new_items)):
-        whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]
-        return index.store.upsert(whole, bundle.sha256)
-
-
-def _changed(index: Index, item: Item, change: NewItem) -> Item:
-    """Return an item with the changed label or metadata."""
-    original = index.store.original(item.id) if item.keep in ("copy", "thumbnail") else None
-    label = change.label if "label" in change.named else item.label
-    metadata = change.metadata if "metadata" in change.named else item.metadata
-    return replace(item, label=label, metadata=metadata, original=original)

@@ -95,14 +95,10 @@ def serve(
     sources = index if isinstance(index, Mapping) else {default_name(str(place)): index}
     parts = Parts(sources, settings, device, tuple(plugins))
     multiprocess = settings.processes > 1
-    if multiprocess and beside:
+    if multiprocess and (beside or any(isinstance(source, Index) for source in sources.values())):
         raise StoreError(
-            "A server of several processes runs in the foreground only: start it with `retrieval"
-            " serve --processes N`."
-        )
-    if multiprocess and any(isinstance(source, Index) for source in sources.values()):
-        raise StoreError(
-            "Several processes cannot share an opened index: pass its folder or its address."
+            "Several processes serve folders and addresses, not open indexes, and only in the"
+            " foreground: start them with `retrieval serve INDEX --processes N`."
         )
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "port"))]
@@ -221,16 +217,14 @@ class Parts:
         """
         from retrieval.serving.http.app import Application
         from retrieval.serving.http.audit import Audit
-        from retrieval.serving.http.keys import key_source
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
         opened, reopen = {}, {}
-        for name, index in self.sources.items():
-            if not isinstance(index, Index):
-                reopen[name] = partial(self.open, index)
-                index = reopen[name]()
-            opened[name] = index
+        for name, source in self.sources.items():
+            if not isinstance(source, Index):
+                reopen[name] = partial(self.open, source)
+            opened[name] = reopen[name]() if name in reopen else source
         return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:
@@ -293,11 +287,11 @@ def checked(settings: Settings, host: str) -> Settings:
     Raises:
         RetrievalError: a setting is invalid, or others could reach a server without keys.
     """
-    for option, folders in (("--images", settings.images), ("--snapshots", [settings.snapshots])):
-        for folder in folders:
-            if folder is not None and not folder.is_dir():
-                named = f"{folder}, which {option} names"
-                raise StoreError(f"There is no folder {named}. Create it first.")
+    named = [*(("--images", folder) for folder in settings.images)]
+    named += [("--snapshots", settings.snapshots)] if settings.snapshots else []
+    for option, folder in named:
+        if not folder.is_dir():
+            raise StoreError(f"There is no folder {folder}, which {option} names. Create it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
         where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
@@ -340,11 +334,14 @@ def _proxy(text: str) -> str:
 def _is_loopback(host: str) -> bool:
     """Return whether a host's addresses are all loopback ones, or it is unknown."""
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        texts = [str(info[4][0]).partition("%")[0] for info in _addresses(host, 0)]
     except OSError:
         return True
-    texts = (str(info[4][0]).partition("%")[0] for info in addresses)
     return all(ipaddress.ip_address(text).is_loopback for text in texts)
+
+
+def _addresses(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -354,9 +351,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
             f"{option} must be a whole number from 0 (any free port) to 65535, not {port!r}."
         )
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, address = _addresses(host, port)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StoreError(
@@ -417,12 +412,14 @@ def default_name(path: str) -> str:
 def require_packages() -> None:
     """Raise a MissingDependency if a package of the extra `serve` is missing."""
     modules = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
-    for module in modules + (["uvloop"] if sys.platform != "win32" else []):
-        try:
+    try:
+        for module in modules + (["uvloop"] if sys.platform != "win32" else []):
             importlib.import_module(module)
-        except ImportError:
-            package, advice = module.replace("_", "-"), "pip install 'embedding-retrieval[serve]'"
-            raise MissingDependency(f"Serving needs {package}. Install it with: {advice}") from None
+    except ImportError as error:
+        package = str(error.name).replace("_", "-")
+        raise MissingDependency(
+            f"Serving needs {package}. Install it with: pip install 'embedding-retrieval[serve]'"
+        ) from None
 
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:

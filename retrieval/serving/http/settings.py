@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -69,12 +68,6 @@ class Settings:
     max_bytes: int = 20_000_000
     batch: int = 100
     deadline: float = 8.0
-
-    @property
-    def changeable(self) -> bool:
-        """True if anybody, with or without a key, may change an index."""
-        keyed = self.keys is not None or "RETRIEVAL_KEYS" in os.environ
-        return keyed or self.open in ("write", "admin")
 
 
 def plain_address(address: str) -> str:
