@@ -1,11 +1,9 @@
 """`oahu.warm` against Euclid along the stream.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py
-    OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py --development  # the development sets
 
-16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones. `warm_sets.py`
-names the sets, by a rule that was fixed before anything was measured, and the sets that everything
-was developed on (`--development`, two seeds, keeps nothing). Half of a set's items give the
+16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones. `uci.py` names
+the sets, by a rule that was fixed before anything was measured. Half of a set's items give the
 triplets and are the references, the other half are the queries. Two kinds of stream, each in its
 own order:
 
@@ -39,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
+import uci
 from bench import Kept, markdown, one_thread, page, resume_arguments
 from retrieval_oahu import Warm, from_labels, with_closure
 
@@ -47,17 +46,13 @@ Row = dict[str, Any]
 POINTS = (100, 300, 1000, 3000, 10_000)
 SHUFFLED_TRIPLETS = 1000
 SEEDS = 20
-FIRST_SEEDS = 6
-"""Seeds of real labels that are measured before all others."""
 KINDS, METRICS = ("random", "closure"), ("gain", "recall_at_1", "map_at_r")
 FASHION_REPEATS, SLACK, K, MAP_QUERIES = 3, 0.005, 5, 500
 
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
     """Return features and labels of the part that learns, and of the queries."""
-    import warm_sets  # its packages are needed to measure, not to write the page
-
-    x, y = warm_sets.items(name)
+    x, y = uci.items(name)
     order = np.random.default_rng(1000 + seed).permutation(len(x))
     refs, queries = order[: len(x) // 2], order[len(x) // 2 :]
     if standardized:
@@ -155,17 +150,13 @@ def measured(name: str, kind: str, seed: int) -> list[Row]:
     return _shuffled(name, kind, seed) if kind.startswith("shuffled") else _real(name, kind, seed)
 
 
-def jobs(development: bool) -> Iterator[Job]:
+def jobs() -> Iterator[Job]:
     """Yield the streams, the most important first."""
-    import warm_sets
-
-    names = warm_sets.DEVELOPMENT if development else warm_sets.EVALUATION
-    seeds = range(2 if development else SEEDS)
-    for repeat in range(0 if development else FASHION_REPEATS):
+    for repeat in range(FASHION_REPEATS):
         yield "fashion", "random", repeat
-    parts = ((seeds[:FIRST_SEEDS], ""), (seeds, "shuffled "), (seeds[FIRST_SEEDS:], ""))
-    for some, prefix in parts:
-        for seed, kind, name in itertools.product(some, KINDS, names):
+    seeds = range(SEEDS)
+    for part, prefix in ((seeds[:6], ""), (seeds, "shuffled "), (seeds[6:], "")):
+        for seed, kind, name in itertools.product(part, KINDS, uci.EVALUATION):
             yield name, prefix + kind, seed
 
 
@@ -197,16 +188,12 @@ def _fashion(seed: int) -> list[Row]:
 
 def main() -> None:
     parser = resume_arguments(__doc__)
-    help_ = "the sets that choices were made on; keeps nothing"
-    parser.add_argument("--development", action="store_true", help=help_)
     parser.add_argument("--sets", nargs="*", help="only these")
     options = parser.parse_args()
     one_thread()
-    options.fresh |= options.development
     kept = Kept("oahu_warm", options, ("stream",))
     machine = f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."
-    streams = () if options.write else jobs(options.development)
-    for (stream,) in kept.missing((s,) for s in streams if s[0] in (options.sets or [s[0]])):
+    for (stream,) in kept.missing((s,) for s in jobs() if s[0] in (options.sets or [s[0]])):
         for row in measured(*stream):
             kept.add({"stream": stream, "machine": machine} | row)
     kept.finish(render(kept.rows))
@@ -226,7 +213,7 @@ def render(rows: list[Row]) -> str:
 
         Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no
         triplet. `python benchmarks/oahu_warm.py` says how, and what *below beyond noise* means;
-        `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.
+        `benchmarks/uci.py` names the sets, by a rule that was fixed first.
 
         {tables}
 

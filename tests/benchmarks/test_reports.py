@@ -10,7 +10,7 @@ import pytest
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-OTHERS = {"cards", "anml_table2_earlier", "pooling", "attack", "attack_proxy"}
+OTHERS = {"cards", "anml_table2_earlier", "attack", "attack_proxy"}
 """Kept for a card, which has its own test, or by a script that renders nothing again."""
 KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
 
