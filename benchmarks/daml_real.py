@@ -54,8 +54,6 @@ CANDIDATES: tuple[Choice, ...] = tuple(
     itertools.product((0.2, 1.0), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
 )
 """Margin and learning rate."""
-FIRST: tuple[Choice, ...] = tuple(itertools.product((0.2, 1.0), (3e-3, 1e-2, 3e-2)))
-"""Those that were tried at first."""
 CHOOSING_SEEDS = (100, 101)
 SEEDS = tuple(range(10))
 Floats = NDArray[np.float64]
@@ -166,29 +164,26 @@ def run(
 
 
 class Runs:
-    """What is kept, by set, method, margin and rate, and seed; choices are among `candidates`."""
+    """What is kept, by set, method, margin and rate, and seed."""
 
-    def __init__(
-        self, rows: list[dict[str, Any]], candidates: tuple[Choice, ...] = CANDIDATES
-    ) -> None:
-        self.candidates = candidates
-        self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
     def chosen(self, name: str, method: str) -> Choice | None:
         """Return the candidate with the best mean Recall@1 of both seeds; None if one lacks."""
-        keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
-        if any(key not in self.found for key in itertools.chain(*keys)):
+        keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in CANDIDATES]
+        if any(key not in self.rows for key in itertools.chain(*keys)):
             return None
-        scores = [sum(self.found[key]["recall_at_1"] for key in one) for one in keys]
-        return self.candidates[int(np.argmax(scores))]
+        scores = [sum(self.rows[key]["recall_at_1"] for key in pair) for pair in keys]
+        return CANDIDATES[int(np.argmax(scores))]
 
     def tested(self, name: str, method: str, figure: str) -> list[float]:
         """Return a figure in % of each of the ten seeds; [] while one is missing."""
         choice = self.chosen(name, ONE if method == RAW else method)
         keys = [(name, ONE if method == RAW else method, choice, seed) for seed in SEEDS]
-        if any(key not in self.found for key in keys):
+        if any(key not in self.rows for key in keys):
             return []
-        rows = [self.found[key] for key in keys]
+        rows = [self.rows[key] for key in keys]
         return [100 * (row["raw"] if method == RAW else row)[figure] for row in rows]
 
     def gains(self, name: str, method: str, figure: str, against: str = ONE) -> list[float]:
@@ -220,27 +215,13 @@ def measure(kept: Kept, sets: list[str]) -> None:
             runs = Runs(kept.rows)
             choice = choice or runs.chosen(name, method)
             assert choice is not None
-            if (name, method, choice, seed) not in runs.found:
+            if (name, method, choice, seed) not in runs.rows:
                 kept.add(run(name, method, choice, seed, x, y))
 
 
 def gain(values: list[float]) -> str:
     """Return differences as mean ± half of Student's 95 % interval."""
     return f"{np.mean(values):+.2f} ± {half_width(values):.2f}"
-
-
-def changed(now: Runs, first: Runs) -> list[list[str]]:
-    """Return then's and now's gains of rows whose choice, or whose reference's, has changed."""
-    return [
-        [
-            SETS[name],
-            method,
-            *(gain(r.gains(name, method, f)) for f in FIGURES for r in (first, now)),
-        ]
-        for name in now.complete()
-        for method in methods(name)[1:]
-        if any(first.chosen(name, m) != now.chosen(name, m) for m in (ONE, method))
-    ]
 
 
 def render(rows: list[dict[str, Any]]) -> str:
@@ -262,7 +243,6 @@ def render(rows: list[dict[str, Any]]) -> str:
     sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
     searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in runs.complete())
     head = ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
-    first = ["set", "row", "Recall@1, first", "Recall@1, now", "MAP@R, first", "MAP@R, now"]
     return page(f"""
         # Several metrics against one on real data (DAMML)
 
@@ -273,10 +253,6 @@ def render(rows: list[dict[str, Any]]) -> str:
         there are several of them: read one that just leaves out 0 as none.
 
         {markdown(head, lines)}
-
-        Gains where the choice among the first six candidates was another:
-
-        {markdown(first, changed(runs, Runs(rows, FIRST)))}
 
         Learned weights less even ones:
 
