@@ -37,8 +37,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
+import oahu_table3
 import uci
-from bench import Kept, markdown, one_thread, page, resume_arguments
+from bench import Kept, markdown, nearest, one_thread, page, resume_arguments
 from retrieval_oahu import Warm, from_labels, with_closure
 
 Floats = NDArray[Any]
@@ -71,31 +72,16 @@ def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
 
 def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[str, Floats]:
     """Return who of the queries is right by five neighbours and by one, and some queries' MAP@R."""
-    by_five, by_one, precision = [], [], []
-    norms = (refs**2).sum(axis=1)
-    for start in range(0, len(queries), 500):
-        distances = norms - 2 * queries[start : start + 500] @ refs.T
-        query_labels = truth[start : start + 500]
-        near = np.argpartition(distances, K, axis=1)[:, :K]
-        order = np.argsort(np.take_along_axis(distances, near, 1), axis=1)
-        voters = labels[np.take_along_axis(near, order, 1)]
-        counts = (voters[:, :, None] == voters[:, None]).sum(axis=2)
-        by_five.append(voters[np.arange(len(voters)), counts.argmax(axis=1)] == query_labels)
-        by_one.append(voters[:, 0] == query_labels)
-        if start < MAP_QUERIES:
-            precision.append(_average_precision(distances, labels, query_labels))
-    columns = {"k": by_five, "one": by_one, "map": precision}
-    return {name: np.concatenate(parts) for name, parts in columns.items()}
-
-
-def _average_precision(distances: Floats, labels: Floats, query_labels: Floats) -> Floats:
-    relevant = np.bincount(labels, minlength=int(query_labels.max()) + 1)[query_labels]
+    near = labels[nearest(queries, refs, K)]
+    judged = truth[:MAP_QUERIES]
+    relevant = np.bincount(labels, minlength=int(truth.max()) + 1)[judged]
     most = max(int(relevant.max()), 1)
-    near = np.argsort(distances, axis=1, kind="stable")[:, :most]
-    hits = labels[near] == query_labels[:, None]
+    distances = (refs**2).sum(axis=1) - 2 * queries[:MAP_QUERIES] @ refs.T
+    hits = labels[np.argsort(distances, axis=1, kind="stable")[:, :most]] == judged[:, None]
     hits &= np.arange(most) < relevant[:, None]
     sums: Floats = (hits * hits.cumsum(axis=1) / np.arange(1, most + 1)).sum(axis=1)
-    return sums / np.maximum(relevant, 1)
+    right = {"k": oahu_table3.vote(near) == truth, "one": near[:, 0] == truth}
+    return right | {"map": sums / np.maximum(relevant, 1)}
 
 
 Parts = tuple[Floats, Floats, Floats, Floats]
@@ -177,8 +163,6 @@ def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
 
 
 def _fashion(seed: int) -> list[Row]:
-    import oahu_table3
-
     x, y = oahu_table3.fashion()
     dev, queries = oahu_table3.split(seed)
     stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))

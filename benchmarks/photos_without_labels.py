@@ -76,8 +76,8 @@ def render(raw: dict[str, Any]) -> str:
         Fashion-MNIST indexed by `retrieval {raw["command"]}`, nothing trained; their classes only
         judge. Of the first {QUERIES} test images the nearest is of the same class for
         {raw["nearest"]}; of all {NEAREST * QUERIES} answers ({NEAREST} each), {raw["all"]} are, and
-        at random {raw["random"]:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small
-        grey pictures of clothes are not.
+        at random {raw["random"]:.0f} would be. EfficientNet-Lite0 was trained on photographs, which
+        small grey pictures of clothes are not.
     """)
 
 

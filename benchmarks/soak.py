@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
@@ -208,19 +209,22 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self._index, self._log = index, log
-        self.processes = 1
-        self.process: subprocess.Popen[bytes] | None = None
+        self._line = [sys.executable, "-m", "retrieval.cli", "serve", str(index), "--port"]
+        self._line += [str(self.port), "--open", "admin", "--workers", "2", "--processes"]
+        self._log = log
+        self.start(2)
 
     def start(self, processes: int) -> None:
-        """Start it; its clients wait for it by themselves."""
+        """Start it in a group of processes; its clients wait for it by themselves."""
         self.processes = processes
-        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index)]
-        line += ["--port", str(self.port), "--open", "admin", "--workers", "2"]
-        line += ["--processes", str(processes)]
         with self._log.open("ab") as log:
-            folder = self._index.parent
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, cwd=folder)
+            self.process = subprocess.Popen(
+                [*self._line, str(processes)],
+                stdout=log,
+                stderr=log,
+                cwd=self._log.parent,
+                start_new_session=True,
+            )
 
     def answers(self, end: float) -> None:
         """Wait until it answers, or a time by `time.monotonic`."""
@@ -232,62 +236,51 @@ class Server:
                 return
             time.sleep(0.05)
 
-    def members(self) -> dict[int, int]:
-        """Return its processes' pids by number; decoders end by themselves."""
-        assert self.process is not None
-        found = {}
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in path.read_text().split():
-                with suppress(OSError, IndexError, ValueError):
-                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    if "--multiprocessing-fork" in words:
-                        found[len(found)] = int(pid)
-        return found
+    def members(self) -> list[psutil.Process]:
+        """Return its processes; decoders, which end by themselves, are none."""
+        members = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):
+                members += [child] if "--multiprocessing-fork" in child.cmdline() else []
+        return members
 
     def kill(self) -> None:
         """Kill all of it at once, and wait until all of it is gone."""
-        assert self.process is not None
-        pids = [*self.members().values(), self.process.pid]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        group = psutil.Process(self.process.pid).children(recursive=True)
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        while any(_runs(pid) for pid in pids):
+        while any(_runs(process) for process in group):
             time.sleep(0.01)
 
     def end(self) -> int:
         """Have it end in good order; return its exit code."""
-        assert self.process is not None
         self.process.terminate()
         return self.process.wait(30)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
     """Kill the server or one of its processes repeatedly; return how often each was."""
     drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
-    processes = 2
+    names = ("first process", "second process")
     while time.monotonic() < end:
         server.answers(end)
         time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
-        members = server.members()
-        what = drawn.choice(["whole", "first process", "second process"]) if members else "whole"
-        number = {"first process": 1, "second process": 2}.get(what)
-        if number is None:
+        members = dict(zip(names, server.members(), strict=False))
+        what = drawn.choice(["whole", *members])
+        if what == "whole":
             kills[f"whole, of {server.processes}"] += 1
             server.kill()
-            processes = 3 - processes
-            server.start(processes)
-        elif number in members:
+            server.start(3 - server.processes)
+        else:
             kills[what] += 1
-            with suppress(ProcessLookupError):
-                os.kill(members[number], signal.SIGKILL)
+            with suppress(psutil.Error):
+                members[what].kill()
     return kills
 
 
@@ -332,7 +325,6 @@ def soak(
     bundle = make_bundle(folder / "bundle")
     create_index(index, bundle, progress=False)
     server, stop = Server(index, folder / "log"), threading.Event()
-    server.start(2)
     workers = [
         Worker(f"c{number}", f"http://127.0.0.1:{server.port}", seed * 100 + number + 1, stop)
         for number in range(clients)
@@ -348,7 +340,7 @@ def soak(
         code = server.end()
     finally:
         stop.set()
-        if server.process is not None and server.process.poll() is None:
+        if server.process.poll() is None:
             server.kill()
     records, opened = [worker.record for worker in workers], Bundle.open(bundle, threads=1)
     count, wrong = differences(index, opened, records, seed)
