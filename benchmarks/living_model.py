@@ -129,6 +129,7 @@ class Writing:
         seed: of the calls.
         tell: takes what is begun and what has returned.
         first: a call that was cut short, to be done again.
+        background: whether upkeep has a thread; None: drawn.
     """
 
     def __init__(
@@ -139,11 +140,13 @@ class Writing:
         seed: int,
         tell: Callable[[str, Any], None],
         first: Call | None,
+        background: bool | None = None,
     ) -> None:
         self.folder, self.bundles, self.state = folder, bundles, state
         self.tell, self.first = tell, first
         self.random = random.Random(seed)
-        self.background = self.random.random() < 0.5
+        drawn = self.random.random() < 0.5
+        self.background = drawn if background is None else background
         self.store = LocalStore(folder, upkeep=self.background)
 
     def run(self) -> None:
