@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 import bench
 from published import has, published
@@ -77,21 +77,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Euclid:
-    """Features as they are."""
-
-    def __str__(self) -> str:
-        return "Euclid"
-
-    def fit(self, x: Floats, y: Ints) -> Euclid:
-        """Learn nothing."""
-        return self
-
-    def transform(self, x: Floats) -> Floats:
-        """Return the features."""
-        return x
-
-
 class LargeClasses:
     """A learner that is fitted without the classes that are too small for its neighbours."""
 
@@ -115,7 +100,7 @@ class LargeClasses:
 
 def candidates(method: str, large: bool) -> list[Any]:
     if method == "euclid":
-        return [Euclid()]
+        return [FunctionTransformer()]
     if method == "nca":  # scikit-learn's holds several N × N matrices
         small = NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
         return [PNCA(1.0) if large else small]

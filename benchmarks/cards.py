@@ -232,13 +232,11 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the blocks from what is kept; run nothing"
     )
-    parser.add_argument("--run", action="store_true", help="run what is missing; write nothing")
     options = parser.parse_args()
     for name in CARDS if "all" in options.names else options.names:
         if not options.write:
             run_missing(name, options.seeds)
-        if not options.run:
-            write_card(name)
+        write_card(name)
 
 
 if __name__ == "__main__":

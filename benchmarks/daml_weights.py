@@ -145,13 +145,10 @@ def render(kept: list[dict[str, Any]]) -> str:
             if value in values
             for theirs in [f"{paper(sweep, value):.1f}" if sweep in PRINTED else "–"]
         ]
-        means = [np.mean(column) for column in values.values()]
         parts += f"""
             ## {title}
 
             {markdown(["", "here", "seeds", "paper"], rows)}
-
-            From {min(means):.1f} to {max(means):.1f} over the whole range.
         """
     return page(f"""
         # Weights of DAML: λ₁, λ₂, λ and μ

@@ -143,13 +143,12 @@ def cell(row: dict[str, Any] | None) -> str:
 def render(kept: list[dict[str, Any]]) -> str:
     sizes = sorted({row["items"] for row in kept})
     loads = [row["load"] for row in kept]
-    table, missing = [], []
+    table = []
     for title in [*OURS, *PEERS]:
         own = {row["items"]: row for row in bench.chosen(kept, learner=title)}
         done = [f"{row['recall']:.3f}" for row in own.values() if "recall" in row]
         cells = [*(cell(own.get(size)) for size in sizes), growth(own), (done or ["–"])[-1]]
         table += [[title, *cells]] if own else []
-        missing += [] if own else [title]
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
     reasons = "\n".join(f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed)
     longer = ", ".join(f"{title} {most}" for title, most in LONGER.items())
@@ -172,12 +171,10 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         {reasons}
 
-        *Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and Warm
+        *Not tried*: stopped at a smaller size. OAHU and Warm
         learn from triplets, 10,000 at most whatever the number of items, so their time hardly
         grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at its best
         here: the classes are Gaussian, as it takes them to be.
-
-        {f"Not measured yet: {', '.join(missing)}." if missing else ""}
     """)
 
 

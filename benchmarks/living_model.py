@@ -34,7 +34,7 @@ from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
-from bench import RESULTS, arguments, finish
+from bench import RESULTS, arguments, finish, markdown
 from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST, IDS = 8, 3, 32, 48, 400
@@ -138,8 +138,8 @@ class Writing:
         bundles: list[Bundle],
         state: State,
         seed: int,
-        tell: Callable[[str, Any], None],
-        first: Call | None,
+        tell: Callable[[str, Any], None] = lambda what, call: None,
+        first: Call | None = None,
         background: bool | None = None,
     ) -> None:
         self.folder, self.bundles, self.state = folder, bundles, state
@@ -497,12 +497,11 @@ def counts_table(
     """Return a table of the last key of cells against the keys before it."""
     counts = {tuple(values): count for *values, count in cells}
     names = [f"{prefix}{outcome}" for outcome in outcomes]
-    lines = ["| " + " | ".join([*head, *names]) + " |"]
-    lines.append("|---" * len(head) + "|--:" * len(outcomes) + "|")
-    for row in dict.fromkeys(values[:-1] for values in counts):
-        numbers = [str(counts.get((*row, outcome), 0)) for outcome in outcomes]
-        lines.append("| " + " | ".join([*row, *numbers]) + " |")
-    return "\n".join(lines)
+    lines = [
+        [*row, *(str(counts.get((*row, outcome), 0)) for outcome in outcomes)]
+        for row in dict.fromkeys(values[:-1] for values in counts)
+    ]
+    return markdown([*head, *names], lines)
 
 
 def show(number: int, row: Row) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -284,21 +283,6 @@ def signed(difference: Difference) -> str:
     return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
 
-def edges(searches: Sequence[Search]) -> str:
-    """Return which best values lay at an edge of those tried, and on how many splits."""
-    counts: Counter[str] = Counter()
-    for search in searches:
-        counts.update(
-            f"{end} {key.split('.')[1]}"
-            for key, value in search.values.items()
-            if not isinstance(value, str)
-            for tried in [sorted({trial.values[key] for trial in search.trials})]
-            for end, edge in (("lowest", tried[0]), ("highest", tried[-1]))
-            if value == edge and len(tried) > 2
-        )
-    return ", ".join(f"{what} ({count} of {SPLITS})" for what, count in counts.items())
-
-
 def metrics_table(result: Comparison) -> str:
     """Return each contestant's metrics, the agreement of its folds and its best rates."""
     rows = []
@@ -311,10 +295,9 @@ def metrics_table(result: Comparison) -> str:
                 *(interval(result.mean(row, metric)) for metric in METRICS),
                 bench.decimals(agreed(row), 2) if row.recipe else "",
                 ", ".join(f"{rate:.2g}" for rate in rates),
-                edges(row.searches),
             ]
         )
-    head = ["", "MAP@R", "Recall@1", "R-precision", "folds' ρ", "rates chosen", "best at the edge"]
+    head = ["", "MAP@R", "Recall@1", "R-precision", "folds' ρ", "rates chosen"]
     return bench.markdown(head, rows)
 
 
