@@ -40,7 +40,7 @@ from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 import bench
-from published import has, published
+from bench import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
 from retrieval_metric_learn.learners import ITML, LMNN, SCML

@@ -169,21 +169,19 @@ class Runs:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
-    def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the best mean Recall@1 of both seeds; None if one lacks."""
-        keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in CANDIDATES]
-        if any(key not in self.rows for key in itertools.chain(*keys)):
-            return None
-        scores = [sum(self.rows[key]["recall_at_1"] for key in pair) for pair in keys]
-        return CANDIDATES[int(np.argmax(scores))]
+    def chosen(self, name: str, method: str) -> Choice:
+        """Return the candidate with the best mean Recall@1 of both seeds."""
+        rows = [
+            [self.rows[name, method, choice, seed] for seed in CHOOSING_SEEDS]
+            for choice in CANDIDATES
+        ]
+        return CANDIDATES[int(np.argmax([sum(r["recall_at_1"] for r in pair) for pair in rows]))]
 
     def tested(self, name: str, method: str, figure: str) -> list[float]:
-        """Return a figure in % of each of the ten seeds; [] while one is missing."""
-        choice = self.chosen(name, ONE if method == RAW else method)
-        keys = [(name, ONE if method == RAW else method, choice, seed) for seed in SEEDS]
-        if any(key not in self.rows for key in keys):
-            return []
-        rows = [self.rows[key] for key in keys]
+        """Return a figure in % of each of the ten seeds."""
+        trained = ONE if method == RAW else method
+        choice = self.chosen(name, trained)
+        rows = [self.rows[name, trained, choice, seed] for seed in SEEDS]
         return [100 * (row["raw"] if method == RAW else row)[figure] for row in rows]
 
     def gains(self, name: str, method: str, figure: str, against: str = ONE) -> list[float]:
@@ -192,12 +190,6 @@ class Runs:
             self.tested(name, method, figure), self.tested(name, against, figure), strict=True
         )
         return [own - one for own, one in pairs]
-
-    def complete(self) -> list[str]:
-        """Return the sets of which all is measured."""
-        return [
-            name for name in SETS if all(self.tested(name, m, "recall_at_1") for m in methods(name))
-        ]
 
 
 def measure(kept: Kept, sets: list[str]) -> None:
@@ -214,7 +206,6 @@ def measure(kept: Kept, sets: list[str]) -> None:
         for method, choice, seed in jobs:
             runs = Runs(kept.rows)
             choice = choice or runs.chosen(name, method)
-            assert choice is not None
             if (name, method, choice, seed) not in runs.rows:
                 kept.add(run(name, method, choice, seed, x, y))
 
@@ -227,7 +218,9 @@ def gain(values: list[float]) -> str:
 def render(rows: list[dict[str, Any]]) -> str:
     runs, lines, ends, weighed = Runs(rows), [], [], []
     rates = [rate for _, rate in CANDIDATES]
-    for name in runs.complete():
+    sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
+    names = [name for name in SETS if name in sizes]
+    for name in names:
         for method in (RAW, *methods(name)):
             choice = runs.chosen(name, method) if method != RAW else None
             cells = [SETS[name], method, "" if choice is None else f"{choice[0]:g}, {choice[1]:g}"]
@@ -240,8 +233,7 @@ def render(rows: list[dict[str, Any]]) -> str:
                 ends.append(f"{SETS[name]}: {method}")
         apart = [runs.gains(name, "four, learned", figure, "four, even") for figure in FIGURES]
         weighed.append([SETS[name], *map(gain, apart)])
-    sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
-    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in runs.complete())
+    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in names)
     head = ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
     return page(f"""
         # Several metrics against one on real data (DAMML)

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import DOCS, Kept, markdown, page, resume_arguments, save_figure, train_and_judge
-from published import published
+import bench
 
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
@@ -93,7 +92,7 @@ def letters(folder: Path) -> dict[bool, Path]:
     return files
 
 
-def measure(kept: Kept) -> None:
+def measure(kept: bench.Kept) -> None:
     """Run what is missing; keep each run at once."""
     import torch
 
@@ -105,7 +104,7 @@ def measure(kept: Kept) -> None:
         files = letters(Path(folder))
         for sweep, value, seed in kept.missing(jobs):
             table = recipe(files[sweep == "mu"], sweep, value, seed)
-            figures, seconds = train_and_judge(table, Path(folder) / "run")
+            figures, seconds = bench.train_and_judge(table, Path(folder) / "run")
             row = {"sweep": sweep, "value": value, "seed": seed, "seconds": round(seconds, 1)}
             kept.add(row | {"recall_at_1": figures["trained"]["recall_at_1"]})
 
@@ -125,7 +124,7 @@ PRINTED = ("lambda1", "lambda2")
 
 def paper(sweep: str, value: float) -> float:
     """Return what the paper has, in %."""
-    return published("daml_table_12", sweep, f"{value:g}")
+    return bench.published("daml_table_12", sweep, f"{value:g}")
 
 
 def spread(values: list[float]) -> str:
@@ -148,9 +147,9 @@ def render(kept: list[dict[str, Any]]) -> str:
         parts += f"""
             ## {title}
 
-            {markdown(["", "here", "seeds", "paper"], rows)}
+            {bench.markdown(["", "here", "seeds", "paper"], rows)}
         """
-    return page(f"""
+    return bench.page(f"""
         # Weights of DAML: λ₁, λ₂, λ and μ
 
         `python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes
@@ -191,12 +190,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.tick_params(labelsize=7)
     axes[0, 0].set_ylabel("Recall@1 less the curve's mean, points", fontsize=7)
     axes[0, 0].legend(fontsize=6)
-    save_figure(figure, DOCS / "daml_weights.png")
+    bench.save_figure(figure, bench.DOCS / "daml_weights.png")
 
 
 def main() -> None:
-    options = resume_arguments(__doc__).parse_args()
-    kept = Kept("daml_weights", options, ("sweep", "value", "seed"))
+    options = bench.resume_arguments(__doc__).parse_args()
+    kept = bench.Kept("daml_weights", options, ("sweep", "value", "seed"))
     if not options.write:
         measure(kept)
     kept.finish(render(kept.rows))

@@ -87,8 +87,8 @@ def measure(counts: list[int]) -> list[dict[str, Any]]:
                 row = {"set": data, "items": count, "contestant": name}
                 try:
                     row |= bench.alone(contestant, name, data, count)
-                except (RuntimeError, TimeoutError) as error:
-                    row["failed"] = str(error)
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {error}"
                 rows.append(row)
                 print(row, file=sys.stderr, flush=True)
     return rows

@@ -291,15 +291,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     kept = []
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            many = (options.threads, options.processes)
-            kept.append(run(Path(folder), options.seconds, seed, *many))
+            kept.append(run(Path(folder), options.seconds, seed))
         print(json.dumps(kept[-1])[:2000], flush=True)
     finish("histories", kept, render(kept), folder=options.output)
     if any(one["wrong"] for one in kept):

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ import bench
 import pictures
 
 KEPT, PICTURE = bench.RAW / "methods.json", bench.RESULTS / "methods_search.png"
-PLUGIN = Path(__file__).with_name("saved_images.py")
 SEEDS, SPLITS, TRIALS, FOLDS = 3, 3, 16, 2
 EPOCHS, BATCHES, WIDTH = 4, 12, 12
 NET = {"name": "core.convnet", "width": WIDTH, "layers": 1}
@@ -61,7 +60,6 @@ SETS: dict[str, dict[str, Any]] = {
 classes are searched, and the grey of what lies beside a picture."""
 SIZES = {"digits": (1797, 10), "fashion": (2000, 10), "icons": (3600, 600)}
 """Items and classes of each set."""
-DRAWN = 600
 
 CLAIMS = (
     ("Multi-Similarity", "lifted", "Wang et al., CVPR 2019"),
@@ -188,7 +186,7 @@ def recipe(name: str, method: str, work: Path) -> Tables:
         classes = np.unique(saved["labels"])
     table: Tables = {
         "name": method,
-        "data": {"name": "saved_images.saved", "file": str(file)},
+        "data": {"name": "pictures.saved", "file": str(file)},
         "split": {"by": "class", "test": classes[: about["held"]].tolist(), "validation": 0.0},
         "evaluate": {"metrics": list(METRICS)},
         **own,
@@ -212,25 +210,21 @@ def recipe(name: str, method: str, work: Path) -> Tables:
     }
 
 
-def images(name: str, icons: Path | None) -> pictures.Pictures:
-    """Return a set's images (N, side, side) and labels (N,)."""
-    if name == "digits":
-        return pictures.digits()
-    if name == "fashion":
-        return pictures.fashion()
-    if icons is None:
-        raise SystemExit("--icons names the folder of npm's package; --help has the commands.")
-    return pictures.icons(icons, DRAWN)
+IMAGES: dict[str, Callable[[Path], pictures.Pictures]] = {
+    "digits": lambda package: pictures.digits(),
+    "fashion": lambda package: pictures.fashion(),
+    "icons": lambda package: pictures.icons(package, 600),
+}
 
 
-def measure(name: str, work: Path, methods: Sequence[str], icons: Path | None) -> Kept:
+def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
     """Compare methods on a set, or continue; return what is kept of it."""
     import retrieval
     import tomli_w
 
     (work / name / "recipes").mkdir(parents=True, exist_ok=True)
     if not (work / f"{name}.npz").exists():
-        arrays, labels = images(name, icons)
+        arrays, labels = IMAGES[name](icons)
         assert (len(arrays), len(np.unique(labels))) == SIZES[name]
         np.savez(work / f"{name}.npz", images=arrays, labels=labels)
     files = []
@@ -245,7 +239,7 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path | None) -
         splits=SPLITS,
         search=TRIALS,
         folds=FOLDS,
-        plugins=[str(PLUGIN)],
+        plugins=[pictures.__file__],
         allow_different=True,
     )
     return {"contestants": [asdict(row) for row in result.contestants]}
@@ -438,7 +432,7 @@ def render(raw: Kept) -> str:
 def main() -> None:
     parser = bench.arguments(__doc__)
     parser.add_argument("--work", type=Path, default=bench.WORK / "methods", help="finished runs")
-    parser.add_argument("--icons", type=Path, help="folder of the package @phosphor-icons/core")
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--write", action="store_true", help="measure nothing")

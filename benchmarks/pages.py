@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable
 
 import recipes
-from bench import DOCS, RESULTS, markdown, write
-from published import has, published
+from bench import DOCS, RESULTS, has, markdown, published, write
 
 MARK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->", re.S)
 Table = list[dict[str, str]]

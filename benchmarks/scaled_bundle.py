@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
+from retrieval.serving.store.testing.bundles import save_graph
 
 
 def make_bundle(folder: Path, width: int, scale: float) -> None:
@@ -18,12 +19,8 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
         for n in ("input", "vector")
     )
     nodes = [helper.make_node("Mul", ["input", "scale"], ["vector"])]
-    held = [numpy_helper.from_array(np.float32(scale), "scale")]
-    graph = helper.make_graph(nodes, "graph", [given], [out], held)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9),
-        folder / "encoder.onnx",
-    )
+    constants = {"scale": np.float32(scale)}
+    save_graph(folder / "encoder.onnx", nodes, [given], [out], constants)
     manifest = Manifest(
         name="scaled",
         created="2025-01-01T00:00:00+00:00",

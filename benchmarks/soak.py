@@ -164,23 +164,15 @@ class Worker:
     def _delete(self, client: Client) -> None:
         id = self._id()
         before = self.record.may_be(id)
-        with self._written({id: None}):
-            try:
-                client.delete(id)
-            except ServerError as fault:
-                if fault.status != 404:
-                    raise
-                if None not in before:
-                    self.wrong.append(f"{id} was there, and could not be deleted: {fault}")
+        with self._written({id: None}), _not_found() as missing:
+            client.delete(id)
+        if missing and None not in before:
+            self.wrong.append(f"{id} was there, and could not be deleted")
 
     def _get(self, client: Client) -> None:
-        id = self._id()
-        try:
+        id, found = self._id(), None
+        with _not_found():
             found = value_of(client.get(id))
-        except ServerError as fault:
-            if fault.status != 404:
-                raise
-            found = None
         self.counts["reads"] += 1
         if found not in self.record.may_be(id):
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
@@ -200,6 +192,18 @@ class Worker:
             known, value = self.record.may_be(str(hit.id)), value_of(hit)
             if str(hit.id).startswith(f"{self.name}/") and value not in known:
                 self.wrong.append(f"a search found {hit.id} as {value}, and it may be {known}")
+
+
+@contextmanager
+def _not_found() -> Iterator[list[ServerError]]:
+    """Take the answer 404 for one, and put it into the list."""
+    faults: list[ServerError] = []
+    try:
+        yield faults
+    except ServerError as fault:
+        if fault.status != 404:
+            raise
+        faults.append(fault)
 
 
 class Server:
