@@ -78,7 +78,7 @@ Ints = NDArray[np.int64]
 
 
 class LargeClasses:
-    """A learner that is fitted without the classes that are too small for its neighbours."""
+    """A learner that is fitted without the classes of fewer members."""
 
     def __init__(self, learner: Any, members: int) -> None:
         self.learner, self.members = learner, members

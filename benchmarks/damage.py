@@ -174,7 +174,7 @@ def render(raw: living.Row) -> str:
 
 
 def main() -> None:
-    options = living.count_arguments(__doc__, 2000).parse_args()
+    options = living.run_arguments(__doc__, count=2000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = cases(options.count, options.seed, Path(folder))
     wrong = [row for row in rows if row["how"] in ("silent", "crash")]

@@ -37,8 +37,8 @@ from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.testing import make_bundle
 
-from bench import RESULTS, arguments, finish, markdown, page
-from living_model import board_of
+from bench import finish, markdown, page
+from living_model import board_of, run_arguments
 
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
@@ -288,13 +288,9 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = run_arguments(__doc__, seconds=60.0, seeds=3).parse_args()
     kept = []
-    for seed in range(options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds):
         with tempfile.TemporaryDirectory() as folder:
             kept.append(run(Path(folder), options.seconds, seed))
         print(json.dumps(kept[-1])[:2000], flush=True)

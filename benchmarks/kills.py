@@ -162,7 +162,7 @@ def render(raw: living.Row) -> str:
 
 
 def main() -> None:
-    options = living.count_arguments(__doc__, 1000).parse_args()
+    options = living.run_arguments(__doc__, count=1000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = kills(options.count, options.seed, Path(folder))
     raw = living.summary("kills", rows, options.seed, "call", "how", "outcome")

@@ -120,16 +120,9 @@ def small() -> None:
 
 
 class Writing:
-    """Does random calls, in the child.
-
-    Args:
-        folder: of the index.
-        bundles: opened.
-        state: what it holds.
-        seed: of the calls.
-        tell: takes what is begun and what has returned.
-        first: a call that was cut short, to be done again.
-        background: whether upkeep has a thread; None: drawn.
+    """Does random calls of an index that holds `state`, in the child. `tell` takes what is begun and
+    what has returned; `first` is a call that was cut short, to be done again; `background` says
+    whether upkeep has a thread (None: drawn).
     """
 
     def __init__(
@@ -255,10 +248,8 @@ Copies = dict[str, tuple[State, bool]]
 
 class Told:
     """What an index should hold after what its writer told: states that are right, and snapshots.
-
-    Attributes:
-        moments: of each thing that was told: when, the states that are right from then on, what
-            each snapshot holds and whether it must be there, and the call that runs.
+    `moments` has of each thing that was told: when, the states that are right from then on, what
+    each snapshot holds and whether it must be there, and the call that runs.
     """
 
     def __init__(self, state: State, running: Call | None = None) -> None:
@@ -464,10 +455,11 @@ def system() -> str:
     return f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
 
 
-def count_arguments(doc: str | None, count: int) -> argparse.ArgumentParser:
-    """Return a parser of how many, of which seed, and of the folder of results."""
+def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
+    """Return a parser of how many or how long, of which seed, and of the folder of results."""
     parser = arguments(doc)
-    parser.add_argument("--count", type=int, default=count)
+    for name, default in most.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser

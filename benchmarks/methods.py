@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -210,13 +210,6 @@ def recipe(name: str, method: str, work: Path) -> Tables:
     }
 
 
-IMAGES: dict[str, Callable[[Path], pictures.Pictures]] = {
-    "digits": lambda package: pictures.digits(),
-    "fashion": lambda package: pictures.fashion(),
-    "icons": lambda package: pictures.icons(package, 600),
-}
-
-
 def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
     """Compare methods on a set, or continue; return what is kept of it."""
     import retrieval
@@ -224,7 +217,7 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
 
     (work / name / "recipes").mkdir(parents=True, exist_ok=True)
     if not (work / f"{name}.npz").exists():
-        arrays, labels = IMAGES[name](icons)
+        arrays, labels = pictures.load(name, icons, SIZES["icons"][1])
         assert (len(arrays), len(np.unique(labels))) == SIZES[name]
         np.savez(work / f"{name}.npz", images=arrays, labels=labels)
     files = []

@@ -125,31 +125,31 @@ def upper(row: Row) -> float:
     return (won + lost) / row["queries"] * (2 * share - 1)
 
 
-Job = tuple[str, str, int]
-"""Set, kind of stream ("shuffled random" where its labels are), seed."""
-
-
 def measured(name: str, kind: str, seed: int) -> list[Row]:
     """Return the rows of a stream."""
+    if kind.startswith("shuffled"):
+        return _shuffled(name, kind, seed)
     if name == "fashion":
-        return _fashion(seed)
-    return _shuffled(name, kind, seed) if kind.startswith("shuffled") else _real(name, kind, seed)
+        x, y = oahu_table3.fashion()
+        dev, queries = oahu_table3.split(seed)
+        stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
+        parts = (x[dev], y[dev], x[queries], y[queries])
+        return list(along(Warm(seed=seed), parts, stream, POINTS[-1:]))
+    parts = split(name, seed, bool(seed % 2))
+    stream = triplets(kind, parts[1], seed, POINTS[-1])
+    return list(along(Warm(seed=seed), parts, stream, POINTS))
 
 
-def jobs() -> Iterator[Job]:
-    """Yield the streams, the most important first."""
+def jobs() -> Iterator[tuple[str, str, int]]:
+    """Yield set, kind ("shuffled random" where its labels are) and seed of the streams, the most
+    important first.
+    """
     for repeat in range(FASHION_REPEATS):
         yield "fashion", "random", repeat
     seeds = range(SEEDS)
     for part, prefix in ((seeds[:6], ""), (seeds, "shuffled "), (seeds[6:], "")):
         for seed, kind, name in itertools.product(part, KINDS, uci.EVALUATION):
             yield name, prefix + kind, seed
-
-
-def _real(name: str, kind: str, seed: int) -> list[Row]:
-    parts = split(name, seed, bool(seed % 2))
-    stream = triplets(kind, parts[1], seed, POINTS[-1])
-    return list(along(Warm(seed=seed), parts, stream, POINTS))
 
 
 def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
@@ -160,14 +160,6 @@ def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
     learner.learn_from(x[stream[start : start + 256]] for start in range(0, len(stream), 256))
     away = learner.weights_at_[learner.weights_[:, 0] < 1]
     return [{"left_after": int(away[0]) if len(away) else None}]
-
-
-def _fashion(seed: int) -> list[Row]:
-    x, y = oahu_table3.fashion()
-    dev, queries = oahu_table3.split(seed)
-    stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
-    parts = (x[dev], y[dev], x[queries], y[queries])
-    return list(along(Warm(seed=seed), parts, stream, POINTS[-1:]))
 
 
 def main() -> None:
@@ -269,10 +261,8 @@ def _sets(rows: list[Row]) -> str:
             about.append(f"{np.mean([row['euclid'] for row in part]):.3f}")
             lines.append([*about, *(f"{cell:+.4f}" for cell in cells)])
     head = ["set", "stream", "features", "queries", "Euclid", "gain", "lowest", "Recall@1", "MAP@R"]
-    title = (
-        "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds."
-    )
-    return f"{title}\n\n{markdown(head, lines)}"
+    title = "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds"
+    return f"{title}.\n\n{markdown(head, lines)}"
 
 
 def _pixels(rows: list[Row]) -> str:

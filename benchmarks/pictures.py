@@ -21,6 +21,11 @@ Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
 """Images (N, side, side) and labels (N,)."""
 
 
+def load(name: str, package: Path, count: int) -> Pictures:
+    """Return digits, fashion, or so many of the icons in npm's package."""
+    return {"digits": digits, "fashion": fashion}.get(name, lambda: icons(package, count))()
+
+
 def digits() -> Pictures:
     """Return scikit-learn's 1,797 digits (8 × 8)."""
     data: Any = create("dataset", "core.digits")

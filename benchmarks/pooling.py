@@ -15,7 +15,6 @@ results/raw/pooling.jsonl and not repeated.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,12 @@ from retrieval_core.pooling import Pool
 
 POOLS = ("mean", "max", "gem", "grid")
 METRICS = ["recall_at_1", "map_at_r"]
-SETS: dict[str, tuple[Callable[[Path], pictures.Pictures], dict[str, int]]] = {
-    "digits": (lambda package: pictures.digits(), {"classes": 5, "items": 12}),
-    "fashion": (lambda package: pictures.fashion(), {"classes": 5, "items": 12}),
-    "icons": (lambda package: pictures.icons(package, 300), {"classes": 16, "items": 4}),
+SETS = {
+    "digits": {"classes": 5, "items": 12},
+    "fashion": {"classes": 5, "items": 12},
+    "icons": {"classes": 16, "items": 4},
 }
+"""Each set's batches."""
 
 
 def recipe(pool: str, sampler: dict[str, int]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def measure(name: str, pool: str, data: pictures.Pictures) -> dict[str, Any]:
     """Train a net that ends in a pool; return its row."""
     dataset = ArrayDataset(data[0], data[1].tolist())
     with tempfile.TemporaryDirectory() as folder:
-        table = recipe(pool, SETS[name][1])
+        table = recipe(pool, SETS[name])
         run = train(table, Path(folder) / "run", dataset=dataset, progress=False)
         metrics = evaluate(run, progress=False).metrics["trained"]
     row = {"set": name, "pool": pool, "seed": 0}
@@ -120,10 +120,10 @@ def main() -> None:
     one_thread()
     torch.set_num_threads(1)
     kept = Kept("pooling", options, ("set", "pool", "seed", "frozen"))
-    for name, (load, _) in SETS.items():
+    for name in SETS:
         jobs = [(name, pool, 0, None) for pool in POOLS]
         missing = list(kept.missing([*jobs, *((name, pool, None, True) for pool in POOLS)]))
-        data = load(options.icons) if missing else None
+        data = pictures.load(name, options.icons, 300) if missing else None
         for _, pool, _, frozen in missing:
             assert data is not None
             kept.add((measure_frozen if frozen else measure)(name, pool, data))

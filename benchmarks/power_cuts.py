@@ -38,7 +38,7 @@ from power_disk import MODES, Disk, strace
 
 LIVES, CALLS, CUTS = 3, 12, 40
 """Processes of one record, calls of each, and cuts of one record."""
-FAULTS = ("commits", "folders", "files")
+FAULTS = ("commits", "folders")
 """What a store can be made not to sync, to see that it would be found out."""
 CREATE: living.Call = {"call": "create"}
 
@@ -63,7 +63,7 @@ def forget(fault: str) -> None:
         Record._open = careless  # type: ignore[method-assign]
     else:
         os.fsync = view.sync_data = lambda file: (
-            None if stat.S_ISDIR(os.fstat(file).st_mode) == (fault == "folders") else sync(file)
+            None if stat.S_ISDIR(os.fstat(file).st_mode) else sync(file)
         )
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--live"]:
         folder, seed, killed, *faults = sys.argv[2:]
         live(Path(folder), int(seed), killed, faults[0] if faults else None)
-    parser = living.count_arguments(__doc__, 1000)
+    parser = living.run_arguments(__doc__, count=1000)
     parser.add_argument("--lives", type=int, default=LIVES, help="processes of one record")
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     less = "have the store leave out these syncs; losses are then expected"

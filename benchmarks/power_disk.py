@@ -68,7 +68,6 @@ class Folder:
     names: dict[str, File | Folder] = field(default_factory=dict)
 
 
-Node = File | Folder | None
 Parts = tuple[str, ...]
 """A path below the folder."""
 
@@ -181,7 +180,7 @@ class Disk:
         elif self._inside(path) and name not in ("close", "lseek", "fsync"):
             raise ValueError(f"{name} on {path}, which no call has opened.")
 
-    def _inside(self, path: str) -> tuple[str, ...] | None:
+    def _inside(self, path: str) -> Parts | None:
         """Return the parts of a path below the root; None outside."""
         pure = PurePosixPath(path)
         return pure.relative_to(self.root).parts if pure.is_relative_to(self.root) else None
@@ -210,7 +209,7 @@ class Disk:
             raise ValueError(f"What {name} does to a file is not modelled.")
 
     def _on_names(
-        self, name: str, words: str, paths: list[tuple[str, ...] | None], result: int, began: int
+        self, name: str, words: str, paths: list[Parts | None], result: int, began: int
     ) -> None:
         path = paths[0]
         if None in paths or not path:
@@ -235,13 +234,13 @@ class Disk:
         else:
             raise ValueError(f"What {name} does to names is not modelled.")
 
-    def _find(self, path: tuple[str, ...]) -> File | Folder | None:
+    def _find(self, path: Parts) -> File | Folder | None:
         node: File | Folder | None = self.tree
         for part in path:
             node = node.names.get(part) if isinstance(node, Folder) else None
         return node
 
-    def _set(self, began: int, changed: dict[tuple[str, ...], File | Folder | None]) -> None:
+    def _set(self, began: int, changed: dict[Parts, File | Folder | None]) -> None:
         """Change names; those of one folder change together, as every journal has it."""
         folders: dict[Folder, dict[str, File | Folder | None]] = {}
         for path, node in changed.items():

@@ -40,8 +40,8 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
-from bench import RESULTS, arguments, page
-from living_model import conclude, system, unsound
+from bench import page
+from living_model import conclude, run_arguments, system, unsound
 
 IDS = 150
 """Of each client: few enough that most writes meet an item that is there."""
@@ -60,6 +60,11 @@ class Value:
         """Return the features: whole numbers, so that vectors and distances are exact."""
         drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
         return list(map(float, drawn))
+
+    def as_item(self) -> dict[str, Any]:
+        """Return what the client is given."""
+        about = {"made": self.features}
+        return {"vector": self.numbers(), "label": self.label, "metadata": about}
 
 
 def value_of(item: Any) -> Value:
@@ -135,18 +140,13 @@ class Worker:
 
     def _put(self, client: Client) -> None:
         id, value = self._id(), self._value()
-        about = {"made": value.features}
         with self._written({id: value}):
-            client.put(id, vector=value.numbers(), label=value.label, metadata=about)
+            client.put(id, **value.as_item())
 
     def _relabel(self, client: Client) -> None:
         """Change label and metadata of an item that is surely there; keep its vector."""
-        there = [
-            (id, known[0])
-            for id, known in self.record.known.items()
-            if len(known) == 1 and known[0]
-        ]
-        if there:
+        known = {id: values[0] for id, values in self.record.known.items() if len(values) == 1}
+        if there := [(id, value) for id, value in known.items() if value]:
             id, before = self._random.choice(there)
             value = Value(before.features, f"relabelled {self._random.random()}")
             with self._written({id: value}):
@@ -154,12 +154,8 @@ class Worker:
 
     def _add(self, client: Client) -> None:
         values = {self._id(): self._value() for _ in range(MANY)}
-        items = [
-            NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features})
-            for id, one in values.items()
-        ]
         with self._written(values):
-            client.add(items)
+            client.add([NewItem(id, **value.as_item()) for id, value in values.items()])
 
     def _delete(self, client: Client) -> None:
         id = self._id()
@@ -394,13 +390,9 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = run_arguments(__doc__, seconds=600.0, clients=4)
     pauses = {"nargs": 2, "default": (1.0, 6.0), "help": "seconds between two kills: from, to"}
     parser.add_argument("--pause", type=float, **pauses)  # type: ignore[arg-type]
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, pause = Path(name), tuple(options.pause)

@@ -84,17 +84,8 @@ def flipped(pixels: Tensor) -> Tensor:
     return pixels
 
 
-def rand_augmented(pixels: Tensor) -> Tensor:
-    """Change each picture of a batch by itself."""
-    transform = v2.RandAugment()
-    return torch.stack([transform(one) for one in pixels])
-
-
-def resized(picture: Image.Image) -> Image.Image:
-    """Return a picture in the net's size."""
-    return picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
-
-
+RAND_AUGMENT = v2.RandAugment()
+RESIZE = v2.Resize((SIZE, SIZE), v2.InterpolationMode.BILINEAR)
 VARIANTS: dict[str, dict[str, Any]] = {
     "`channels_last`": {"channels_last": True},
     '`precision = "bf16"`': {"precision": "bf16"},
@@ -105,10 +96,14 @@ CASES = (
     Case("arrays in memory"),
     Case("arrays, `horizontal_flip`", {"horizontal_flip": 0.5}, flipped),
     Case("arrays, `crop_scale`", CROP, picture=CROPPED),
-    Case("arrays, `RandAugment`", {"transforms": ["RandAugment"]}, rand_augmented),
+    Case(
+        "arrays, `RandAugment`",
+        {"transforms": ["RandAugment"]},
+        lambda x: torch.stack([*map(RAND_AUGMENT, x)]),
+    ),
     Case("arrays, two `views`, mirrored", {"views": 2, "horizontal_flip": 0.5}, flipped),
     Case('arrays, `mix = "mixup"`', {"mix": "mixup"}, mix=True),
-    Case("JPEGs", files=True, picture=resized),
+    Case("JPEGs", files=True, picture=RESIZE),
     Case("JPEGs, `crop_scale`", CROP, files=True, picture=CROPPED),
     Case("arrays in memory, `core.convnet` as it comes", net=LARGE, variants=VARIANTS),
 )
