@@ -31,6 +31,8 @@ from sklearn.preprocessing import StandardScaler
 
 import bench
 import uci
+from retrieval_aml import AML, GMML
+from retrieval_anml import LANML
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,9 +59,6 @@ PAIRS = (
 
 
 def candidates(method: str) -> list[Any]:
-    from retrieval_aml import AML, GMML
-    from retrieval_anml import LANML
-
     if method == "gmml_tuned":
         weights = (0.0, 0.01, 0.1, 1.0)
         return [GMML(t, regularization=weight) for t, weight in itertools.product(TS, weights)]

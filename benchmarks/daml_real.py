@@ -33,11 +33,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.datasets import load_digits
 
+import uci
 from bench import Kept, half_width, markdown, page, resume_arguments, train_and_judge
 
 SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
-IMAGES = ("digits",)
 MOST = {"letter": 5200}
 """Items that are taken of a large set, at random."""
 EVEN = {"name": "daml.uniform", "metrics": 4}
@@ -61,7 +62,7 @@ Floats = NDArray[np.float64]
 
 def methods(name: str) -> list[str]:
     """Return the rows of a set; views need an image."""
-    return [method for method in METHODS if name in IMAGES or "views" not in method]
+    return [method for method in METHODS if name == "digits" or "views" not in method]
 
 
 def quarters(images: NDArray[Any]) -> Floats:
@@ -77,12 +78,8 @@ ONE, FIGURES = "one metric", ("recall_at_1", "map_at_r")
 def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
     """Return features (N, F), of images (N, 4, F), and labels (N,)."""
     if name == "digits":
-        from sklearn.datasets import load_digits
-
         found = load_digits()
         return quarters(found.images), found.target.astype(np.int64)
-    import uci
-
     x, y = uci.load(name)
     some = np.random.default_rng(0).permutation(len(y))[: MOST.get(name)]
     return x[some], y[some]

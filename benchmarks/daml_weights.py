@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import bench
+import uci
 
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
@@ -77,9 +78,7 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
 
 def letters(folder: Path) -> dict[bool, Path]:
     """Write letter; return its file, and by True that with few items of each searched class."""
-    from uci import load
-
-    x, y = load("letter")
+    x, y = uci.load("letter")
     x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     names, place = np.array([chr(ord("A") + c) for c in y]), np.zeros(len(y), dtype=int)

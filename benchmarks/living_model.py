@@ -120,9 +120,9 @@ def small() -> None:
 
 
 class Writing:
-    """Does random calls of an index that holds `state`, in the child. `tell` takes what is begun and
-    what has returned; `first` is a call that was cut short, to be done again; `background` says
-    whether upkeep has a thread (None: drawn).
+    """Does random calls of an index that holds `state`. `tell` takes what is begun and what has
+    returned; `first` is a call that was cut short, to be done again; `background` says whether
+    upkeep has a thread (None: drawn).
     """
 
     def __init__(

@@ -21,8 +21,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.metrics import f1_score, roc_auc_score
 
 import bench
+from retrieval_core import fashion_mnist
+from retrieval_oahu import LEGO, OAHU, OASIS, RDML
+from retrieval_oahu.streams import paper_stream
 
 Floats = NDArray[Any]
 REPEATS = 3
@@ -34,8 +38,6 @@ RECALLS = ("r1", "r5", "r10", "p10")
 
 def learners() -> dict[str, Callable[[int], Any]]:
     """Return what is compared: each makes a learner of a seed."""
-    from retrieval_oahu import LEGO, OAHU, OASIS, RDML
-
     return {
         "LEGO": lambda seed: LEGO(seed=seed),
         "RDML": lambda seed: RDML(seed=seed),
@@ -48,8 +50,6 @@ def learners() -> dict[str, Callable[[int], Any]]:
 
 def fashion() -> tuple[Floats, Floats]:
     """Return all 70,000 images as (N, 784) between 0 and 1, and their classes."""
-    from retrieval_core import fashion_mnist
-
     data = fashion_mnist()
     pixels = data.arrays.reshape(len(data), -1).astype(np.float32) / 255
     return pixels, np.array(data.labels, dtype=np.int64)
@@ -86,16 +86,12 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
 
 def scores(truth: Floats, found: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
-    from sklearn.metrics import f1_score
-
     f1 = float(f1_score(truth, found, average="macro"))
     return {"error": float((truth != found).mean()), "f1": f1}
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
     """Return the paper's 10,000 triplets (T, 3)."""
-    from retrieval_oahu.streams import paper_stream
-
     return np.array(list(paper_stream(labels, 5000, 5000, seed=seed)))
 
 
@@ -110,8 +106,6 @@ def measured(part: str, name: str, repeat: int, x: Floats, y: Floats) -> list[di
 
 def table_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
     """Error, F1 and utilisation of Table 3; error with few references; AUC of pairs."""
-    from sklearn.metrics import roc_auc_score
-
     (dev, queries), learner, seconds = split(repeat), None, 0.0
     if name != "Euclid":
         started = time.process_time()

@@ -27,17 +27,13 @@ from typing import Any
 import faiss
 import numpy as np
 from retrieval.data.idx import read_idx
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Encoded
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index import Index
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.search import Companion, nearest
-from retrieval.serving.store.structure import StructureChoice
 
 from bench import FASHION, RAW, arguments, finish, machine_of, markdown, one_thread, page
-from scaled_bundle import make_bundle
+from scaled_bundle import make_bundle, make_index
 
 K = 10
 Search = Callable[[Any], Any]
@@ -136,15 +132,7 @@ def path() -> Row:
 def build(folder: Path, vectors: Any, structure: str) -> Index:
     """Return an opened index of vectors with ids and labels."""
     make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
-    bundle = Bundle.open(folder / f"bundle-{structure}", threads=1)
-    widths = {"vector": vectors.shape[1]}
-    create_local(folder / structure, bundle, widths, structure=StructureChoice(structure))
-    with LocalStore(folder / structure, upkeep=False) as store:
-        for start in range(0, len(vectors), 5000):
-            rows = enumerate(vectors[start : start + 5000], start)
-            items = [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows]
-            store.upsert(items, bundle.sha256)
-        store.compact()
+    make_index(folder / structure, folder / f"bundle-{structure}", vectors, structure)
     return Index.open(folder / structure, threads=1)
 
 

@@ -37,12 +37,9 @@ import onnxruntime
 import psutil
 from PIL import Image
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
 
 from bench import WORK, arguments, finish, machine_of, markdown, one_thread, page
+from scaled_bundle import make_bundle, make_index
 
 K, QUERIES, ANSWER = 10, 200, 1400
 CONNECTIONS = (1, 8)
@@ -84,14 +81,7 @@ def command(*words: object) -> None:
 
 def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> None:
     """Make an index of vectors, the vectors as a matrix, and queries."""
-    opened = Bundle.open(bundle)
-    arrays = {"vector": vectors.shape[1]}
-    create_local(folder / "index", opened, arrays, structure=StructureChoice("flat"), replace=True)
-    with LocalStore(folder / "index") as store:
-        for start in range(0, len(vectors), 20_000):
-            rows = enumerate(vectors[start : start + 20_000], start)
-            items = [Item(f"{row:07}", arrays={"vector": vector}) for row, vector in rows]
-            store.upsert(items, opened.sha256)
+    make_index(folder / "index", bundle, vectors)
     np.save(folder / "vectors.npy", vectors)
     (folder / "queries").mkdir(exist_ok=True)
     for number, query in enumerate(queries):
@@ -138,7 +128,6 @@ def photos(work: Path) -> Task:
 
 def vectors(work: Path) -> Task:
     """Return 50,000 vectors, asked with vectors."""
-    from scaled_bundle import make_bundle
     from search import vectors_of
 
     folder = work / "vectors"
