@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,11 @@ from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
 from retrieval.training.trainer import Trainer
+from trained_weights import lines_of as log
+from trained_weights import moved as all_moved
+from trained_weights import start, weights
+
+__all__ = ["log", "start", "weights"]
 
 BASE: dict[str, Any] = {
     "name": "daml",
@@ -30,30 +34,26 @@ ALGORITHM = [
     {"name": "generator", "epochs": 1, "train": ["generator"]},
     {"name": "both", "epochs": 1},
 ]
+POSITIVE = {"generator": {"name": "daml.hard_positive"}}
+SIMILAR = {"miner": {"name": "pml.multi_similarity"}}
+ONE = {"name": "daml.one_per_class"}
 LOSSES: list[dict[str, Any]] = [
     {
         "loss": {"name": "daml.contrastive"},
         "generator": {"name": "daml.hard_negative", "form": "contrastive"},
     },
     {"loss": {"name": "daml.triplet"}},
-    {"loss": {"name": "daml.lifted"}, "miner": {"name": "daml.one_per_class"}},
+    {"loss": {"name": "daml.lifted"}, "miner": ONE},
     {"loss": {"name": "daml.lifted", "form": "original"}},
-    {"loss": {"name": "daml.npair"}, "miner": {"name": "daml.one_per_class", "anchors": "one"}},
-    {"loss": {"name": "daml.triplet"}, "generator": {"name": "daml.hard_positive"}},
+    {"loss": {"name": "daml.npair"}, "miner": {**ONE, "anchors": "one"}},
+    {"loss": {"name": "daml.triplet"}, **POSITIVE},
     {"loss": {"name": "pml.contrastive"}},
-    {
-        "loss": {"name": "pml.triplet_margin", "margin": 2.0},
-        "miner": {"name": "pml.batch_hard"},
-    },
-    {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
+    {"loss": {"name": "pml.triplet_margin", "margin": 2.0}, "miner": {"name": "pml.batch_hard"}},
+    {"loss": {"name": "pml.multi_similarity"}, **SIMILAR},
     {"loss": {"name": "pml.nt_xent"}},
     {"loss": {"name": "pml.circle"}},
     {"loss": {"name": "anml.danml"}},
-    {
-        "loss": {"name": "anml.danml"},
-        "miner": {"name": "pml.multi_similarity"},
-        "generator": {"name": "daml.hard_positive"},
-    },
+    {"loss": {"name": "anml.danml"}, **SIMILAR, **POSITIVE},
 ]
 
 
@@ -77,32 +77,6 @@ def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, labels
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state = checkpoint.load(folder / "checkpoints" / "last.safetensors")
-    return {f"model.{k}": v for k, v in state["model"].items()} | {
-        f"generator.{k}": v for k, v in state["modules"].get("generator", {}).items()
-    }
-
-
-def start(folder: Path, recipe: Any) -> dict[str, torch.Tensor]:
-    checkpoint.seed_everything(recipe.seed)
-    run = build_run(folder, recipe)
-    assert run.objective is not None and run.objective.generator is not None
-    both = (("model", run.model), ("generator", run.objective.generator))
-    return {
-        f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()
-    }
-
-
 def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    return {
-        name
-        for name in before
-        if not torch.equal(before[name], after[name])
-        and "running" not in name
-        and "num_b" not in name
-    }
-
-
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return the names of the weights that differ, batch norm's statistics left out."""
+    return {n for n in all_moved(before, after) if "running" not in n and "num_b" not in n}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +89,13 @@ def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Pat
 
 
 def products(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side, ids in (("train", (1, 2)), ("test", (3, 4))):
         rows = ["image_id class_id super_class_id path"]
-        for product in ids:
-            for view in range(2):
-                number += 1
-                path = f"{('bicycle', 'chair')[product % 2]}_final/{product}_{view}.jpg"
-                picture(root / path, number)
-                rows.append(f"{number} {product} {product % 2 + 1} {path}")
+        for product, view in itertools.product(ids, range(2)):
+            path = f"{('bicycle', 'chair')[product % 2]}_final/{product}_{view}.jpg"
+            rows.append(f"{next(number)} {product} {product % 2 + 1} {path}")
+            picture(root / path, len(rows) + 10 * product)
         lines(root / f"Ebay_{side}.txt", rows)
     return root
 
@@ -122,27 +122,23 @@ def in_shop(root: Path) -> Path:
 
 
 def vehicle_id(root: Path) -> Path:
-    number, names = 0, ("train_list", "test_list_800", "test_list_1600", "test_list_2400")
+    number, names = (
+        itertools.count(1),
+        ("train_list", *(f"test_list_{n}" for n in (800, 1600, 2400))),
+    )
     for pair, name in enumerate(names):
-        rows = []
-        for vehicle in (2 * pair + 1, 2 * pair + 2):
-            for _ in range(3):
-                number += 1
-                picture(root / "image" / f"{number:07d}.jpg", number)
-                rows.append(f"{number:07d} {vehicle}")
+        rows = [f"{next(number):07d} {2 * pair + 1 + view // 3}" for view in range(6)]
+        for file in (row.split()[0] for row in rows):
+            picture(root / "image" / f"{file}.jpg", int(file))
         lines(root / "train_test_split" / f"{name}.txt", rows)
     return root
 
 
-def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...]) -> Path:
-    train, query, gallery = folders
-    for folder, people in (
-        (train, ("0002", "0007")),
-        (query, ("0001", "0003")),
-        (gallery, ("0001", "0003", *junk)),
-    ):
+def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...] = ()) -> Path:
+    sides = (("0002", "0007"), ("0001", "0003"), ("0001", "0003", *junk))
+    for number, (folder, people) in enumerate(zip(folders, sides, strict=True)):
         for person in people:
-            for camera in (1, 2) if folder != query else (1,):
+            for camera in (1,) if number == 1 else (1, 2):
                 name = f"{person}_c{camera}s1_00{camera}451_03.jpg"
                 picture(root / folder / name, hash((folder, person, camera)) % 10_000)
     return root
@@ -153,7 +149,7 @@ def market(root: Path) -> Path:
 
 
 def veri(root: Path) -> Path:
-    return _cameras(root, ("image_train", "image_query", "image_test"), ())
+    return _cameras(root, ("image_train", "image_query", "image_test"))
 
 
 def inat(root: Path) -> Path:
@@ -205,29 +201,23 @@ def landmarks(root: Path) -> Path:
 
 
 def food(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side in ("train", "test"):
-        rows = []
-        for dish in ("apple_pie", "sushi"):
-            for _ in range(2):
-                number += 1
-                picture(root / "images" / dish / f"{number}.jpg", number)
-                rows.append(f"{dish}/{number}")
-        lines(root / "meta" / f"{side}.txt", rows)
+        names = [f"{dish}/{next(number)}" for dish in ("apple_pie", "sushi") for _ in range(2)]
+        for name in names:
+            picture(root / "images" / f"{name}.jpg", int(name.partition("/")[2]))
+        lines(root / "meta" / f"{side}.txt", names)
     return root
 
 
 def dtd(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side in ("train", "val", "test"):
-        rows = []
-        for texture in ("banded", "woven"):
-            for _ in range(2):
-                number += 1
-                picture(root / "images" / texture / f"{texture}_{number:04d}.jpg", number)
-                rows.append(f"{texture}/{texture}_{number:04d}.jpg")
+        names = [f"{t}/{t}_{next(number):04d}.jpg" for t in ("banded", "woven") for _ in range(2)]
+        for name in names:
+            picture(root / "images" / name, int(name[-8:-4]))
         for partition in (1, 2):
-            lines(root / "labels" / f"{side}{partition}.txt", rows)
+            lines(root / "labels" / f"{side}{partition}.txt", names)
     return root
 
 
@@ -238,12 +228,8 @@ def caltech(root: Path, name: str, left_out: str) -> Path:
     return root
 
 
-def caltech101(root: Path) -> Path:
-    return caltech(root, "101_ObjectCategories", "BACKGROUND_Google")
-
-
-def caltech256(root: Path) -> Path:
-    return caltech(root, "256_ObjectCategories", "257.clutter")
+caltech101 = partial(caltech, name="101_ObjectCategories", left_out="BACKGROUND_Google")
+caltech256 = partial(caltech, name="256_ObjectCategories", left_out="257.clutter")
 
 
 def cifar100(root: Path) -> Path:
