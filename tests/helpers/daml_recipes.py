@@ -1,7 +1,5 @@
 """DAML's recipes over digits of 8 × 8 pixels, and what training them moved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

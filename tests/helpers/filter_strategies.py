@@ -1,7 +1,5 @@
 """Filters and items of every kind, for tests by property."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 from retrieval.serving.filters import And, Compare, Exists, In, Not, Or
 

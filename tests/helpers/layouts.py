@@ -1,7 +1,5 @@
 """Small folders in the layouts of published data sets, with real pictures in them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct
@@ -45,11 +43,14 @@ def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int 
     items = [(c, f"{names[c]}/Bird_{c}_{i}.jpg") for c in classes for i in range(each)]
     for number, (_, path) in enumerate(items):
         picture(root / "images" / path, number)
-    lines(root / "images.txt", (f"{i} {path}" for i, (_, path) in enumerate(items, 1)))
-    lines(root / "image_class_labels.txt", (f"{i} {c}" for i, (c, _) in enumerate(items, 1)))
     lines(root / "classes.txt", (f"{c} {name}" for c, name in names.items()))
-    lines(root / "bounding_boxes.txt", (f"{i} 2.0 3.0 10.0 5.0" for i in range(1, len(items) + 1)))
-    lines(root / "train_test_split.txt", (f"{i} {i % 2}" for i in range(1, len(items) + 1)))
+    for name, rows in {
+        "images": [path for _, path in items],
+        "image_class_labels": [c for c, _ in items],
+        "bounding_boxes": ["2.0 3.0 10.0 5.0"] * len(items),
+        "train_test_split": [i % 2 for i in range(1, len(items) + 1)],
+    }.items():
+        lines(root / f"{name}.txt", (f"{i} {row}" for i, row in enumerate(rows, 1)))
     return root
 
 
@@ -61,14 +62,13 @@ def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     table = np.zeros((1, len(rows)), dtype=[(name, object) for name in rows[0]])
     for i, row in enumerate(rows):
         for name, value in row.items():
-            plain = isinstance(value, str)
-            table[name][0, i] = value if plain else np.array([[value]], np.uint8)
+            table[name][0, i] = value if isinstance(value, str) else np.uint8([[value]])
     return {"annotations": table}
 
 
 def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     rows = []
-    for number, c in enumerate(c for c in classes for _ in range(2)):
+    for number, c in enumerate(np.repeat(classes, 2).tolist()):
         path = f"car_ims/{number + 1:06d}.jpg"
         picture(root / path, number)
         rows.append({"relative_im_path": path, **BOX, "class": c, "test": number % 2})
@@ -79,11 +79,10 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
 def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     (root / "devkit").mkdir(parents=True)
     for side, name in (("train", "train_annos"), ("test", "test_annos_withlabels")):
-        rows = []
-        for number, c in enumerate(classes):
-            file = f"{number + 1:05d}.jpg"
+        files = [f"{number + 1:05d}.jpg" for number in range(len(classes))]
+        rows = [{**BOX, "class": c, "fname": f} for c, f in zip(classes, files, strict=True)]
+        for number, file in enumerate(files):
             picture(root / f"cars_{side}" / file, number + 100 * (side == "test"))
-            rows.append({**BOX, "class": c, "fname": file})
         savemat(root / "devkit" / f"cars_{name}.mat", annotations(rows))
     return root
 
@@ -101,14 +100,10 @@ def products(root: Path) -> Path:
 
 
 def in_shop(root: Path) -> Path:
+    sides = {1: "train train", 4: "train train", 2: "query gallery gallery", 3: "query gallery"}
     rows, boxes = [], []
-    for item, statuses in (
-        (1, ["train"] * 2),
-        (4, ["train"] * 2),
-        (2, ["query", "gallery", "gallery"]),
-        (3, ["query", "gallery"]),
-    ):
-        for view, status in enumerate(statuses):
+    for item, statuses in sides.items():
+        for view, status in enumerate(statuses.split()):
             path = f"img/WOMEN/Dresses/id_{item:08d}/{view:02d}_front.jpg"
             picture(root / path, 10 * item + view)
             rows.append(f"{path}    id_{item:08d}    {status}")

@@ -1,7 +1,5 @@
 """Real small bundles and images, made when a test asks for them: no fixture file, no network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -13,6 +13,7 @@ import urllib.request
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ class MilvusServer:
         self, folder: Path, settings: Mapping[str, Any] | None = None, programs: Path | None = None
     ) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", ResourceWarning
-            )  # the package leaves sockets to the collector
+            # the package leaves sockets to the collector
+            warnings.simplefilter("ignore", ResourceWarning)
             from milvus import MilvusServerConfig, _initialize_data_files
 
             config = MilvusServerConfig(data_dir=str(folder))
@@ -75,17 +75,12 @@ class MilvusServer:
         """The etcd inside it takes its ports from no other place; without this, two servers of a
         machine would meet at 2379.
         """
-        asked_at, peers_at = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
-        self._etcd_at = asked_at
-        message = {
-            "name": "default",
-            "listen-client-urls": asked_at,
-            "advertise-client-urls": asked_at,
-            "listen-peer-urls": peers_at,
-            "initial-advertise-peer-urls": peers_at,
-            "initial-cluster": f"default={peers_at}",
-            "log-outputs": [str(self.folder / "logs" / "etcd.log")],
-        }
+        self._etcd_at, peers_at = (f"http://127.0.0.1:{number}" for number in (port, peers))
+        logs = [str(self.folder / "logs" / "etcd.log")]
+        message = {"name": "default", "initial-cluster": f"default={peers_at}", "log-outputs": logs}
+        for side, address in (("client", self._etcd_at), ("peer", peers_at)):
+            message[f"listen-{side}-urls"] = address
+        message |= {"advertise-client-urls": self._etcd_at, "initial-advertise-peer-urls": peers_at}
         self._etcd = self.folder / "configs" / "etcd.yaml"
         self._etcd.write_text(yaml.safe_dump(message))
 
@@ -107,28 +102,20 @@ class MilvusServer:
         }
         command = [str(self.folder / "bin" / "milvus"), "run", "standalone"]
         with (self.folder / "logs" / "output.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=log, stderr=log
-            )
+            outputs = {"stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, cwd=self.folder, env=env, **outputs)
         until = time.monotonic() + _SECONDS
         while not self._well():
-            assert self._process.poll() is None, (
-                f"the server of Milvus ended: see {self.folder}/logs"
-            )
-            assert time.monotonic() < until, (
-                f"the server of Milvus does not start: see {self.folder}/logs"
-            )
+            running = self._process.poll() is None and time.monotonic() < until
+            assert running, f"the server of Milvus does not start: see {self.folder}/logs"
             self._revoke()
             time.sleep(0.05)
 
     def _well(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._health}/healthz", timeout=10
-            ) as answer:
-                return b"OK" in answer.read()
-        except OSError:
-            return False
+        url = f"http://127.0.0.1:{self._health}/healthz"
+        with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+            return b"OK" in answer.read()
+        return False
 
     def _revoke(self) -> None:
         """Take back the leases of what was killed, by which a new one would wait until they end:
@@ -148,9 +135,8 @@ class MilvusServer:
         """End it at once, by SIGKILL."""
         if self._process is not None:
             with suppress(OSError):
-                self._leases = [
-                    entry["ID"] for entry in self._ask_etcd("lease/leases").get("leases", [])
-                ]
+                leases = self._ask_etcd("lease/leases").get("leases", [])
+                self._leases = [lease["ID"] for lease in leases]
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -159,10 +145,7 @@ class MilvusServer:
         message = yaml.safe_load(self._settings.read_text())
         for path, value in settings.items():
             *inner, last = path.split(".")
-            table = message
-            for name in inner:
-                table = table.setdefault(name, {})
-            table[last] = value
+            reduce(lambda table, name: table.setdefault(name, {}), inner, message)[last] = value
         self._settings.write_text(yaml.safe_dump(message))
 
     def beside(self, folder: Path, settings: Mapping[str, Any]) -> MilvusServer:
@@ -181,8 +164,8 @@ def _free(count: int) -> list[int]:
     """
     hits: list[int] = []
     for port in random.sample(range(20_000, 32_000), 2000):
-        with socket.socket() as entry, suppress(OSError):
-            entry.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             hits.append(port)
         if len(hits) == count:
             break

@@ -1,7 +1,5 @@
 """Items of a store of vectors of 16 numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
