@@ -176,9 +176,7 @@ def documents(text: str) -> Iterator[Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return what a page shows of an answer whatever the numbers are: keys, types, an error's
-    sentence.
-    """
+    """What a page shows of any answer: keys, types, an error's sentence."""
     if isinstance(value, dict):
         return {k: v if k in ("status", "detail") else shape(v) for k, v in value.items()}
     if isinstance(value, list):

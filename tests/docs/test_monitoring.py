@@ -68,6 +68,5 @@ def test_monitoring(reader, root, blocks, capfd):
 
 def test_every_deployed_file_is_named(root):
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8")
-    for path in (root / "deploy").iterdir():
-        if path.suffix in (".service",) or path.name in ("Dockerfile", "compose.yaml"):
-            assert f"`{path.name}`" in text
+    services = [path.name for path in (root / "deploy").glob("*.service")]
+    assert all(f"`{name}`" in text for name in [*services, "Dockerfile", "compose.yaml"])
