@@ -3,7 +3,7 @@
     python benchmarks/aml_heldout.py            # what is not measured yet, then the page
     python benchmarks/aml_heldout.py --write    # from what is kept
 
-The 16 evaluation sets of `warm_sets.py`. These methods had been measured before on three of them,
+The 16 evaluation sets of `uci.py`. These methods had been measured before on three of them,
 for Table 1 (`aml_table1.py`), and on none of the other 13. Random 70/30 splits, features
 standardised on the training part, at most 1,000 training and 1,500 test items; 5-nearest-neighbour
 error. Two sizes: all of the training part, and ten items of each class, where a metric has most to
@@ -30,6 +30,9 @@ from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
 import bench
+import uci
+from retrieval_aml import AML, GMML
+from retrieval_anml import LANML
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -56,9 +59,6 @@ PAIRS = (
 
 
 def candidates(method: str) -> list[Any]:
-    from retrieval_aml import AML, GMML
-    from retrieval_anml import LANML
-
     if method == "gmml_tuned":
         weights = (0.0, 0.01, 0.1, 1.0)
         return [GMML(t, regularization=weight) for t, weight in itertools.product(TS, weights)]
@@ -80,9 +80,7 @@ def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) ->
 
 def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Ints]:
     """Return the training and the test part."""
-    from warm_sets import items
-
-    x, y = items(name)
+    x, y = uci.items(name)
     x, test, y, truth = train_test_split(x, y, test_size=0.3, random_state=split, stratify=y)
     if size == "few":
         rows = np.concatenate([np.flatnonzero(y == c)[:FEW] for c in np.unique(y)])
@@ -176,10 +174,7 @@ def main() -> None:
     bench.one_thread()
     warnings.simplefilter("ignore", ConvergenceWarning)
     kept = bench.Kept("aml_heldout", options, ("set", "split", "size"))
-    names: tuple[str, ...] = ()
-    if not options.write:  # the packages of the sets are needed to measure alone
-        from warm_sets import EVALUATION as names
-    jobs = itertools.product(range(SPLITS), names, ("few", "all"))
+    jobs = itertools.product(range(SPLITS), uci.EVALUATION, ("few", "all"))
     for name, split, size in kept.missing((name, split, size) for split, name, size in jobs):
         kept.add(measure(name, split, size))
     kept.finish(render(kept.rows))

@@ -25,6 +25,9 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
 import bench
+from retrieval_aml import AML, GMML
+from retrieval_core import fashion_mnist
+from retrieval_metric_learn.learners import ITML, LMNN
 
 Floats = NDArray[np.float64]
 REPEATS, PAIRS = 5, 10_000
@@ -32,8 +35,6 @@ TS = (0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 def sets() -> Iterator[tuple[str, Floats, Any]]:
-    from retrieval_core import fashion_mnist
-
     x, y = load_digits(return_X_y=True)
     yield "digits", x / 16, y
     data = fashion_mnist()
@@ -62,8 +63,6 @@ def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
 
 def best_t(x: Floats, y: Any, classes: Any) -> float:
     """Return GMML's t by AUC among training classes that it did not learn from."""
-    from retrieval_aml import GMML
-
     total = dict.fromkeys(TS, 0.0)
     for known in (classes[:2], classes[3:]):
         inside, outside = np.isin(y, known), np.isin(y, classes) & ~np.isin(y, known)
@@ -75,9 +74,6 @@ def best_t(x: Floats, y: Any, classes: Any) -> float:
 
 def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any]]:
     """Yield the AUC of each method; of the first repeat with its curve."""
-    from retrieval_aml import AML, GMML
-    from retrieval_metric_learn.learners import ITML, LMNN
-
     classes = np.random.default_rng(repeat).permutation(10)[:5]
     seen = np.isin(y, classes)
     z = PCA(64, random_state=0).fit(x[seen]).transform(x) if name != "digits" else x

@@ -31,8 +31,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from bench import Kept, chosen, error, markdown, one_thread, page, resume_arguments
-from published import published
+from bench import Kept, chosen, error, markdown, one_thread, page, published, resume_arguments
 from retrieval_aml import AML, GMML
 from retrieval_metric_learn.learners import ITML
 from uci import load

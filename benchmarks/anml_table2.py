@@ -37,10 +37,10 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 import bench
-from published import has, published
+from bench import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
 from retrieval_metric_learn.learners import ITML, LMNN, SCML
@@ -77,23 +77,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Euclid:
-    """Features as they are."""
-
-    def __str__(self) -> str:
-        return "Euclid"
-
-    def fit(self, x: Floats, y: Ints) -> Euclid:
-        """Learn nothing."""
-        return self
-
-    def transform(self, x: Floats) -> Floats:
-        """Return the features."""
-        return x
-
-
 class LargeClasses:
-    """A learner that is fitted without the classes that are too small for its neighbours."""
+    """A learner that is fitted without the classes of fewer members."""
 
     def __init__(self, learner: Any, members: int) -> None:
         self.learner, self.members = learner, members
@@ -115,7 +100,7 @@ class LargeClasses:
 
 def candidates(method: str, large: bool) -> list[Any]:
     if method == "euclid":
-        return [Euclid()]
+        return [FunctionTransformer()]
     if method == "nca":  # scikit-learn's holds several N × N matrices
         small = NeighborhoodComponentsAnalysis(init="identity", max_iter=100, random_state=0)
         return [PNCA(1.0) if large else small]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -13,11 +14,12 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,27 @@ def save_figure(figure: Any, path: Path) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
+# Figures that papers print
+
+
+@functools.cache
+def _published() -> dict[str, Any]:
+    return tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
+
+
+def published(table: str, row: str, column: str) -> float:
+    """Return a figure as printed; a KeyError says what published.toml lacks."""
+    if not has(table, row, column):
+        raise KeyError(f"published.toml has no {table}, {row}, {column}.")
+    rows, columns = _published()[table]["rows"], _published()[table]["columns"]
+    return float(rows[row][columns.index(column)])
+
+
+def has(table: str, row: str, column: str) -> bool:
+    """Return whether a figure is there."""
+    return row in _published()[table]["rows"] and column in _published()[table]["columns"]
+
+
 # The machine
 
 
@@ -220,42 +243,27 @@ def alone(work: Callable[..., Any], *values: Any, cpu: int | None = None, new: b
     """Return what a function gives in a process of its own.
 
     Args:
-        work: the function, of a module.
+        work: the function, of a module; its errors are raised here.
         values: its arguments.
         cpu: CPU seconds after which the process is stopped.
         new: whether the process starts afresh; else it is a copy of this one.
 
     Raises:
-        TimeoutError: the process was stopped.
-        RuntimeError: the function failed; the message is its error.
+        TimeoutError: the process was stopped, by this limit or another.
     """
     context = multiprocessing.get_context("spawn" if new else "fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, cpu, work, values))
-    process.start()
-    sender.close()
-    with receiver:
+    with ProcessPoolExecutor(1, context, initializer=_limit, initargs=(cpu,)) as pool:
         try:
-            result, fault = receiver.recv()
-        except EOFError:  # it ended without a word
-            result, fault = None, "it ended"
-    process.join()
-    if process.exitcode == -signal.SIGXCPU:
-        raise TimeoutError(f"The process was stopped after {cpu} CPU seconds.")
-    if fault is not None:
-        raise RuntimeError(f"{fault} (exit status {process.exitcode})")
-    return result
+            return pool.submit(work, *values).result()
+        except BrokenProcessPool:
+            raise TimeoutError("The process was stopped.") from None
 
 
-def _send(sender: Connection, cpu: int | None, work: Callable[..., Any], values: Any) -> None:
+def _limit(cpu: int | None) -> None:
     if cpu is not None:
         spent = int(time.process_time())
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu, spent + cpu + 5))
-    try:
-        sender.send((work(*values), None))
-    except Exception as error:
-        sender.send((None, f"{type(error).__name__}: {error}"))
 
 
 # Neighbours, timing and training

@@ -216,13 +216,9 @@ CPU thread; torch {", ".join(sorted({entry["torch"] for entry in entries}))}.
 def write_card(name: str) -> None:
     """Put the block into the card, between its two marks."""
     card = MODELS / name / "README.md"
-    text = card.read_text(encoding="utf-8")
-    if not BLOCK.search(text):
-        raise SystemExit(
-            f"{card} lacks the lines <!-- results: benchmarks/cards.py --> and <!-- end of results"
-            " -->."
-        )
-    write(card, BLOCK.sub(lambda _: block(name), text))
+    text, count = BLOCK.subn(lambda _: block(name), card.read_text(encoding="utf-8"))
+    assert count == 1, f"{card} lacks the two lines between which its results stand"
+    write(card, text)
 
 
 def main() -> None:
@@ -232,13 +228,11 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the blocks from what is kept; run nothing"
     )
-    parser.add_argument("--run", action="store_true", help="run what is missing; write nothing")
     options = parser.parse_args()
     for name in CARDS if "all" in options.names else options.names:
         if not options.write:
             run_missing(name, options.seeds)
-        if not options.run:
-            write_card(name)
+        write_card(name)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ is damaged, or is silently wrong.
     # writes results/raw/damage.json and results/damage.md
     python benchmarks/damage.py --count 2000 --seed 0
 
-The index is one whose writer was killed: with a write-ahead log, segments, a structure, kept
-originals and two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or
-its end is cut off. A child opens the copy and compares everything with a model in memory. It may
-refuse, with an error of the package; what it answers must be right. A structure that is damaged
-must not be used.
+The index is one whose writer was killed: with a write-ahead log, a structure, kept originals and
+two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or its end is
+cut off. A child opens the copy and compares everything with a model in memory. It may refuse, with
+an error of the package; what it answers must be right. A structure that is damaged must not be
+used.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -21,7 +22,6 @@ import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
@@ -30,7 +30,6 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local, identity_of
-from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 
 import living_model as living
@@ -43,16 +42,17 @@ KINDS = ("bit", "byte", "bytes", "zeros", "cut", "emptied")
 def make(folder: Path) -> tuple[living.State, list[Bundle]]:
     """Write an index whose writer is killed; return what it holds."""
     bundles = living.make_bundles(folder)
-    state = living.State()
 
-    def added(numbers: range, factor: int, more: int = 0) -> dict[str, Any]:
+    def added(numbers: range, factor: int, more: int = 0) -> living.Call:
         return {"call": "upsert", "items": [[f"id{n}", n * factor + more] for n in numbers]}
 
-    first = added(range(150), 31)
-    rest = [added(range(120, 200), 17), {"call": "delete", "ids": ["id3", "id130"]}]
-    rest += [added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)]
-    for call in (first, *rest):
-        state = state.after(call)
+    calls: list[living.Call] = [
+        *(added(range(150), 31), {"call": "compact"}),
+        {"call": "begin", "bundle": 1, "number": 2},
+        {"call": "embed", "number": 2, "pending": [""] * 70, "left_out": []},
+        *(added(range(120, 200), 17), {"call": "delete", "ids": ["id3", "id130"]}),
+        *(added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)),
+    ]
 
     def work(pipe: int) -> None:
         living.small()
@@ -60,30 +60,15 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
         structure = StructureChoice("ivf", {"lists": 4, "probes": 4})
         widths = widths_of(bundles[0], features=living.WIDTH)
         create_local(folder / "index", bundles[0], widths, structure=structure)
-        store = LocalStore(folder / "index", upkeep=False)
-
-        def add(call: dict[str, Any]) -> None:
-            store.upsert(
-                [living.item_of(id, one, 0) for id, one in call["items"]], bundles[0].sha256
-            )
-
-        add(first)
-        store.compact()
-        generation = store.begin(bundles[1], widths_of(bundles[1], features=living.WIDTH))
-        pending = store.pending(generation, 70)
-        store.embed(
-            generation, [living.item_of(one.id, int(one.id[2:]) * 31, 1) for one in pending]
-        )
-        for call in rest:
-            if "ids" in call:
-                store.delete(call["ids"])
-            else:
-                add(call)
+        writing = living.Writing(folder / "index", bundles, living.State(), 0, background=False)
+        for call in calls:
+            writing.do(call)
+            writing.state = writing.state.after(call)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if faults := living.output_of(work)[0]:
         raise RuntimeError(faults[0]["fault"])
-    return living.State(state.items, {1: (0, {}, "served"), 2: (1, {}, "building")}), bundles
+    return functools.reduce(living.State.after, calls, living.State()), bundles
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
@@ -189,7 +174,7 @@ def render(raw: living.Row) -> str:
 
 
 def main() -> None:
-    options = living.count_arguments(__doc__, 2000).parse_args()
+    options = living.run_arguments(__doc__, count=2000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = cases(options.count, options.seed, Path(folder))
     wrong = [row for row in rows if row["how"] in ("silent", "crash")]

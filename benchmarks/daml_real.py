@@ -33,11 +33,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.datasets import load_digits
 
+import uci
 from bench import Kept, half_width, markdown, page, resume_arguments, train_and_judge
 
 SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
-IMAGES = ("digits",)
 MOST = {"letter": 5200}
 """Items that are taken of a large set, at random."""
 EVEN = {"name": "daml.uniform", "metrics": 4}
@@ -54,8 +55,6 @@ CANDIDATES: tuple[Choice, ...] = tuple(
     itertools.product((0.2, 1.0), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
 )
 """Margin and learning rate."""
-FIRST: tuple[Choice, ...] = tuple(itertools.product((0.2, 1.0), (3e-3, 1e-2, 3e-2)))
-"""Those that were tried at first."""
 CHOOSING_SEEDS = (100, 101)
 SEEDS = tuple(range(10))
 Floats = NDArray[np.float64]
@@ -63,7 +62,7 @@ Floats = NDArray[np.float64]
 
 def methods(name: str) -> list[str]:
     """Return the rows of a set; views need an image."""
-    return [method for method in METHODS if name in IMAGES or "views" not in method]
+    return [method for method in METHODS if name == "digits" or "views" not in method]
 
 
 def quarters(images: NDArray[Any]) -> Floats:
@@ -79,12 +78,8 @@ ONE, FIGURES = "one metric", ("recall_at_1", "map_at_r")
 def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
     """Return features (N, F), of images (N, 4, F), and labels (N,)."""
     if name == "digits":
-        from sklearn.datasets import load_digits
-
         found = load_digits()
         return quarters(found.images), found.target.astype(np.int64)
-    import uci
-
     x, y = uci.load(name)
     some = np.random.default_rng(0).permutation(len(y))[: MOST.get(name)]
     return x[some], y[some]
@@ -166,29 +161,24 @@ def run(
 
 
 class Runs:
-    """What is kept, by set, method, margin and rate, and seed; choices are among `candidates`."""
+    """What is kept, by set, method, margin and rate, and seed."""
 
-    def __init__(
-        self, rows: list[dict[str, Any]], candidates: tuple[Choice, ...] = CANDIDATES
-    ) -> None:
-        self.candidates = candidates
-        self.found = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
 
-    def chosen(self, name: str, method: str) -> Choice | None:
-        """Return the candidate with the best mean Recall@1 of both seeds; None if one lacks."""
-        keys = [[(name, method, c, seed) for seed in CHOOSING_SEEDS] for c in self.candidates]
-        if any(key not in self.found for key in itertools.chain(*keys)):
-            return None
-        scores = [sum(self.found[key]["recall_at_1"] for key in one) for one in keys]
-        return self.candidates[int(np.argmax(scores))]
+    def chosen(self, name: str, method: str) -> Choice:
+        """Return the candidate with the best mean Recall@1 of both seeds."""
+        rows = [
+            [self.rows[name, method, choice, seed] for seed in CHOOSING_SEEDS]
+            for choice in CANDIDATES
+        ]
+        return CANDIDATES[int(np.argmax([sum(r["recall_at_1"] for r in pair) for pair in rows]))]
 
     def tested(self, name: str, method: str, figure: str) -> list[float]:
-        """Return a figure in % of each of the ten seeds; [] while one is missing."""
-        choice = self.chosen(name, ONE if method == RAW else method)
-        keys = [(name, ONE if method == RAW else method, choice, seed) for seed in SEEDS]
-        if any(key not in self.found for key in keys):
-            return []
-        rows = [self.found[key] for key in keys]
+        """Return a figure in % of each of the ten seeds."""
+        trained = ONE if method == RAW else method
+        choice = self.chosen(name, trained)
+        rows = [self.rows[name, trained, choice, seed] for seed in SEEDS]
         return [100 * (row["raw"] if method == RAW else row)[figure] for row in rows]
 
     def gains(self, name: str, method: str, figure: str, against: str = ONE) -> list[float]:
@@ -197,12 +187,6 @@ class Runs:
             self.tested(name, method, figure), self.tested(name, against, figure), strict=True
         )
         return [own - one for own, one in pairs]
-
-    def complete(self) -> list[str]:
-        """Return the sets of which all is measured."""
-        return [
-            name for name in SETS if all(self.tested(name, m, "recall_at_1") for m in methods(name))
-        ]
 
 
 def measure(kept: Kept, sets: list[str]) -> None:
@@ -219,8 +203,7 @@ def measure(kept: Kept, sets: list[str]) -> None:
         for method, choice, seed in jobs:
             runs = Runs(kept.rows)
             choice = choice or runs.chosen(name, method)
-            assert choice is not None
-            if (name, method, choice, seed) not in runs.found:
+            if (name, method, choice, seed) not in runs.rows:
                 kept.add(run(name, method, choice, seed, x, y))
 
 
@@ -229,24 +212,12 @@ def gain(values: list[float]) -> str:
     return f"{np.mean(values):+.2f} ± {half_width(values):.2f}"
 
 
-def changed(now: Runs, first: Runs) -> list[list[str]]:
-    """Return then's and now's gains of rows whose choice, or whose reference's, has changed."""
-    return [
-        [
-            SETS[name],
-            method,
-            *(gain(r.gains(name, method, f)) for f in FIGURES for r in (first, now)),
-        ]
-        for name in now.complete()
-        for method in methods(name)[1:]
-        if any(first.chosen(name, m) != now.chosen(name, m) for m in (ONE, method))
-    ]
-
-
 def render(rows: list[dict[str, Any]]) -> str:
     runs, lines, ends, weighed = Runs(rows), [], [], []
     rates = [rate for _, rate in CANDIDATES]
-    for name in runs.complete():
+    sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
+    names = [name for name in SETS if name in sizes]
+    for name in names:
         for method in (RAW, *methods(name)):
             choice = runs.chosen(name, method) if method != RAW else None
             cells = [SETS[name], method, "" if choice is None else f"{choice[0]:g}, {choice[1]:g}"]
@@ -259,10 +230,8 @@ def render(rows: list[dict[str, Any]]) -> str:
                 ends.append(f"{SETS[name]}: {method}")
         apart = [runs.gains(name, "four, learned", figure, "four, even") for figure in FIGURES]
         weighed.append([SETS[name], *map(gain, apart)])
-    sizes = {r["set"]: r["items"] for r in rows if r["seed"] == SEEDS[0]}
-    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in runs.complete())
+    searched = ", ".join(f"{SETS[name]} {sizes[name][1]:,}" for name in names)
     head = ["set", "row", "margin, rate", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
-    first = ["set", "row", "Recall@1, first", "Recall@1, now", "MAP@R, first", "MAP@R, now"]
     return page(f"""
         # Several metrics against one on real data (DAMML)
 
@@ -273,10 +242,6 @@ def render(rows: list[dict[str, Any]]) -> str:
         there are several of them: read one that just leaves out 0 as none.
 
         {markdown(head, lines)}
-
-        Gains where the choice among the first six candidates was another:
-
-        {markdown(first, changed(runs, Runs(rows, FIRST)))}
 
         Learned weights less even ones:
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bench import DOCS, Kept, markdown, page, resume_arguments, save_figure, train_and_judge
-from published import published
+import bench
+import uci
 
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
@@ -78,9 +78,7 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
 
 def letters(folder: Path) -> dict[bool, Path]:
     """Write letter; return its file, and by True that with few items of each searched class."""
-    from uci import load
-
-    x, y = load("letter")
+    x, y = uci.load("letter")
     x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     names, place = np.array([chr(ord("A") + c) for c in y]), np.zeros(len(y), dtype=int)
@@ -93,7 +91,7 @@ def letters(folder: Path) -> dict[bool, Path]:
     return files
 
 
-def measure(kept: Kept) -> None:
+def measure(kept: bench.Kept) -> None:
     """Run what is missing; keep each run at once."""
     import torch
 
@@ -105,7 +103,7 @@ def measure(kept: Kept) -> None:
         files = letters(Path(folder))
         for sweep, value, seed in kept.missing(jobs):
             table = recipe(files[sweep == "mu"], sweep, value, seed)
-            figures, seconds = train_and_judge(table, Path(folder) / "run")
+            figures, seconds = bench.train_and_judge(table, Path(folder) / "run")
             row = {"sweep": sweep, "value": value, "seed": seed, "seconds": round(seconds, 1)}
             kept.add(row | {"recall_at_1": figures["trained"]["recall_at_1"]})
 
@@ -119,13 +117,11 @@ def collected(rows: list[dict[str, Any]]) -> dict[str, dict[Any, list[float]]]:
     return found
 
 
-PRINTED = ("lambda1", "lambda2")
-"""Sweeps of which the paper has figures."""
-
-
-def paper(sweep: str, value: float) -> float:
-    """Return what the paper has, in %."""
-    return published("daml_table_12", sweep, f"{value:g}")
+def paper(sweep: str) -> list[float]:
+    """Return what the paper has of a sweep, in %; [] if it has nothing."""
+    grid = [f"{value:g}" for value in SWEEPS[sweep][1]]
+    known = bench.has("daml_table_12", sweep, grid[0])
+    return [bench.published("daml_table_12", sweep, value) for value in grid] if known else []
 
 
 def spread(values: list[float]) -> str:
@@ -139,21 +135,18 @@ def render(kept: list[dict[str, Any]]) -> str:
         if sweep == "alone":
             continue
         title, grid = SWEEPS[sweep]
+        theirs = [f"{figure:.1f}" for figure in paper(sweep)] or ["–"] * len(grid)
         rows = [
-            [f"{value:g}", spread(values[value]), str(len(values[value])), theirs]
-            for value in grid
+            [f"{value:g}", spread(values[value]), str(len(values[value])), figure]
+            for value, figure in zip(grid, theirs, strict=True)
             if value in values
-            for theirs in [f"{paper(sweep, value):.1f}" if sweep in PRINTED else "–"]
         ]
-        means = [np.mean(column) for column in values.values()]
         parts += f"""
             ## {title}
 
-            {markdown(["", "here", "seeds", "paper"], rows)}
-
-            From {min(means):.1f} to {max(means):.1f} over the whole range.
+            {bench.markdown(["", "here", "seeds", "paper"], rows)}
         """
-    return page(f"""
+    return bench.page(f"""
         # Weights of DAML: λ₁, λ₂, λ and μ
 
         `python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes
@@ -185,21 +178,20 @@ def draw(rows: list[dict[str, Any]]) -> None:
         if sweep != "mu":  # measured on fewer items
             alone = np.mean(found["alone"][None]) - means.mean()
             axis.axhline(alone, ls=":", c="grey", label="the loss alone, here")
-        if sweep in PRINTED:
-            theirs = np.array([paper(sweep, value) for value in grid])
+        if theirs := paper(sweep):
             line = {"c": "#d6604d", "ms": 4, "label": "paper, Cars196"}
-            axis.plot(grid, theirs - theirs.mean(), "x--", **line)
+            axis.plot(grid, np.subtract(theirs, np.mean(theirs)), "x--", **line)
         axis.set_xscale("log")
         axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)
     axes[0, 0].set_ylabel("Recall@1 less the curve's mean, points", fontsize=7)
     axes[0, 0].legend(fontsize=6)
-    save_figure(figure, DOCS / "daml_weights.png")
+    bench.save_figure(figure, bench.DOCS / "daml_weights.png")
 
 
 def main() -> None:
-    options = resume_arguments(__doc__).parse_args()
-    kept = Kept("daml_weights", options, ("sweep", "value", "seed"))
+    options = bench.resume_arguments(__doc__).parse_args()
+    kept = bench.Kept("daml_weights", options, ("sweep", "value", "seed"))
     if not options.write:
         measure(kept)
     kept.finish(render(kept.rows))

@@ -3,12 +3,12 @@ every answer is compared.
 
     python benchmarks/histories.py --seconds 60 --seeds 3        # writes results/histories.md
 
-One writer adds, changes and deletes items, compacts, and serves another bundle now and then;
-segments are so small that merges go on all the while. Its operations are numbered. A reader notes
-the last operation that was acknowledged before it asked, and the last one that had begun when it
-was answered: its answer must be, in every digit, that of one state between these two (the history
-is linearizable: M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one writer,
-whose operations are in order, this is all there is to look for).
+One writer adds, changes and deletes items, compacts, and serves another bundle now and then; so few
+dead rows are allowed that compaction goes on all the while. Its operations are numbered. A reader
+notes the last operation that was acknowledged before it asked, and the last one that had begun when
+it was answered: its answer must be, in every digit, that of one state between these two (the
+history is linearizable: M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one
+writer, whose operations are in order, this is all there is to look for).
 
 Vectors are of whole numbers, so that every distance is exact and the expected answer has no
 rounding of its own.
@@ -24,9 +24,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from retrieval.serving.bundle import Bundle
@@ -36,26 +37,19 @@ from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.testing import make_bundle
 
-from bench import RESULTS, arguments, finish, markdown, page
-from living_model import board_of
+from bench import finish, markdown, page
+from living_model import board_of, run_arguments
 
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
 QUERIES = np.random.default_rng(77).integers(-9, 10, (12, NUMBERS)).astype(np.float32)
-SMALL = 24  # items of which a segment is made
+SMALL = 24  # dead rows at which compaction begins
 Change = tuple[str, Any]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a reader was told.
-
-    Attributes:
-        after: the last operation that was acknowledged before it asked.
-        until: the last operation that had begun when it was answered.
-        kind: what was asked.
-        about: which query, or which ids.
-        answer: as plain values.
+class Answer(NamedTuple):
+    """What a reader was told, as plain values, about which query or ids; between the last operation
+    that was acknowledged before it asked and the last that had begun when it was answered.
     """
 
     after: int
@@ -133,7 +127,7 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
 def read_apart(folder: Path, number: int, processes: int, seed: int) -> list[Answer]:
     """Do the same in a process of its own."""
     board = board_of(folder / "board", READY + processes)
-    with small_segments(), open_index(folder / "index", threads=1) as index:
+    with busy_upkeep(), open_index(folder / "index", threads=1) as index:
         board[READY + number] = 1
         return read(index, board, seed)
 
@@ -181,21 +175,8 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
     elif kind == "compact":
         index.store.compact()  # type: ignore[attr-defined]
     else:
-        _serve(index, Bundle.open(bundles[what], threads=1))
-
-
-def _serve(index: Index, bundle: Bundle) -> None:
-    """Embed all items with another bundle, serve it, and drop the one before."""
-    store = index.store
-    generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
-    while not store.switch(generation):
-        if items := store.pending(generation, 100):
-            vectors = bundle.encode(np.stack([item.arrays[FEATURES] for item in items])).vector
-            pairs = zip(items, vectors, strict=True)
-            done = [replace(item, arrays={**item.arrays, VECTOR: row}) for item, row in pairs]
-            store.embed(generation, done)
-    index.follow()
-    index.drop_old()
+        index.migrate(Bundle.open(bundles[what], threads=1), progress=False)
+        index.drop_old()
 
 
 def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list[Answer]:
@@ -217,16 +198,10 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 
 @contextmanager
-def small_segments() -> Iterator[None]:
-    """Have segments of so few items that merges go on all the while, and filters be looked up."""
-    before = upkeep._MIN_DEAD_ROWS, masks._SMALL
-    upkeep._MIN_DEAD_ROWS = SMALL
-    masks._SMALL = 0
-    try:
+def busy_upkeep() -> Iterator[None]:
+    """Have compaction go on all the while, and filters be looked up."""
+    with patch.object(upkeep, "_MIN_DEAD_ROWS", SMALL), patch.object(masks, "_SMALL", 0):
         yield
-    finally:
-        upkeep._MIN_DEAD_ROWS = before[0]
-        masks._SMALL = before[1]
 
 
 def run(
@@ -240,7 +215,7 @@ def run(
     board, history = board_of(folder / "board", READY + processes), list[Change]()
     spawn = multiprocessing.get_context("spawn")
     with (
-        small_segments(),
+        busy_upkeep(),
         open_index(folder / "index", threads=1) as index,
         ThreadPoolExecutor(threads) as own,
         ProcessPoolExecutor(max(processes, 1), spawn) as others,
@@ -303,8 +278,8 @@ def render(kept: list[dict[str, Any]]) -> str:
         `python benchmarks/histories.py`. One thread writes, {kept[0]["threads"]} threads and
         {kept[0]["processes"]} processes read. Each answer (the ids, distances and metadata of the
         ten nearest, with a filter or without; counts; items by id) is compared with the exact one
-        of every state that the index had between question and answer. Segments are made of {SMALL}
-        items, so that merges go on all the while.
+        of every state that the index had between question and answer. Compaction begins at {SMALL}
+        dead rows, so that it goes on all the while.
 
         **{total:,} answers, {sum(len(one["wrong"]) for one in kept)} of them wrong.**
 
@@ -313,18 +288,11 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = run_arguments(__doc__, seconds=60.0, seeds=3).parse_args()
     kept = []
-    for seed in range(options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            many = (options.threads, options.processes)
-            kept.append(run(Path(folder), options.seconds, seed, *many))
+            kept.append(run(Path(folder), options.seconds, seed))
         print(json.dumps(kept[-1])[:2000], flush=True)
     finish("histories", kept, render(kept), folder=options.output)
     if any(one["wrong"] for one in kept):

@@ -5,11 +5,10 @@ it had been told is written.
     python benchmarks/kills.py --count 1000 --seed 0
 
 A child does random calls of a store and says over a pipe which one it begins and which one has
-returned. It is killed by SIGKILL: either by this process, after a time drawn from what such a call
-takes, so that it stops within SQLite or the system, or by itself, at a drawn line of Python of the
-store. Another child then opens the index and compares everything with a model in memory: all that
-was acknowledged, and of the call that ran, all or nothing. The next child goes on with what is
-left.
+returned. It is killed by SIGKILL: either by this process, after a drawn time, so that it stops
+within SQLite or the system, or by itself, at a drawn line of Python of the store. Another child
+then opens the index and compares everything with a model in memory: all that was acknowledged, and
+of the call that ran, all or nothing. The next child goes on with what is left.
 
 Modelled: a process that dies. The system lives, and loses nothing of what it was given to write.
 """
@@ -33,18 +32,15 @@ from retrieval.serving.store.folder import create_local
 import living_model as living
 from bench import page
 
-LIVES, SLOWEST = 8, 3.0
+LIVES = 8
 OUTCOMES = ("there", "not there", "same either way")
 
 
 class Life:
-    """An index that is written to, killed and looked at; `took` has seconds of each call so far."""
+    """An index that is written to, killed and looked at."""
 
-    def __init__(
-        self, folder: Path, bundles: list[Bundle], seed: int, took: dict[str, float]
-    ) -> None:
-        self.folder = folder / "index"
-        self.bundles, self.took = bundles, took
+    def __init__(self, folder: Path, bundles: list[Bundle], seed: int) -> None:
+        self.folder, self.bundles = folder / "index", bundles
         self.random = random.Random(seed)
         self.state = living.State()
         self.again: living.Call | None = None
@@ -53,7 +49,6 @@ class Life:
     def kill(self) -> living.Row:
         """Kill one writer, and return what is left of its work."""
         seed, lines = self.random.randrange(1 << 40), self.random.random() < 0.5
-        after = self.random.randint(1, 12)
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
         def work(pipe: int) -> None:
@@ -69,7 +64,7 @@ class Life:
             living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
         process, pipe = living.forked(work)
-        told = self._listen(process, pipe, None if lines else after)
+        told = self._listen(process, pipe, not lines)
         _, status = os.waitpid(process, 0)
         how = "line" if lines else "time"
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
@@ -79,10 +74,10 @@ class Life:
             row = self._look(told)
         return row | {"how": how}
 
-    def _listen(self, process: int, pipe: int, after: int | None) -> list[Any]:
-        """Read what a child tells until it is dead; kill it within the call number `after`."""
+    def _listen(self, process: int, pipe: int, kill: bool) -> list[Any]:
+        """Read what a child tells until it is dead; kill it a drawn time after its first call."""
         told: list[Any] = []
-        rest, began, deadline = b"", time.monotonic(), None
+        rest, deadline = b"", None
         while True:
             wait = 120.0 if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([pipe], [], [], wait)[0]:
@@ -93,18 +88,9 @@ class Life:
                 os.close(pipe)
                 return told
             *whole, rest = (rest + data).split(b"\n")
-            for text in whole:
-                told.append(json.loads(text))
-                if isinstance(told[-1], dict):  # a fault
-                    continue
-                what, call = told[-1]
-                if what == "begin":
-                    name, began = call["call"], time.monotonic()
-                    if after is not None and sum(one[0] == "begin" for one in told) == after:
-                        deadline = began + self.random.uniform(0, 1.3) * self.took.get(name, 0.02)
-                elif deadline is None:
-                    seconds = min(SLOWEST, time.monotonic() - began)
-                    self.took[name] = 0.7 * self.took.get(name, 0.02) + 0.3 * seconds
+            told += map(json.loads, whole)
+            if kill and deadline is None:
+                deadline = time.monotonic() + self.random.expovariate(4)
 
     def _look(self, told: list[Any]) -> living.Row:
         """Compare the index with what its writer told before it was killed."""
@@ -139,10 +125,9 @@ def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
     """Kill so many writers, on as many indexes as it takes; return what each left."""
     bundles = living.make_bundles(folder)
     rows: list[living.Row] = []
-    took: dict[str, float] = {}
     while len(rows) < count:
         with tempfile.TemporaryDirectory(dir=folder) as here:
-            life = Life(Path(here), bundles, seed * 1_000_003 + len(rows), took)
+            life = Life(Path(here), bundles, seed * 1_000_003 + len(rows))
             for _ in range(min(LIVES, count - len(rows))):
                 rows.append(life.kill())
                 living.show(len(rows), rows[-1])
@@ -177,7 +162,7 @@ def render(raw: living.Row) -> str:
 
 
 def main() -> None:
-    options = living.count_arguments(__doc__, 1000).parse_args()
+    options = living.run_arguments(__doc__, count=1000).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = kills(options.count, options.seed, Path(folder))
     raw = living.summary("kills", rows, options.seed, "call", "how", "outcome")

@@ -143,13 +143,13 @@ def cell(row: dict[str, Any] | None) -> str:
 def render(kept: list[dict[str, Any]]) -> str:
     sizes = sorted({row["items"] for row in kept})
     loads = [row["load"] for row in kept]
-    table, missing = [], []
+    before = [row["recall_before"] for row in kept if "recall_before" in row]
+    table = []
     for title in [*OURS, *PEERS]:
         own = {row["items"]: row for row in bench.chosen(kept, learner=title)}
         done = [f"{row['recall']:.3f}" for row in own.values() if "recall" in row]
         cells = [*(cell(own.get(size)) for size in sizes), growth(own), (done or ["–"])[-1]]
         table += [[title, *cells]] if own else []
-        missing += [] if own else [title]
     failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
     reasons = "\n".join(f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed)
     longer = ", ".join(f"{title} {most}" for title, most in LONGER.items())
@@ -163,7 +163,8 @@ def render(kept: list[dict[str, Any]]) -> str:
         {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses, and then
         not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more
         were done. The last column, Recall@1 of 2,000 items of other classes at the largest size
-        done, says that the fit did something: without any learner it is {kept_recall(kept)}.
+        done, says that the fit did something: without any learner it is {min(before):.3f} to
+        {max(before):.3f}.
 
         Machine: {kept[0]["machine"]}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared
         the cores.
@@ -172,20 +173,11 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         {reasons}
 
-        *Not tried*: stopped at a smaller size, or this table has not got so far yet. OAHU and Warm
+        *Not tried*: stopped at a smaller size. OAHU and Warm
         learn from triplets, 10,000 at most whatever the number of items, so their time hardly
         grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at its best
         here: the classes are Gaussian, as it takes them to be.
-
-        {f"Not measured yet: {', '.join(missing)}." if missing else ""}
     """)
-
-
-def kept_recall(kept: list[dict[str, Any]]) -> str:
-    """Return Recall@1 of the features as they are, smallest to largest."""
-    values = [row["recall_before"] for row in kept if "recall_before" in row]
-    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
-    return low if low == high else f"{low} to {high}"
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from retrieval.serving.store import record, structure, upkeep
 from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
 
-from bench import RESULTS, arguments, finish
+from bench import RESULTS, arguments, finish, markdown
 from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST, IDS = 8, 3, 32, 48, 400
@@ -119,15 +119,9 @@ def small() -> None:
 
 
 class Writing:
-    """Does random calls, in the child.
-
-    Args:
-        folder: of the index.
-        bundles: opened.
-        state: what it holds.
-        seed: of the calls.
-        tell: takes what is begun and what has returned.
-        first: a call that was cut short, to be done again.
+    """Does random calls of an index that holds `state`. `tell` takes what is begun and what has
+    returned; `first` is a call that was cut short, to be done again; `background` says whether
+    upkeep has a thread (None: drawn).
     """
 
     def __init__(
@@ -136,13 +130,15 @@ class Writing:
         bundles: list[Bundle],
         state: State,
         seed: int,
-        tell: Callable[[str, Any], None],
-        first: Call | None,
+        tell: Callable[[str, Any], None] = lambda what, call: None,
+        first: Call | None = None,
+        background: bool | None = None,
     ) -> None:
         self.folder, self.bundles, self.state = folder, bundles, state
         self.tell, self.first = tell, first
         self.random = random.Random(seed)
-        self.background = self.random.random() < 0.5
+        drawn = self.random.random() < 0.5
+        self.background = drawn if background is None else background
         self.store = LocalStore(folder, upkeep=self.background)
 
     def run(self) -> None:
@@ -251,10 +247,8 @@ Copies = dict[str, tuple[State, bool]]
 
 class Told:
     """What an index should hold after what its writer told: states that are right, and snapshots.
-
-    Attributes:
-        moments: of each thing that was told: when, the states that are right from then on, what
-            each snapshot holds and whether it must be there, and the call that runs.
+    `moments` has of each thing that was told: when, the states that are right from then on, what
+    each snapshot holds and whether it must be there, and the call that runs.
     """
 
     def __init__(self, state: State, running: Call | None = None) -> None:
@@ -460,10 +454,11 @@ def system() -> str:
     return f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
 
 
-def count_arguments(doc: str | None, count: int) -> argparse.ArgumentParser:
-    """Return a parser of how many, of which seed, and of the folder of results."""
+def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
+    """Return a parser of how many or how long, of which seed, and of the folder of results."""
     parser = arguments(doc)
-    parser.add_argument("--count", type=int, default=count)
+    for name, default in most.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser
@@ -493,12 +488,11 @@ def counts_table(
     """Return a table of the last key of cells against the keys before it."""
     counts = {tuple(values): count for *values, count in cells}
     names = [f"{prefix}{outcome}" for outcome in outcomes]
-    lines = ["| " + " | ".join([*head, *names]) + " |"]
-    lines.append("|---" * len(head) + "|--:" * len(outcomes) + "|")
-    for row in dict.fromkeys(values[:-1] for values in counts):
-        numbers = [str(counts.get((*row, outcome), 0)) for outcome in outcomes]
-        lines.append("| " + " | ".join([*row, *numbers]) + " |")
-    return "\n".join(lines)
+    lines = [
+        [*row, *(str(counts.get((*row, outcome), 0)) for outcome in outcomes)]
+        for row in dict.fromkeys(values[:-1] for values in counts)
+    ]
+    return markdown([*head, *names], lines)
 
 
 def show(number: int, row: Row) -> None:

@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.metrics import f1_score, roc_auc_score
 
-from bench import Kept, chosen, markdown, nearest, one_thread, page, resume_arguments
-from published import has, published
+import bench
+from retrieval_core import fashion_mnist
+from retrieval_oahu import LEGO, OAHU, OASIS, RDML
+from retrieval_oahu.streams import paper_stream
 
 Floats = NDArray[Any]
 REPEATS = 3
@@ -35,8 +38,6 @@ RECALLS = ("r1", "r5", "r10", "p10")
 
 def learners() -> dict[str, Callable[[int], Any]]:
     """Return what is compared: each makes a learner of a seed."""
-    from retrieval_oahu import LEGO, OAHU, OASIS, RDML
-
     return {
         "LEGO": lambda seed: LEGO(seed=seed),
         "RDML": lambda seed: RDML(seed=seed),
@@ -49,8 +50,6 @@ def learners() -> dict[str, Callable[[int], Any]]:
 
 def fashion() -> tuple[Floats, Floats]:
     """Return all 70,000 images as (N, 784) between 0 and 1, and their classes."""
-    from retrieval_core import fashion_mnist
-
     data = fashion_mnist()
     pixels = data.arrays.reshape(len(data), -1).astype(np.float32) / 255
     return pixels, np.array(data.labels, dtype=np.int64)
@@ -77,24 +76,22 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
     if kind == "OAHU":
         return learner.classify(query, learner.spaces(refs), labels, k)
     if kind == "OASIS":
-        return vote(labels[nearest(learner.queries(query), learner.transform(refs), k, inner=True)])
+        return vote(
+            labels[bench.nearest(learner.queries(query), learner.transform(refs), k, inner=True)]
+        )
     if learner is not None:
         query, refs = learner.transform(query), learner.transform(refs)
-    return vote(labels[nearest(query, refs, k)])
+    return vote(labels[bench.nearest(query, refs, k)])
 
 
 def scores(truth: Floats, found: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
-    from sklearn.metrics import f1_score
-
     f1 = float(f1_score(truth, found, average="macro"))
     return {"error": float((truth != found).mean()), "f1": f1}
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
     """Return the paper's 10,000 triplets (T, 3)."""
-    from retrieval_oahu.streams import paper_stream
-
     return np.array(list(paper_stream(labels, 5000, 5000, seed=seed)))
 
 
@@ -109,8 +106,6 @@ def measured(part: str, name: str, repeat: int, x: Floats, y: Floats) -> list[di
 
 def table_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
     """Error, F1 and utilisation of Table 3; error with few references; AUC of pairs."""
-    from sklearn.metrics import roc_auc_score
-
     (dev, queries), learner, seconds = split(repeat), None, 0.0
     if name != "Euclid":
         started = time.process_time()
@@ -144,10 +139,10 @@ def retrieval_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[st
     train = order[y[order] < 5][:15_000]
     test = order[y[order] >= 5][:5000]
     if name == "Euclid":
-        return [retrieved("Euclid", nearest(x[test], x[test], 10, own=True), y[test])]
+        return [retrieved("Euclid", bench.nearest(x[test], x[test], 10, own=True), y[test])]
     learner = learners()[name](repeat).fit(x[train], y[train])
     codes = learner.transform(x[test])
-    summed = nearest(codes, codes, 10, own=True)
+    summed = bench.nearest(codes, codes, 10, own=True)
     if not name.startswith("OAHU"):
         return [retrieved(name, summed, y[test])]
     spaces = learner.spaces(x[test])
@@ -179,26 +174,26 @@ def spread(values: list[float], digits: int = 3) -> str:
 def render(rows: list[dict[str, Any]]) -> str:
     body, retrieval = [], []
     for name in dict.fromkeys(row["method"] for row in rows):
-        own, cells = chosen(rows, part="table", method=name), [name]
+        own, cells = bench.chosen(rows, part="table", method=name), [name]
         for key, column in (("error", "error"), ("f1", "macro-F1"), ("utilization", "utilisation")):
             cell = spread([row[key] for row in own if key in row], 2 if key == "utilization" else 3)
-            if has(PAPER, name, column):
-                cell += f" [{published(PAPER, name, column):.2f}]".replace("0.", ".")
+            if bench.has(PAPER, name, column):
+                cell += f" [{bench.published(PAPER, name, column):.2f}]".replace("0.", ".")
             cells.append("–" if "nan" in cell else cell)
         cells += [spread([row[key] for row in own]) for key in ("error_1000", "error_100", "auc")]
         body.append([*cells, f"{np.mean([row['fit_seconds'] for row in own]):.1f}"])
     head = ["", "error", "macro-F1", "utilisation", "error, 1,000 references"]
     head += ["error, 100 references", "AUC of pairs", "seconds to learn"]
-    found = chosen(rows, part="retrieval")
+    found = bench.chosen(rows, part="retrieval")
     for title in dict.fromkeys(row["title"] for row in found):
-        own = chosen(found, title=title)
+        own = bench.chosen(found, title=title)
         retrieval.append([title, *(spread([row[k] for row in own]) for k in RECALLS)])
     overlap = {
-        name: [row["overlap"] for row in chosen(found, method=name) if "overlap" in row]
+        name: [row["overlap"] for row in bench.chosen(found, method=name) if "overlap" in row]
         for name in ("OAHU", TUNED)
     }
     agreement = ", ".join(f"{spread(values, 2)} ({name})" for name, values in overlap.items())
-    return page(f"""
+    return bench.page(f"""
         # OAHU and its baselines on Fashion-MNIST
 
         5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random
@@ -206,7 +201,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         brackets what the paper's Table 3 prints. `python benchmarks/oahu_table3.py` states the
         protocol.
 
-        {markdown(head, body)}
+        {bench.markdown(head, body)}
 
         How η .01 and τ 1.9 were chosen was not recorded.
 
@@ -215,7 +210,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         Learned on five classes, searched in 5,000 images of the other five, each asking for the
         others. The two ways to search an OAHU model:
 
-        {markdown(["", "Recall@1", "Recall@5", "Recall@10", "Precision@10"], retrieval)}
+        {bench.markdown(["", "Recall@1", "Recall@5", "Recall@10", "Precision@10"], retrieval)}
 
         Their first ten answers agree by {agreement}: neither is an approximation of the other.
 
@@ -225,13 +220,13 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
+    parser = bench.resume_arguments(__doc__)
     parser.add_argument("--methods", nargs="*", default=None, help="only these")
     parser.add_argument("--repeats", nargs="*", type=int, default=range(REPEATS), help="only these")
     options = parser.parse_args()
-    one_thread()
+    bench.one_thread()
     warnings.filterwarnings("ignore", message="tau is")
-    kept = Kept("oahu_table3", options, ("part", "method", "repeat"))
+    kept = bench.Kept("oahu_table3", options, ("part", "method", "repeat"))
     methods = {"table": ("Euclid", *learners()), "retrieval": ("Euclid", "OAHU", TUNED)}
     jobs = [
         (part, name, repeat)

@@ -1,11 +1,9 @@
 """`oahu.warm` against Euclid along the stream.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py
-    OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py --development  # the development sets
 
-16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones. `warm_sets.py`
-names the sets, by a rule that was fixed before anything was measured, and the sets that everything
-was developed on (`--development`, two seeds, keeps nothing). Half of a set's items give the
+16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones. `uci.py` names
+the sets, by a rule that was fixed before anything was measured. Half of a set's items give the
 triplets and are the references, the other half are the queries. Two kinds of stream, each in its
 own order:
 
@@ -39,7 +37,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from bench import Kept, markdown, one_thread, page, resume_arguments
+import oahu_table3
+import uci
+from bench import Kept, markdown, nearest, one_thread, page, resume_arguments
 from retrieval_oahu import Warm, from_labels, with_closure
 
 Floats = NDArray[Any]
@@ -47,17 +47,13 @@ Row = dict[str, Any]
 POINTS = (100, 300, 1000, 3000, 10_000)
 SHUFFLED_TRIPLETS = 1000
 SEEDS = 20
-FIRST_SEEDS = 6
-"""Seeds of real labels that are measured before all others."""
 KINDS, METRICS = ("random", "closure"), ("gain", "recall_at_1", "map_at_r")
 FASHION_REPEATS, SLACK, K, MAP_QUERIES = 3, 0.005, 5, 500
 
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
     """Return features and labels of the part that learns, and of the queries."""
-    import warm_sets  # its packages are needed to measure, not to write the page
-
-    x, y = warm_sets.items(name)
+    x, y = uci.items(name)
     order = np.random.default_rng(1000 + seed).permutation(len(x))
     refs, queries = order[: len(x) // 2], order[len(x) // 2 :]
     if standardized:
@@ -76,31 +72,16 @@ def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
 
 def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[str, Floats]:
     """Return who of the queries is right by five neighbours and by one, and some queries' MAP@R."""
-    by_five, by_one, precision = [], [], []
-    norms = (refs**2).sum(axis=1)
-    for start in range(0, len(queries), 500):
-        distances = norms - 2 * queries[start : start + 500] @ refs.T
-        query_labels = truth[start : start + 500]
-        near = np.argpartition(distances, K, axis=1)[:, :K]
-        order = np.argsort(np.take_along_axis(distances, near, 1), axis=1)
-        voters = labels[np.take_along_axis(near, order, 1)]
-        counts = (voters[:, :, None] == voters[:, None]).sum(axis=2)
-        by_five.append(voters[np.arange(len(voters)), counts.argmax(axis=1)] == query_labels)
-        by_one.append(voters[:, 0] == query_labels)
-        if start < MAP_QUERIES:
-            precision.append(_average_precision(distances, labels, query_labels))
-    columns = {"k": by_five, "one": by_one, "map": precision}
-    return {name: np.concatenate(parts) for name, parts in columns.items()}
-
-
-def _average_precision(distances: Floats, labels: Floats, query_labels: Floats) -> Floats:
-    relevant = np.bincount(labels, minlength=int(query_labels.max()) + 1)[query_labels]
+    near = labels[nearest(queries, refs, K)]
+    judged = truth[:MAP_QUERIES]
+    relevant = np.bincount(labels, minlength=int(truth.max()) + 1)[judged]
     most = max(int(relevant.max()), 1)
-    near = np.argsort(distances, axis=1, kind="stable")[:, :most]
-    hits = labels[near] == query_labels[:, None]
+    distances = (refs**2).sum(axis=1) - 2 * queries[:MAP_QUERIES] @ refs.T
+    hits = labels[np.argsort(distances, axis=1, kind="stable")[:, :most]] == judged[:, None]
     hits &= np.arange(most) < relevant[:, None]
     sums: Floats = (hits * hits.cumsum(axis=1) / np.arange(1, most + 1)).sum(axis=1)
-    return sums / np.maximum(relevant, 1)
+    right = {"k": oahu_table3.vote(near) == truth, "one": near[:, 0] == truth}
+    return right | {"map": sums / np.maximum(relevant, 1)}
 
 
 Parts = tuple[Floats, Floats, Floats, Floats]
@@ -144,35 +125,31 @@ def upper(row: Row) -> float:
     return (won + lost) / row["queries"] * (2 * share - 1)
 
 
-Job = tuple[str, str, int]
-"""Set, kind of stream ("shuffled random" where its labels are), seed."""
-
-
 def measured(name: str, kind: str, seed: int) -> list[Row]:
     """Return the rows of a stream."""
+    if kind.startswith("shuffled"):
+        return _shuffled(name, kind, seed)
     if name == "fashion":
-        return _fashion(seed)
-    return _shuffled(name, kind, seed) if kind.startswith("shuffled") else _real(name, kind, seed)
-
-
-def jobs(development: bool) -> Iterator[Job]:
-    """Yield the streams, the most important first."""
-    import warm_sets
-
-    names = warm_sets.DEVELOPMENT if development else warm_sets.EVALUATION
-    seeds = range(2 if development else SEEDS)
-    for repeat in range(0 if development else FASHION_REPEATS):
-        yield "fashion", "random", repeat
-    parts = ((seeds[:FIRST_SEEDS], ""), (seeds, "shuffled "), (seeds[FIRST_SEEDS:], ""))
-    for some, prefix in parts:
-        for seed, kind, name in itertools.product(some, KINDS, names):
-            yield name, prefix + kind, seed
-
-
-def _real(name: str, kind: str, seed: int) -> list[Row]:
+        x, y = oahu_table3.fashion()
+        dev, queries = oahu_table3.split(seed)
+        stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
+        parts = (x[dev], y[dev], x[queries], y[queries])
+        return list(along(Warm(seed=seed), parts, stream, POINTS[-1:]))
     parts = split(name, seed, bool(seed % 2))
     stream = triplets(kind, parts[1], seed, POINTS[-1])
     return list(along(Warm(seed=seed), parts, stream, POINTS))
+
+
+def jobs() -> Iterator[tuple[str, str, int]]:
+    """Yield set, kind ("shuffled random" where its labels are) and seed of the streams, the most
+    important first.
+    """
+    for repeat in range(FASHION_REPEATS):
+        yield "fashion", "random", repeat
+    seeds = range(SEEDS)
+    for part, prefix in ((seeds[:6], ""), (seeds, "shuffled "), (seeds[6:], "")):
+        for seed, kind, name in itertools.product(part, KINDS, uci.EVALUATION):
+            yield name, prefix + kind, seed
 
 
 def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
@@ -185,28 +162,14 @@ def _shuffled(name: str, kind: str, seed: int) -> list[Row]:
     return [{"left_after": int(away[0]) if len(away) else None}]
 
 
-def _fashion(seed: int) -> list[Row]:
-    import oahu_table3
-
-    x, y = oahu_table3.fashion()
-    dev, queries = oahu_table3.split(seed)
-    stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
-    parts = (x[dev], y[dev], x[queries], y[queries])
-    return list(along(Warm(seed=seed), parts, stream, POINTS[-1:]))
-
-
 def main() -> None:
     parser = resume_arguments(__doc__)
-    help_ = "the sets that choices were made on; keeps nothing"
-    parser.add_argument("--development", action="store_true", help=help_)
     parser.add_argument("--sets", nargs="*", help="only these")
     options = parser.parse_args()
     one_thread()
-    options.fresh |= options.development
     kept = Kept("oahu_warm", options, ("stream",))
     machine = f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."
-    streams = () if options.write else jobs(options.development)
-    for (stream,) in kept.missing((s,) for s in streams if s[0] in (options.sets or [s[0]])):
+    for (stream,) in kept.missing((s,) for s in jobs() if s[0] in (options.sets or [s[0]])):
         for row in measured(*stream):
             kept.add({"stream": stream, "machine": machine} | row)
     kept.finish(render(kept.rows))
@@ -226,7 +189,7 @@ def render(rows: list[Row]) -> str:
 
         Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no
         triplet. `python benchmarks/oahu_warm.py` says how, and what *below beyond noise* means;
-        `benchmarks/warm_sets.py` names the sets, by a rule that was fixed first.
+        `benchmarks/uci.py` names the sets, by a rule that was fixed first.
 
         {tables}
 
@@ -298,10 +261,8 @@ def _sets(rows: list[Row]) -> str:
             about.append(f"{np.mean([row['euclid'] for row in part]):.3f}")
             lines.append([*about, *(f"{cell:+.4f}" for cell in cells)])
     head = ["set", "stream", "features", "queries", "Euclid", "gain", "lowest", "Recall@1", "MAP@R"]
-    title = (
-        "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds."
-    )
-    return f"{title}\n\n{markdown(head, lines)}"
+    title = "Each set: mean gain after 10,000 triplets and the lowest of all points, over the seeds"
+    return f"{title}.\n\n{markdown(head, lines)}"
 
 
 def _pixels(rows: list[Row]) -> str:

@@ -1,14 +1,16 @@
-"""Sets of pictures that several benchmarks measure on."""
+"""Sets of pictures that several benchmarks measure on, and a plugin that reads a saved one."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from retrieval.host.plugins import create
+from retrieval.plugin import ArrayDataset, Dataset, hookimpl
 
 PER_CLASS, ICONS = 200, 1512
 WEIGHTS = ("thin", "light", "regular", "bold", "fill", "duotone")
@@ -17,6 +19,11 @@ MOVED |= {"scale": [0.85, 1.15], "shear": [-8, 8, -8, 8]}
 """The augmentation: pictures turned, moved, scaled and sheared a little."""
 Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
 """Images (N, side, side) and labels (N,)."""
+
+
+def load(name: str, package: Path, count: int) -> Pictures:
+    """Return digits, fashion, or so many of the icons in npm's package."""
+    return {"digits": digits, "fashion": fashion}.get(name, lambda: icons(package, count))()
 
 
 def digits() -> Pictures:
@@ -59,3 +66,18 @@ def icons(package: Path, count: int) -> Pictures:
     names = sorted(np.random.default_rng(0).permutation(icon_names(package))[:count].tolist())
     drawn = [np.asarray(icon(package, name, weight, 32)) for name in names for weight in WEIGHTS]
     return np.stack(drawn), np.repeat(names, len(WEIGHTS))
+
+
+def saved(file: Path) -> Dataset:
+    """Load arrays `images` (N, height, width), uint8, and `labels` (N,) of a .npz file.
+
+    Args:
+        file: the file.
+    """
+    with np.load(file, allow_pickle=False) as arrays:
+        return ArrayDataset(arrays["images"], arrays["labels"].tolist())
+
+
+@hookimpl
+def retrieval_datasets() -> Mapping[str, Any]:
+    return {"saved": saved}

@@ -15,8 +15,6 @@ results/raw/pooling.jsonl and not repeated.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +28,23 @@ from retrieval.plugin import ArrayDataset
 from retrieval.training.train import train
 
 import pictures
-from bench import Kept, interval, machine_of, markdown, one_thread, page, resume_arguments
+from bench import Kept, chosen, interval, markdown, one_thread, page, resume_arguments
 from retrieval_core.pooling import Pool
 
 POOLS = ("mean", "max", "gem", "grid")
-SEEDS = 1
 METRICS = ["recall_at_1", "map_at_r"]
-SETS: dict[str, tuple[Callable[[Path], pictures.Pictures], dict[str, int]]] = {
-    "digits": (lambda package: pictures.digits(), {"classes": 5, "items": 12}),
-    "fashion": (lambda package: pictures.fashion(), {"classes": 5, "items": 12}),
-    "icons": (lambda package: pictures.icons(package, 300), {"classes": 16, "items": 4}),
+SETS = {
+    "digits": {"classes": 5, "items": 12},
+    "fashion": {"classes": 5, "items": 12},
+    "icons": {"classes": 16, "items": 4},
 }
+"""Each set's batches."""
 
 
-def recipe(pool: str, seed: int, sampler: dict[str, int]) -> dict[str, Any]:
+def recipe(pool: str, sampler: dict[str, int]) -> dict[str, Any]:
     return {
-        "name": f"{pool}-{seed}",
-        "seed": seed,
-        "split": {"by": "class", "validation": 0.0, "seed": seed},
+        "name": pool,
+        "split": {"by": "class", "validation": 0.0},
         "sampler": {**sampler, "batches": 15},
         "backbone": {"name": "core.convnet", "size": 32, "width": 12, "pool": pool},
         "head": {"embedding_size": 64},
@@ -59,16 +56,14 @@ def recipe(pool: str, seed: int, sampler: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def measure(name: str, pool: str, seed: int, data: pictures.Pictures) -> dict[str, Any]:
+def measure(name: str, pool: str, data: pictures.Pictures) -> dict[str, Any]:
     """Train a net that ends in a pool; return its row."""
     dataset = ArrayDataset(data[0], data[1].tolist())
     with tempfile.TemporaryDirectory() as folder:
-        started = time.process_time()
-        table = recipe(pool, seed, SETS[name][1])
+        table = recipe(pool, SETS[name])
         run = train(table, Path(folder) / "run", dataset=dataset, progress=False)
-        seconds = round(time.process_time() - started, 1)
         metrics = evaluate(run, progress=False).metrics["trained"]
-    row = {"set": name, "pool": pool, "seed": seed, "seconds": seconds}
+    row = {"set": name, "pool": pool, "seed": 0}
     return row | {"recall": metrics["recall_at_1"], "map": metrics["map_at_r"]}
 
 
@@ -88,59 +83,51 @@ def measure_frozen(name: str, pool: str, data: pictures.Pictures) -> dict[str, A
     return row | {"recall": values["recall_at_1"], "map": values["map_at_r"]}
 
 
-def table(rows: list[dict[str, Any]], last: dict[str, str] | None = None) -> str:
-    """Return a table of pools and sets, and a last column."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a table of pools and sets."""
     lines = []
     for pool in POOLS:
         cells = [
-            interval([row[key] for row in rows if (row["set"], row["pool"]) == (name, pool)])
+            interval([row[key] for row in chosen(rows, set=name, pool=pool)])
             for name in SETS
             for key in ("recall", "map")
         ]
-        lines.append([pool, *cells, *([last[pool]] if last else [])])
-    head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))]
-    return markdown([*head, *(["CPU s"] if last else [])], lines)
+        lines.append([pool, *cells])
+    return markdown(
+        ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))], lines
+    )
 
 
-def render(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    trained = [row for row in rows if not row.get("frozen")]
-    seconds = {
-        pool: f"{np.mean([row['seconds'] for row in trained if row['pool'] == pool]):.0f}"
-        for pool in POOLS
-    }
+def render(rows: list[dict[str, Any]]) -> str:
     return page(f"""
         # Pools of a small net
 
-        {table(trained, seconds)}
+        {table(chosen(rows, frozen=None))}
 
-        Unseen classes, one class split and one seed, 120 steps. {about["machine"]};
-        {about["versions"]}. `python benchmarks/pooling.py`.
+        `python benchmarks/pooling.py`. Unseen classes, one class split and one seed, 120 steps.
 
         The last map of a frozen EfficientNet-Lite0 (3 × 3 positions at 96 pixels, ImageNet's
         weights), all classes:
 
-        {table([row for row in rows if row.get("frozen")])}
+        {table(chosen(rows, frozen=True))}
     """)
 
 
 def main() -> None:
     parser = resume_arguments(__doc__)
     parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     options = parser.parse_args()
     one_thread()
     torch.set_num_threads(1)
     kept = Kept("pooling", options, ("set", "pool", "seed", "frozen"))
-    for name in options.sets:
-        jobs = [(name, pool, seed, None) for seed in range(SEEDS) for pool in POOLS]
-        jobs += [(name, pool, None, True) for pool in POOLS]
-        missing = list(kept.missing(jobs))
-        data = SETS[name][0](options.icons) if missing else None
-        for _, pool, seed, frozen in missing:
+    for name in SETS:
+        jobs = [(name, pool, 0, None) for pool in POOLS]
+        missing = list(kept.missing([*jobs, *((name, pool, None, True) for pool in POOLS)]))
+        data = pictures.load(name, options.icons, 300) if missing else None
+        for _, pool, _, frozen in missing:
             assert data is not None
-            row = measure_frozen(name, pool, data) if frozen else measure(name, pool, seed, data)
-            kept.add(row)
-    kept.finish(render(kept.rows, machine_of("torch", "embedding-retrieval")))
+            kept.add((measure_frozen if frozen else measure)(name, pool, data))
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":

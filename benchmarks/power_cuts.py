@@ -38,7 +38,7 @@ from power_disk import MODES, Disk, strace
 
 LIVES, CALLS, CUTS = 3, 12, 40
 """Processes of one record, calls of each, and cuts of one record."""
-FAULTS = ("commits", "folders", "files")
+FAULTS = ("commits", "folders")
 """What a store can be made not to sync, to see that it would be found out."""
 CREATE: living.Call = {"call": "create"}
 
@@ -63,12 +63,16 @@ def forget(fault: str) -> None:
         Record._open = careless  # type: ignore[method-assign]
     else:
         os.fsync = view.sync_data = lambda file: (
-            None if stat.S_ISDIR(os.fstat(file).st_mode) == (fault == "folders") else sync(file)
+            None if stat.S_ISDIR(os.fstat(file).st_mode) else sync(file)
         )
 
 
-def live(folder: Path, seed: int, fault: str | None) -> None:
-    """Make an index, or go on with one, and tell what begins and what has returned."""
+def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
+    """Make an index, or go on with one, and tell what begins and what has returned.
+
+    A process that is killed ("line", "sync") has no thread for upkeep, and one that ends by itself
+    waits for it: so no other call is under way, of which the trace would not say how far it came.
+    """
     living.small()
     if fault is not None:
         forget(fault)
@@ -77,14 +81,14 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
         Bundle.open(folder / f"bundle{number}", threads=1) for number in range(living.BUNDLES)
     ]
     marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    count, killed = [0], draw.random() < 0.5
+    count = [0]
 
     def tell(what: str, call: Any) -> None:
         os.write(marks, json.dumps([what, call]).encode())
         count[0] += what == "end"
         if count[0] > CALLS:
             raise _Enough
-        if what == "begin" and killed and count[0] == CALLS // 2:
+        if what == "begin" and killed == "line" and count[0] == CALLS // 2:
             living.kill_at_line(draw.randint(40, 8000))
 
     index = folder / "disk" / "index"
@@ -97,7 +101,10 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
     states = [living.State(**one) for one in known["states"]]
     for state in states:
         state.generations = {int(number): tuple(one) for number, one in state.generations.items()}  # type: ignore[misc]
-    writing = living.Writing(index, bundles, states[0], draw.randrange(1 << 40), tell, None)
+    background = None if killed == "no" else False
+    writing = living.Writing(
+        index, bundles, states[0], draw.randrange(1 << 40), tell, None, background
+    )
     if not created:
         same = [not living.differences(writing.store, state, bundles, 0) for state in states]
         which = same.index(True)
@@ -108,7 +115,7 @@ def live(folder: Path, seed: int, fault: str | None) -> None:
     try:
         writing.run()
     except _Enough:
-        if draw.random() < 0.5:
+        if writing.background or draw.random() < 0.5:
             writing.store.close()
         os._exit(0)
 
@@ -126,10 +133,9 @@ def record(
     for life in range(lives):
         known = {"states": [vars(state) for state in told.states], "again": told.again}
         (folder / "states.json").write_text(json.dumps(known))
-        words = ["--live", str(folder), str(seed + life), *([fault] if fault else [])]
-        kill = None
-        if life < lives - 1 and draw.random() < 0.7:
-            kill = draw.randint(*((1, 40) if life else (10, 120)))
+        killed = draw.choice(["line", "sync", "sync", "no"]) if life < lives - 1 else "no"
+        words = ["--live", str(folder), str(seed + life), killed, *([fault] if fault else [])]
+        kill = draw.randint(*((1, 40) if life else (10, 120))) if killed == "sync" else None
         line = [*strace(folder / "trace", kill), sys.executable, __file__, *words]
         done = subprocess.run(line, capture_output=True, text=True, timeout=300)
         if done.returncode not in (0, -9, 137):
@@ -267,9 +273,9 @@ def render(raw: living.Row) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--live"]:
-        folder, seed, *faults = sys.argv[2:]
-        live(Path(folder), int(seed), faults[0] if faults else None)
-    parser = living.count_arguments(__doc__, 1000)
+        folder, seed, killed, *faults = sys.argv[2:]
+        live(Path(folder), int(seed), killed, faults[0] if faults else None)
+    parser = living.run_arguments(__doc__, count=1000)
     parser.add_argument("--lives", type=int, default=LIVES, help="processes of one record")
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     less = "have the store leave out these syncs; losses are then expected"

@@ -9,7 +9,6 @@ order in which a disk writes, nor of what a file system does beyond POSIX.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from dataclasses import dataclass, field
@@ -69,7 +68,6 @@ class Folder:
     names: dict[str, File | Folder] = field(default_factory=dict)
 
 
-Node = File | Folder | None
 Parts = tuple[str, ...]
 """A path below the folder."""
 
@@ -130,11 +128,8 @@ class Disk:
         """Take in what a process did, before another changes the folder; what it wrote to the file
         `marks` is kept with its time.
 
-        Of a call that a kill ended the trace does not say how far it came. The folder itself shows
-        that.
-
         Raises:
-            ValueError: a call that is not understood.
+            ValueError: a call that is not understood, or that a kill ended, except for syncs.
         """
         self._open.clear()
         waiting: dict[str, tuple[int, str]] = {}
@@ -164,10 +159,9 @@ class Disk:
                 if number is not None:
                     self._call(name, words, int(number[0]), began, marks)
         self.time += 1
-        for began, text in waiting.values():
-            name, _, words = text.partition("(")
-            if (came := self._came(name, words)) is not None:
-                self._call(name, words, came, began, marks)
+        for _, text in waiting.values():
+            if not text.startswith(("fsync(", "fdatasync(")):  # not returned: not happened
+                raise ValueError(f"How far a call came that a kill ended is not known: {text}")
 
     def _call(self, name: str, words: str, result: int, began: int, marks: Path) -> None:
         texts, handles = _texts(name, words), _handles(words)
@@ -186,45 +180,7 @@ class Disk:
         elif self._inside(path) and name not in ("close", "lseek", "fsync"):
             raise ValueError(f"{name} on {path}, which no call has opened.")
 
-    def _came(self, name: str, words: str) -> int | None:
-        """Return what a killed call would have returned; None where it changed nothing."""
-        texts, handles = _texts(name, words), _handles(words)
-        if name in WRITES or name == "ftruncate":
-            return self._written(name, words, b"".join(texts), handles)
-        if not texts:  # a sync that has not returned has not happened
-            return None
-        first, *others = _paths(name, texts, handles)
-        parts = self._inside(str(first))
-        if parts is None:
-            return None
-        if name in OPENS:
-            done = first.exists() and ("O_TRUNC" not in words or not first.stat().st_size)
-        elif name in ("mkdir", "mkdirat"):
-            done = first.is_dir() and self._find(parts) is None
-        elif name in ("link", "linkat"):
-            done = others[0].exists() and others[0].samefile(first)
-        else:
-            done = not os.path.lexists(first)
-        return -1 if done else None
-
-    def _written(
-        self, name: str, words: str, content: bytes, handles: list[tuple[int, str]]
-    ) -> int | None:
-        """Return how many bytes of a killed write are in its file, or 0 for a cut that is done."""
-        handle, text = handles[0] if handles else (-1, "")
-        node, at, appends = self._open.get(handle, (None, 0, False))
-        path = Path(text)
-        if not isinstance(node, File) or self._inside(text) is None or not path.is_file():
-            return None
-        if name == "ftruncate":
-            return 0 if path.stat().st_size == _last(words) else None
-        with path.open("rb") as file:
-            file.seek(_last(words) if name == "pwrite64" else node.size if appends else at)
-            there = file.read(len(content))
-        pairs = enumerate(zip(content, there, strict=False))
-        return next((at for at, (a, b) in pairs if a != b), len(there)) or None
-
-    def _inside(self, path: str) -> tuple[str, ...] | None:
+    def _inside(self, path: str) -> Parts | None:
         """Return the parts of a path below the root; None outside."""
         pure = PurePosixPath(path)
         return pure.relative_to(self.root).parts if pure.is_relative_to(self.root) else None
@@ -253,7 +209,7 @@ class Disk:
             raise ValueError(f"What {name} does to a file is not modelled.")
 
     def _on_names(
-        self, name: str, words: str, paths: list[tuple[str, ...] | None], result: int, began: int
+        self, name: str, words: str, paths: list[Parts | None], result: int, began: int
     ) -> None:
         path = paths[0]
         if None in paths or not path:
@@ -273,21 +229,18 @@ class Disk:
             self._set(began, {path: Folder()})
         elif name in ("unlink", "unlinkat", "rmdir"):
             self._set(began, {path: None})
-        elif name in ("link", "linkat") and paths[1]:
-            self._set(began, {paths[1]: node})
-        elif name.startswith("rename") and paths[1]:
-            back = self._find(paths[1]) if "RENAME_EXCHANGE" in words else None
-            self._set(began, {path: back, paths[1]: node})
+        elif name.startswith("rename") and paths[1] and "RENAME_EXCHANGE" not in words:
+            self._set(began, {path: None, paths[1]: node})
         else:
             raise ValueError(f"What {name} does to names is not modelled.")
 
-    def _find(self, path: tuple[str, ...]) -> File | Folder | None:
+    def _find(self, path: Parts) -> File | Folder | None:
         node: File | Folder | None = self.tree
         for part in path:
             node = node.names.get(part) if isinstance(node, Folder) else None
         return node
 
-    def _set(self, began: int, changed: dict[tuple[str, ...], File | Folder | None]) -> None:
+    def _set(self, began: int, changed: dict[Parts, File | Folder | None]) -> None:
         """Change names; those of one folder change together, as every journal has it."""
         folders: dict[Folder, dict[str, File | Folder | None]] = {}
         for path, node in changed.items():

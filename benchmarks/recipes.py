@@ -142,11 +142,6 @@ def files(name: str, package: Path) -> Path:
         half = (len(classes) + 2) // 2  # six of ten
         sides = dict.fromkeys(classes[:half], "train") | dict.fromkeys(classes[half:], "test")
         table(folder / f"{split}.csv", paths, labels, roles, sides)
-        # recipes were tuned on the first split's classes that train
-        if split == 0:
-            sides = dict.fromkeys(classes[: half * 2 // 3], "train")
-            sides |= dict.fromkeys(classes[half * 2 // 3 : half], "test")
-            table(folder / "tune.csv", paths, labels, roles, sides)
     (folder / "done").touch()
     return folder
 
@@ -509,9 +504,9 @@ def set_table(rows: Sequence[Tables]) -> str:
     """Return the table of a set."""
     lines = []
     for title in (*CORE, *FURTHER, "distilled student"):
-        if own := bench.chosen(rows, recipe=title):
-            metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
-            lines.append([title, *metrics, f"{seconds(own):.0f}", str(len(own))])
+        own = bench.chosen(rows, recipe=title)
+        metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
+        lines.append([title, *metrics, f"{seconds(own):.0f}", str(len(own))])
     return bench.markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
 
 
@@ -530,13 +525,9 @@ def beside_frozen(raw: Sequence[Tables]) -> str:
         heads = bench.chosen(raw, set=name, recipe="frozen, levels, head")
         frozen = {row["split"]: row["metrics"] for row in heads}
         tuned = bench.chosen(raw, set=name, recipe="fine-tuned")
-        if tuned:
-            gains = [[r["metrics"][m] - frozen[r["split"]][m] for r in tuned] for m in METRICS]
-            more = [
-                ", ".join(bench.decimals(gain, sign=True) for gain in by_split)
-                for by_split in gains
-            ]
-            lines.append([name, *more, ", ".join(kept_part(row["verdict"][0]) for row in tuned)])
+        gains = [[row["metrics"][m] - frozen[row["split"]][m] for row in tuned] for m in METRICS]
+        cells = [", ".join(bench.decimals(gain, sign=True) for gain in part) for part in gains]
+        lines.append([name, *cells, ", ".join(kept_part(row["verdict"][0]) for row in tuned)])
     head = ["set", "Recall@1, by split", "MAP@R, by split", "the end said that it kept"]
     return bench.markdown(head, lines)
 
@@ -567,11 +558,10 @@ def overview() -> str:
         cells = [title]
         for name in TITLES:
             own = bench.chosen(raw, set=name, recipe=title)
-            means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS] if own else []
+            means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS]
             texts = [bench.decimals(float(mean)) for mean in means]
-            cells.append(", ".join([*texts, f"{seconds(own):.0f}"] if own else []))
-        if any(cells[1:]):
-            lines.append(cells)
+            cells.append(", ".join([*texts, f"{seconds(own):.0f}"]))
+        lines.append(cells)
     return bench.markdown(["Recall@1, MAP@R, CPU seconds", *TITLES], lines)
 
 
@@ -584,25 +574,9 @@ BLOCKS = {"recipes": overview, "students": lambda: students_table(kept_rows())}
 
 
 def render(raw: Sequence[Tables]) -> str:
-    done = {(row["set"], row["split"], row["recipe"]) for row in raw}
-    missing: dict[str, list[str]] = {}
-    for name, split, title in plan(list(TITLES), SPLITS):
-        if (name, split, title) not in done:
-            missing.setdefault(title, []).append(f"{name} {split + 1}")
-    listed = "; ".join(f"{title}: {', '.join(where)}" for title, where in missing.items())
     tables = "\n\n".join(
-        f"## {title}\n\n{set_table(rows)}"
-        for name, title in TITLES.items()
-        if (rows := bench.chosen(raw, set=name))
+        f"## {title}\n\n{set_table(bench.chosen(raw, set=name))}" for name, title in TITLES.items()
     )
-    taught = f"""
-        ## Students on {STUDENTS}
-
-        The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files of
-        images.
-
-        {students_table(raw)}
-    """
     return bench.page(f"""
         # Which recipe
 
@@ -624,9 +598,12 @@ def render(raw: Sequence[Tables]) -> str:
         Both runs of a split start from the same weights: where both kept the start, they are the
         same. Of digits and fashion only two classes validate, too few: a run's end says so.
 
-        {taught if any(row["recipe"].startswith("students") for row in raw) else ""}
+        ## Students on {STUDENTS}
 
-        {f"Not measured for want of CPU time (set and split): {listed}." if listed else ""}
+        The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files of
+        images.
+
+        {students_table(raw)}
     """)
 
 

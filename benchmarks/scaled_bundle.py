@@ -1,13 +1,20 @@
-"""A bundle whose encoder costs nothing, for benchmarks of what lies behind it."""
+"""A bundle whose encoder costs nothing, and an index of vectors."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import StructureChoice
+from retrieval.serving.store.testing.bundles import save_graph
 
 
 def make_bundle(folder: Path, width: int, scale: float) -> None:
@@ -18,12 +25,8 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
         for n in ("input", "vector")
     )
     nodes = [helper.make_node("Mul", ["input", "scale"], ["vector"])]
-    held = [numpy_helper.from_array(np.float32(scale), "scale")]
-    graph = helper.make_graph(nodes, "graph", [given], [out], held)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9),
-        folder / "encoder.onnx",
-    )
+    constants = {"scale": np.float32(scale)}
+    save_graph(folder / "encoder.onnx", nodes, [given], [out], constants)
     manifest = Manifest(
         name="scaled",
         created="2025-01-01T00:00:00+00:00",
@@ -36,3 +39,15 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
         verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
     )
     write_manifest(folder, manifest)
+
+
+def make_index(folder: Path, bundle: Path, vectors: Any, structure: str = "flat") -> None:
+    """Make an index of vectors (N, D), whose ids are row numbers and which have ten labels."""
+    opened, widths = Bundle.open(bundle, threads=1), {"vector": vectors.shape[1]}
+    create_local(folder, opened, widths, structure=StructureChoice(structure), replace=True)
+    with LocalStore(folder, upkeep=False) as store:
+        for start in range(0, len(vectors), 5000):
+            rows = enumerate(vectors[start : start + 5000], start)
+            items = [Item(f"{n:07}", str(n % 10), arrays={"vector": row}) for n, row in rows]
+            store.upsert(items, opened.sha256)
+        store.compact()

@@ -37,12 +37,9 @@ import onnxruntime
 import psutil
 from PIL import Image
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
 
 from bench import WORK, arguments, finish, machine_of, markdown, one_thread, page
+from scaled_bundle import make_bundle, make_index
 
 K, QUERIES, ANSWER = 10, 200, 1400
 CONNECTIONS = (1, 8)
@@ -84,14 +81,7 @@ def command(*words: object) -> None:
 
 def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> None:
     """Make an index of vectors, the vectors as a matrix, and queries."""
-    opened = Bundle.open(bundle)
-    arrays = {"vector": vectors.shape[1]}
-    create_local(folder / "index", opened, arrays, structure=StructureChoice("flat"), replace=True)
-    with LocalStore(folder / "index") as store:
-        for start in range(0, len(vectors), 20_000):
-            rows = enumerate(vectors[start : start + 20_000], start)
-            items = [Item(f"{row:07}", arrays={"vector": vector}) for row, vector in rows]
-            store.upsert(items, opened.sha256)
+    make_index(folder / "index", bundle, vectors)
     np.save(folder / "vectors.npy", vectors)
     (folder / "queries").mkdir(exist_ok=True)
     for number, query in enumerate(queries):
@@ -138,7 +128,6 @@ def photos(work: Path) -> Task:
 
 def vectors(work: Path) -> Task:
     """Return 50,000 vectors, asked with vectors."""
-    from scaled_bundle import make_bundle
     from search import vectors_of
 
     folder = work / "vectors"
@@ -252,31 +241,30 @@ def cpu_of(process: subprocess.Popen[str]) -> float:
     return sum(each.user + each.system for each in times)
 
 
-async def ask(port: int, requests: list[bytes], connections: int, seconds: float) -> list[float]:
-    """Send requests over some connections; return the milliseconds that each took.
+async def ask(port: int, requests: list[bytes], connections: int, seconds: float) -> int:
+    """Send requests over some connections; return how many were answered.
 
     Raises:
         RuntimeError: an answer is not 200.
     """
-    took: list[float] = []
     end = time.monotonic() + seconds
 
-    async def client(number: int) -> None:
+    async def client(number: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        count = 0
         while time.monotonic() < end:
-            began = time.monotonic()
             writer.write(requests[number % len(requests)])
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head, re.I)
             if length is None or b" 200 " not in head[:20]:
                 raise RuntimeError(head.decode(errors="replace"))
             await reader.readexactly(int(length[1]))
-            took.append(1000 * (time.monotonic() - began))
+            count += 1
             number += connections
         writer.close()
+        return count
 
-    await asyncio.gather(*map(client, range(connections)))
-    return took
+    return sum(await asyncio.gather(*map(client, range(connections))))
 
 
 def nearest(port: int, request: bytes) -> str:
@@ -314,29 +302,25 @@ def measure(
             for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
                     before = cpu_of(process)
-                    took = asyncio.run(ask(port, requests, connections, seconds))
-                    cpu = 1000 * (cpu_of(process) - before) / len(took)
-                    p50, p99 = np.quantile(took, [0.5, 0.99]).tolist()
-                    row = {"cpu": cpu, "p50": p50, "p99": p99}
+                    count = asyncio.run(ask(port, requests, connections, seconds))
+                    row = {"cpu": 1000 * (cpu_of(process) - before) / count}
                     found.setdefault(f"{title}, {connections}", []).append(row)
-    print(name, {title: round(median(rows, "cpu"), 3) for title, rows in found.items()})
+    print(name, {title: round(median(rows), 3) for title, rows in found.items()})
     return found
 
 
-def median(rows: list[dict[str, float]], key: str) -> float:
-    return statistics.median(row[key] for row in rows)
+def median(rows: list[dict[str, float]]) -> float:
+    return statistics.median(row["cpu"] for row in rows)
 
 
 def render(raw: dict[str, Any]) -> str:
     lines = []
     for name, contestants in raw["tasks"].items():
-        hand = median(contestants["by hand"], "cpu")
+        hand = median(contestants["by hand"])
         for title, rows in contestants.items():
-            cpu, (contestant, _, connections) = median(rows, "cpu"), title.partition(", ")
-            waits = [f"{median(rows, p):.2f}" if p in rows[0] else "" for p in ("p50", "p99")]
-            cells = [f"{cpu:.3f}", f"{cpu / hand:.2f} ×", *waits]
-            lines.append([name, contestant, connections, *cells])
-    head = ["query", "contestant", "connections", "CPU ms", "÷ by hand", "p50 ms", "p99 ms"]
+            cpu, (contestant, _, connections) = median(rows), title.partition(", ")
+            lines.append([name, contestant, connections, f"{cpu:.3f}", f"{cpu / hand:.2f} ×"])
+    head = ["query", "contestant", "connections", "CPU ms", "÷ by hand"]
     return page(f"""
         # The server beside the same work by hand
 
@@ -345,8 +329,7 @@ def render(raw: dict[str, Any]) -> str:
         turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow,
         without a server or JSON. *Bare* is an ASGI application under uvicorn that only reads the
         same upload. {K} nearest by exact search. {raw["machine"]}, {raw["versions"]}; load average
-        {raw["load"]} at the start: others and the client share the cores, so read CPU time and
-        ratios, and no latency.
+        {raw["load"]} at the start: others and the client share the cores.
 
         {markdown(head, lines)}
     """)

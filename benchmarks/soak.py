@@ -33,14 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
-from bench import RESULTS, arguments, page
-from living_model import conclude, system, unsound
+from bench import page
+from living_model import conclude, run_arguments, system, unsound
 
 IDS = 150
 """Of each client: few enough that most writes meet an item that is there."""
@@ -59,6 +60,11 @@ class Value:
         """Return the features: whole numbers, so that vectors and distances are exact."""
         drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
         return list(map(float, drawn))
+
+    def as_item(self) -> dict[str, Any]:
+        """Return what the client is given."""
+        about = {"made": self.features}
+        return {"vector": self.numbers(), "label": self.label, "metadata": about}
 
 
 def value_of(item: Any) -> Value:
@@ -134,18 +140,13 @@ class Worker:
 
     def _put(self, client: Client) -> None:
         id, value = self._id(), self._value()
-        about = {"made": value.features}
         with self._written({id: value}):
-            client.put(id, vector=value.numbers(), label=value.label, metadata=about)
+            client.put(id, **value.as_item())
 
     def _relabel(self, client: Client) -> None:
         """Change label and metadata of an item that is surely there; keep its vector."""
-        there = [
-            (id, known[0])
-            for id, known in self.record.known.items()
-            if len(known) == 1 and known[0]
-        ]
-        if there:
+        known = {id: values[0] for id, values in self.record.known.items() if len(values) == 1}
+        if there := [(id, value) for id, value in known.items() if value]:
             id, before = self._random.choice(there)
             value = Value(before.features, f"relabelled {self._random.random()}")
             with self._written({id: value}):
@@ -153,33 +154,21 @@ class Worker:
 
     def _add(self, client: Client) -> None:
         values = {self._id(): self._value() for _ in range(MANY)}
-        items = [
-            NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features})
-            for id, one in values.items()
-        ]
         with self._written(values):
-            client.add(items)
+            client.add([NewItem(id, **value.as_item()) for id, value in values.items()])
 
     def _delete(self, client: Client) -> None:
         id = self._id()
         before = self.record.may_be(id)
-        with self._written({id: None}):
-            try:
-                client.delete(id)
-            except ServerError as fault:
-                if fault.status != 404:
-                    raise
-                if None not in before:
-                    self.wrong.append(f"{id} was there, and could not be deleted: {fault}")
+        with self._written({id: None}), _not_found() as missing:
+            client.delete(id)
+        if missing and None not in before:
+            self.wrong.append(f"{id} was there, and could not be deleted")
 
     def _get(self, client: Client) -> None:
-        id = self._id()
-        try:
+        id, found = self._id(), None
+        with _not_found():
             found = value_of(client.get(id))
-        except ServerError as fault:
-            if fault.status != 404:
-                raise
-            found = None
         self.counts["reads"] += 1
         if found not in self.record.may_be(id):
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
@@ -201,6 +190,18 @@ class Worker:
                 self.wrong.append(f"a search found {hit.id} as {value}, and it may be {known}")
 
 
+@contextmanager
+def _not_found() -> Iterator[list[ServerError]]:
+    """Take the answer 404 for one, and put it into the list."""
+    faults: list[ServerError] = []
+    try:
+        yield faults
+    except ServerError as fault:
+        if fault.status != 404:
+            raise
+        faults.append(fault)
+
+
 class Server:
     """A server of an index that is killed; what it writes goes to `log`."""
 
@@ -208,19 +209,22 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self._index, self._log = index, log
-        self.processes = 1
-        self.process: subprocess.Popen[bytes] | None = None
+        self._line = [sys.executable, "-m", "retrieval.cli", "serve", str(index), "--port"]
+        self._line += [str(self.port), "--open", "admin", "--workers", "2", "--processes"]
+        self._log = log
+        self.start(2)
 
     def start(self, processes: int) -> None:
-        """Start it; its clients wait for it by themselves."""
+        """Start it in a group of processes; its clients wait for it by themselves."""
         self.processes = processes
-        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index)]
-        line += ["--port", str(self.port), "--open", "admin", "--workers", "2"]
-        line += ["--processes", str(processes)]
         with self._log.open("ab") as log:
-            folder = self._index.parent
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, cwd=folder)
+            self.process = subprocess.Popen(
+                [*self._line, str(processes)],
+                stdout=log,
+                stderr=log,
+                cwd=self._log.parent,
+                start_new_session=True,
+            )
 
     def answers(self, end: float) -> None:
         """Wait until it answers, or a time by `time.monotonic`."""
@@ -232,62 +236,51 @@ class Server:
                 return
             time.sleep(0.05)
 
-    def members(self) -> dict[int, int]:
-        """Return its processes' pids by number; decoders end by themselves."""
-        assert self.process is not None
-        found = {}
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in path.read_text().split():
-                with suppress(OSError, IndexError, ValueError):
-                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    if "--multiprocessing-fork" in words:
-                        found[len(found)] = int(pid)
-        return found
+    def members(self) -> list[psutil.Process]:
+        """Return its processes; decoders, which end by themselves, are none."""
+        members = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):
+                members += [child] if "--multiprocessing-fork" in child.cmdline() else []
+        return members
 
     def kill(self) -> None:
         """Kill all of it at once, and wait until all of it is gone."""
-        assert self.process is not None
-        pids = [*self.members().values(), self.process.pid]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        group = psutil.Process(self.process.pid).children(recursive=True)
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        while any(_runs(pid) for pid in pids):
+        while any(_runs(process) for process in group):
             time.sleep(0.01)
 
     def end(self) -> int:
         """Have it end in good order; return its exit code."""
-        assert self.process is not None
         self.process.terminate()
         return self.process.wait(30)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
     """Kill the server or one of its processes repeatedly; return how often each was."""
     drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
-    processes = 2
+    names = ("first process", "second process")
     while time.monotonic() < end:
         server.answers(end)
         time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
-        members = server.members()
-        what = drawn.choice(["whole", "first process", "second process"]) if members else "whole"
-        number = {"first process": 1, "second process": 2}.get(what)
-        if number is None:
+        members = dict(zip(names, server.members(), strict=False))
+        what = drawn.choice(["whole", *members])
+        if what == "whole":
             kills[f"whole, of {server.processes}"] += 1
             server.kill()
-            processes = 3 - processes
-            server.start(processes)
-        elif number in members:
+            server.start(3 - server.processes)
+        else:
             kills[what] += 1
-            with suppress(ProcessLookupError):
-                os.kill(members[number], signal.SIGKILL)
+            with suppress(psutil.Error):
+                members[what].kill()
     return kills
 
 
@@ -332,7 +325,6 @@ def soak(
     bundle = make_bundle(folder / "bundle")
     create_index(index, bundle, progress=False)
     server, stop = Server(index, folder / "log"), threading.Event()
-    server.start(2)
     workers = [
         Worker(f"c{number}", f"http://127.0.0.1:{server.port}", seed * 100 + number + 1, stop)
         for number in range(clients)
@@ -348,7 +340,7 @@ def soak(
         code = server.end()
     finally:
         stop.set()
-        if server.process is not None and server.process.poll() is None:
+        if server.process.poll() is None:
             server.kill()
     records, opened = [worker.record for worker in workers], Bundle.open(bundle, threads=1)
     count, wrong = differences(index, opened, records, seed)
@@ -398,13 +390,9 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = run_arguments(__doc__, seconds=600.0, clients=4)
     pauses = {"nargs": 2, "default": (1.0, 6.0), "help": "seconds between two kills: from, to"}
     parser.add_argument("--pause", type=float, **pauses)  # type: ignore[arg-type]
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, pause = Path(name), tuple(options.pause)

@@ -37,8 +37,7 @@ Floats, Numbers = NDArray[np.float32], NDArray[np.int64]
 
 def shares(ids: Numbers) -> Numbers:
     """Return each item's field: `share < 10` matches a tenth of all items."""
-    mixed = ids.astype(np.uint64) * np.uint64(2_654_435_761) % np.uint64(2**32)
-    return (mixed * np.uint64(100) >> np.uint64(32)).astype(np.int64)
+    return ids * 61 % 100
 
 
 class System:
@@ -281,13 +280,8 @@ def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, fl
     return {"wall": 1000 * spent[0] / count, "cpu": 1000 * spent[1] / count, "calls": count}
 
 
-def measure(name: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Return what the verbs of a system cost."""
-    with tempfile.TemporaryDirectory() as folder:
-        return measure_in(Path(folder), name, rows, seconds)
-
-
-def measure_in(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any]:
+def measure(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any]:
+    """Return what the verbs of a system cost in an empty folder."""
     one_thread()
     vectors, queries = vectors_of(rows, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
@@ -386,7 +380,9 @@ def main() -> None:
     packages = dict.fromkeys(SYSTEMS[name][1] for name in names)
     raw: dict[str, Any] = {**machine_of(*packages), "rows": options.rows, "systems": {}}
     for name in names:
-        raw["systems"][name] = alone(measure, name, options.rows, options.seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            job = Path(folder), name, options.rows, options.seconds
+            raw["systems"][name] = alone(measure, *job)
         print(name, raw["systems"][name], file=sys.stderr, flush=True)
     finish("store", raw, render(raw), keep=not options.only)
 

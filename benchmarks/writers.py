@@ -14,6 +14,7 @@ the end all groups are compared once more, and `retrieval index check` reads eve
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -34,8 +35,8 @@ from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 
-from bench import RESULTS, arguments, page
-from living_model import board_of, conclude, system, unsound
+from bench import page
+from living_model import board_of, conclude, run_arguments, system, unsound
 from scaled_bundle import make_bundle
 
 WRITERS, READERS, GROUPS, SIZE, WIDTH = 4, 8, 3, 20, 8
@@ -176,19 +177,13 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             kills, wrong = kill_for(folder, seconds, seed)
         finally:
             stop[0] = 1
-        answers = []
-        for reader in readers:
-            try:
-                answers.append(reader.result(timeout=120))
-            except Exception as error:
-                wrong.append(f"a reader died or hangs: {error!r}")
+        answers = [reader.result(timeout=120) for reader in readers]
     wrong += [fault for _, faults in answers for fault in faults]
     query = np.zeros((1, WIDTH), np.float32)
     with Index.open(folder / "index", threads=1) as index:
-        for writer in range(WRITERS):
-            for group in range(GROUPS):
-                if fault := question(index, states, writer, group, query):
-                    wrong.append(f"at the end: {fault}")
+        for writer, group in itertools.product(range(WRITERS), range(GROUPS)):
+            if fault := question(index, states, writer, group, query):
+                wrong.append(f"at the end: {fault}")
     wrong += unsound(folder / "index")
     return {
         "system": system(),
@@ -222,11 +217,7 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = run_arguments(__doc__, seconds=600.0).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         raw = measure(Path(folder), options.seconds, options.seed)
     conclude("writers", raw, render(raw), options.output)

@@ -5,9 +5,7 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,68 +114,6 @@ def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path):
         seen.add((content == old, content == new, *left))
     assert {one[:2] for one in seen} == {(True, False), (False, True), (False, False)}
     assert {one[2:] for one in seen} == {(), ("b",), ("b.tmp",)}
-
-
-ENDED = """
-import os, signal, sys, threading, time
-os.chdir("/")
-disk, call, held = sys.argv[1:]
-def look():
-    found = []
-    for name in sorted(os.listdir(disk)):
-        try:
-            one = os.stat(f"{disk}/{name}")
-        except FileNotFoundError:  # gone since it was listed
-            continue
-        found.append((name, one.st_size, one.st_nlink, one.st_mtime_ns))
-    return found
-for name in ("a", "b"):
-    file = os.open(f"{disk}/{name}", os.O_RDWR | os.O_CREAT)
-    os.writev(file, [name.encode() * 400])
-file = os.open(f"{disk}/a", os.O_RDWR)
-calls = {
-    "write": lambda: os.write(file, b"new " * 150),
-    "ftruncate": lambda: os.ftruncate(file, 7),
-    "openat": lambda: [os.open(path, os.O_WRONLY | os.O_CREAT) for path in ["/dev/null"] * 499 + [f"{disk}/c"]],
-    "rename": lambda: os.rename(f"{disk}/a", f"{disk}/b"),
-}
-before = look()
-threading.Thread(target=calls[call], daemon=True).start()
-while held == "exit" and look() == before:
-    time.sleep(0.01)
-time.sleep(0.1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("call", "held"),
-    [*((call, "exit") for call in ("write", "ftruncate", "openat", "rename")), ("rename", "enter")],
-)
-def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(call, held, tmp_path):
-    """A thread is held before or behind the call; a result that strace noted is taken out."""
-    script: Any = importlib.import_module("power_disk")
-    (tmp_path / "disk").mkdir()
-    hold = (  # of each thread
-        f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"  # noqa: E501
-    )
-    program = [sys.executable, "-I", "-S", "-c", ENDED, tmp_path / "disk", call, held]
-    done = subprocess.run([*script.strace(tmp_path / "trace"), "-e", hold, *program], timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    text, noted = re.subn(
-        r" = [^=\n]* \(DELAYED\)", " = ?", (tmp_path / "trace").read_text(encoding="ascii")
-    )
-    assert noted == (held == "exit")
-    (tmp_path / "trace").write_text(text, encoding="ascii")
-    disk = script.Disk(tmp_path / "disk")
-    disk.replay(tmp_path / "trace", tmp_path / "marks")
-    disk.write(tmp_path / "made", disk.time, "all", "all", random.Random(0))
-    there, made = (
-        {path.name: path.is_dir() or path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("disk", "made")
-    )
-    assert made == there
-    assert (there == {"a": b"a" * 400, "b": b"b" * 400}) == (held == "enter")
 
 
 COMPACT = """

@@ -61,7 +61,7 @@ def test_each_table_says_where_it_is_from_and_is_rectangular(name):
 
 
 def test_a_figure_that_is_not_there_is_a_sentence():
-    from published import has, published
+    from bench import has, published
 
     assert published("aml_table_1", "vehicle", "AML") == TABLES["aml_table_1"]["rows"]["vehicle"][1]
     assert not has("aml_table_1", "vehicle", "SCML")

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-OTHERS = {"cards", "anml_table2_earlier", "pooling", "attack", "attack_proxy"}
+OTHERS = {"cards", "anml_table2_earlier", "attack", "attack_proxy"}
 """Kept for a card, which has its own test, or by a script that renders nothing again."""
 KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
 
@@ -34,12 +33,3 @@ def test_the_page_is_made_of_what_was_kept(name):
 
 def test_whatever_was_kept_has_its_page_tested():
     assert KEPT.keys() == {*PAGES} | OTHERS
-
-
-def test_recipes_train_for_as_many_epochs_as_were_chosen():
-    script = importlib.import_module("fashion")
-    for recipe in script.RECIPES:
-        values = script.means([row for row in kept("fashion") if row["recipe"] == recipe])
-        file = RESULTS.parents[1] / "models" / recipe / "recipe.toml"
-        made = tomllib.loads(file.read_text(encoding="utf-8"))
-        assert made["train"]["epochs"] == values.index(max(values)) + 1

@@ -1,10 +1,9 @@
 """Every `retrieval …` that the pages or `--help` show is one that the command line takes."""
 
 import configparser
+import contextlib
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -29,25 +28,20 @@ def parse(arguments: list[str]) -> click.Context:
     Raises:
         click.ClickException: it is none.
     """
-    group: click.Command = app
+    command: click.Command = app
     context = app.make_context("retrieval", [], resilient_parsing=True)
-    while isinstance(group, click.Group):
-        name, found, arguments = group.resolve_command(context, arguments)
+    while isinstance(command, click.Group):
+        name, found, arguments = command.resolve_command(context, arguments)
         assert found is not None and name is not None
-        if not isinstance(found, click.Group):
-            return found.make_context(name, list(arguments), parent=context)
-        group, context = found, click.Context(found, parent=context, info_name=name)
-    raise AssertionError
+        command, context = found, click.Context(found, parent=context, info_name=name)
+    return command.make_context(context.info_name, list(arguments), parent=context.parent)
 
 
 def test_the_limits_on_the_operators_page_are_the_defaults(root):
-    from retrieval.cli.serving import serve_command
-
-    defaults = {each.opts[0]: each.default for each in serve_command.params}
+    defaults = {option.opts[0]: option.default for option in leaf("serve").params}
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8").partition("\n## Limits\n")[2]
-    rows = re.findall(
-        r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|", text
-    )
+    cells = r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|"
+    rows = re.findall(cells, text)
     assert len(rows) >= 4
     for number, unit, option in rows:
         assert int(number.replace(",", "")) * (1_000_000 if unit else 1) == defaults[option], option
@@ -60,13 +54,9 @@ def test_commands_in_blocks_parse(command):
 def test_commands_in_sentences_parse(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for found in re.findall(r"`retrieval\s+([^`]+)`", text):
-        words = [
-            word for word in shlex.split(" ".join(found.split())) if word not in ("…", "--help")
-        ]
-        try:
+        words = [word for word in shlex.split(found) if word not in ("…", "--help")]
+        with contextlib.suppress(click.MissingParameter):  # a sentence need not say it all
             parse(words or ["plugins", "list"])  # `retrieval --help` names no command
-        except click.MissingParameter:  # a sentence need not say it all
-            continue
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -75,32 +65,24 @@ def test_help_shows_an_example_that_parses(name, cli, commands_in):
     assert shown.code == 0 and not shown.err
     assert "Example" in shown.out
     command = leaf(name)
-    text = (command.help or "") + "\n" + (command.epilog or "")
-    examples = list(in_example(text, commands_in))
-    assert any(example.startswith(f"{name} ") for example in examples), (
-        f"no example of {name}: {text}"
-    )
+    text = f"{command.help or ''}\n{command.epilog or ''}"
+    # after `Example:` or another label, or alone
+    examples = commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", text, flags=re.M))
+    assert any(example.startswith(f"{name} ") for example in examples), f"{name}: {text}"
     for example in examples:
         words = example.split()
-        named = next(one for one in (" ".join(words[:2]), words[0]) if one in LEAVES)
+        named = next(known for known in (" ".join(words[:2]), words[0]) if known in LEAVES)
         assert parse(shlex.split(example)).command is leaf(named)
 
 
 def leaf(name: str) -> click.Command:
     """Return a command by its words."""
-    group: click.Command = app
+    command: click.Command | None = app
     for word in name.split():
-        assert isinstance(group, click.Group)
-        found = group.get_command(click.Context(group), word)
-        assert found is not None
-        group = found
-    return group
-
-
-def in_example(text: str, commands_in: Callable[[str], list[str]]) -> Iterator[str]:
-    """Give the command lines after `Example:` or another label, and those that stand alone."""
-    for line in text.splitlines():
-        yield from commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", line))
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), word)
+    assert command is not None
+    return command
 
 
 def test_every_command_is_in_the_documentation(root, commands_in):
@@ -113,8 +95,7 @@ def test_every_command_is_in_the_documentation(root, commands_in):
         )
 
 
-# What the page of stores says of them is shown by tests that there are, and with the versions that
-# it names.
+# What the page of stores says of them is shown by tests that there are
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
@@ -131,16 +112,6 @@ def test_every_line_of_the_table_names_tests_that_are_there():
         assert names, f"no test shows: {row}"
         for name in names:
             assert (ROOT / name).is_file() or name in tests, f"there is no {name}"
-
-
-@pytest.mark.parametrize(
-    ("package", "said"),
-    [("milvus", "Milvus {}"), ("pymilvus", "pymilvus {}"), ("qdrant-client", "qdrant-client {}")],
-)
-def test_the_versions_are_those_that_are_tested(package, said):
-    pytest.importorskip({"qdrant-client": "qdrant_client"}.get(package, package))
-    major, minor, *_ = version(package).split(".")
-    assert re.search(re.escape(said.format(f"{major}.{minor}")) + r"\b", PAGE), version(package)
 
 
 # README: two commands to set up, and a loss that works as it is printed.
@@ -161,30 +132,21 @@ def test_set_up_is_two_lines_that_name_real_extras(root, blocks):
 
 
 def test_the_loss_has_under_twenty_lines_and_trains(root, blocks, commands_in, reader, monkeypatch):
-    text = (
-        (root / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("## A loss in a single file")[2]
-        .partition("\n## ")[0]
-    )
-    files = {block.file: block.body for block in blocks(root / "README.md") if block.file}
+    text = (root / "README.md").read_text(encoding="utf-8").partition("## A loss in a single")[2]
+    files = {block.file: block for block in blocks(root / "README.md") if block.file}
     assert set(files) == {"my_loss.py", "my_recipe.toml"}
-    assert len(files["my_loss.py"].splitlines()) < 20
-    for name, body in files.items():
-        (reader.folder / name).write_text(body, encoding="utf-8")
+    assert len(files["my_loss.py"].body.splitlines()) < 20
+    for block in files.values():
+        reader.do(block)
     monkeypatch.chdir(reader.folder)
-    (line,) = commands_in(text)
+    (line,) = commands_in(text.partition("\n## ")[0])
     assert "--plugin my_loss.py" in line
     reader.call(shlex.split(line), "README.md")
-    run = Run.open(Path("runs", "margin"))
-    assert (
-        run.recipe.loss
-        and run.recipe.loss.table == {"name": "my_loss.margin", "gap": 0.3}
-        and run.recipe.train.epochs == 1
-    )
-    shown = reader.call(
-        ["plugins", "show", "my_loss.margin", "--plugin", "my_loss.py"], "README.md"
-    )
+    recipe = Run.open(Path("runs", "margin")).recipe
+    assert recipe.loss and recipe.loss.table == {"name": "my_loss.margin", "gap": 0.3}
+    assert recipe.train.epochs == 1
+    words = ["plugins", "show", "my_loss.margin", "--plugin", "my_loss.py"]
+    shown = reader.call(words, "README.md")
     assert "half the margin's width" in shown and "gap = 0.2" in shown
 
 
@@ -195,22 +157,11 @@ def test_links_lead_somewhere(root, name):
         assert target.startswith("https://") or (root / target).exists(), f"{name} links {target}"
 
 
-def test_what_the_documentation_includes_links_no_neighbour(root):
-    """Sphinx looks for a relative link beside the page that includes the text."""
-    for page in [root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            picture = target.endswith(".png") and (page.parent / target).is_file()
-            assert picture or target.startswith(("https://", "#")), f"{page.name} links {target}"
-
-
 def test_the_changelog_has_this_version_and_the_licence_is_what_setup_says(root):
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
-    assert re.search(
-        rf"^## {re.escape(settings['metadata']['version'])} \(",
-        (root / "CHANGELOG.md").read_text(encoding="utf-8"),
-        re.M,
-    )
+    changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {settings['metadata']['version']} (" in changes
     licence = (root / "LICENSE").read_text(encoding="utf-8")
     assert settings["metadata"]["license"] == "Apache-2.0"
     assert "Apache License" in licence and "END OF TERMS AND CONDITIONS" in licence

@@ -19,9 +19,7 @@ def same(shown: str, printed: str) -> bool:
     """Whether a page's output is what came, but for what differs from machine to machine."""
     parts = [re.escape(part) for part in VARIES.split(shown)]
     tokens = [r"(?s:.*)" if token == "…" else r"[0-9a-f.,]+" for token in VARIES.findall(shown)]
-    pattern = parts[0] + "".join(
-        token + part for token, part in zip(tokens, parts[1:], strict=True)
-    )
+    pattern = "".join(part + token for part, token in zip(parts, [*tokens, ""], strict=True))
     return re.fullmatch(pattern, printed) is not None
 
 
@@ -32,13 +30,10 @@ def test_indexes_shows_what_its_commands_print(after_tutorial, root, blocks):
             if block.before.startswith("<!-- not run"):
                 continue
             if block.language == "sh":
-                lines = block.body.splitlines()
-                printed = "".join(
-                    after_tutorial.call(shlex.split(line)[1:], str(block)) for line in lines
-                )
+                lines = [shlex.split(line)[1:] for line in block.body.splitlines()]
+                printed = "".join(after_tutorial.call(words, str(block)) for words in lines)
             elif block.language == "python":
-                out = io.StringIO()
-                with contextlib.redirect_stdout(out):
+                with contextlib.redirect_stdout(io.StringIO()) as out:
                     exec(compile(block.body, str(block), "exec"), {})
                 printed = out.getvalue()
             elif block.file:
@@ -46,11 +41,7 @@ def test_indexes_shows_what_its_commands_print(after_tutorial, root, blocks):
             elif not block.body.startswith("gallery.index/"):  # a tree of files
                 assert same(block.body, printed), f"{block}:\n{block.body}\n{printed}"
                 compared += 1
-        names = {path.name for path in Path("gallery.index").iterdir()} - {
-            "items.sqlite-wal",
-            "items.sqlite-shm",
-        }
-    assert (
-        names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"}
-        and compared == 11
-    )
+        names = {path.name for path in Path("gallery.index").iterdir()}
+    names -= {"items.sqlite-wal", "items.sqlite-shm"}
+    assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"}
+    assert compared == 11

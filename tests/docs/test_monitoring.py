@@ -24,26 +24,21 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
 def test_monitoring(reader, root, blocks, capfd):
-    makers.write_digits(reader.folder / "photos", 20)
-    create_index(
-        reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False
-    )
-    with Index.open(reader.folder / "photos.index", threads=1) as index:
+    query, *_ = makers.write_digits(reader.folder / "photos", 20)
+    place = reader.folder / "photos.index"
+    create_index(place, makers.make_bundle(reader.folder / "bundle"), progress=False)
+    with Index.open(place, threads=1) as index:
         index.add(reader.folder / "photos", progress=False)
     page = root / "docs" / "operator.md"
     text = page.read_text(encoding="utf-8")
-    reader._line(f"retrieval serve {reader.folder / 'photos.index'} --log-format json", "here")
-    query = next((reader.folder / "photos").rglob("*.png"))
+    reader._line(f"retrieval serve {place} --log-format json", "here")
     reader._line(f"curl -F image=@{query} -F k=1 http://127.0.0.1:8000/v1/search", "here")
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/metrics") as answer:
-        families = {
-            each.name: each for each in text_string_to_metric_families(answer.read().decode())
-        }
-
+        parsed = text_string_to_metric_families(answer.read().decode())
     families = {
-        name: each
-        for name, each in families.items()
-        if name.startswith("retrieval_") and not name.endswith("_created")
+        family.name: family
+        for family in parsed
+        if family.name.startswith("retrieval_") and not family.name.endswith("_created")
     }
     # Every metric has its row, with its labels
     shown: dict[str, set[str]] = {}
@@ -62,21 +57,16 @@ def test_monitoring(reader, root, blocks, capfd):
 
     # A line of the log has what the page shows of one
     reader.close()
-    lines = [
-        json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")
-    ]
+    err = capfd.readouterr().err.splitlines()
+    lines = [json.loads(line) for line in err if line.startswith("{")]
     (line,) = [line for line in lines if line["route"] == "/v1/search"]
-    (log,) = [
-        json.loads(b.body) for b in blocks(page) if b.language == "json" and "request_id" in b.body
-    ]
+    (shown_log,) = [b.body for b in blocks(page) if b.language == "json" and "request_id" in b.body]
+    log = json.loads(shown_log)
     assert set(log) == set(line) and set(log["stages"]) == set(line["stages"])
-    assert {name: type(value) for name, value in log.items()} == {
-        name: type(value) for name, value in line.items()
-    }
+    assert all(type(value) is type(line[name]) for name, value in log.items())
 
 
 def test_every_deployed_file_is_named(root):
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8")
-    for path in (root / "deploy").iterdir():
-        if path.suffix in (".service",) or path.name in ("Dockerfile", "compose.yaml"):
-            assert f"`{path.name}`" in text
+    services = [path.name for path in (root / "deploy").glob("*.service")]
+    assert all(f"`{name}`" in text for name in [*services, "Dockerfile", "compose.yaml"])

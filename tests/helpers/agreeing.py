@@ -1,7 +1,5 @@
 """A store's filters compared with `matches`, by property."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """What a learned metric must be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

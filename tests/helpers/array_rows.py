@@ -1,7 +1,5 @@
 """Vectors in memory, read as the files of a folder of embeddings are."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

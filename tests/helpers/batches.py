@@ -1,7 +1,5 @@
 """Scikit-learn's digits as a dataset, and training batches of any dataset."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

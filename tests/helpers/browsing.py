@@ -1,7 +1,5 @@
 """What tests of the page share."""
 
-from __future__ import annotations
-
 MARKUP = "<img src=x onerror=alert(1)>"
 
 

@@ -1,7 +1,5 @@
 """Comparisons of small recipes over digits of 8 × 8 pixels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DAML's recipes over digits of 8 × 8 pixels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +25,26 @@ ALGORITHM = [
     {"name": "generator", "epochs": 1, "train": ["generator"]},
     {"name": "both", "epochs": 1},
 ]
+POSITIVE = {"generator": {"name": "daml.hard_positive"}}
+SIMILAR = {"miner": {"name": "pml.multi_similarity"}}
+ONE = {"name": "daml.one_per_class"}
 LOSSES: list[dict[str, Any]] = [
     {
         "loss": {"name": "daml.contrastive"},
         "generator": {"name": "daml.hard_negative", "form": "contrastive"},
     },
     {"loss": {"name": "daml.triplet"}},
-    {"loss": {"name": "daml.lifted"}, "miner": {"name": "daml.one_per_class"}},
+    {"loss": {"name": "daml.lifted"}, "miner": ONE},
     {"loss": {"name": "daml.lifted", "form": "original"}},
-    {"loss": {"name": "daml.npair"}, "miner": {"name": "daml.one_per_class", "anchors": "one"}},
-    {"loss": {"name": "daml.triplet"}, "generator": {"name": "daml.hard_positive"}},
+    {"loss": {"name": "daml.npair"}, "miner": {**ONE, "anchors": "one"}},
+    {"loss": {"name": "daml.triplet"}, **POSITIVE},
     {"loss": {"name": "pml.contrastive"}},
     {"loss": {"name": "pml.triplet_margin", "margin": 2.0}, "miner": {"name": "pml.batch_hard"}},
-    {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
+    {"loss": {"name": "pml.multi_similarity"}, **SIMILAR},
     {"loss": {"name": "pml.nt_xent"}},
     {"loss": {"name": "pml.circle"}},
     {"loss": {"name": "anml.danml"}},
-    {
-        "loss": {"name": "anml.danml"},
-        "miner": {"name": "pml.multi_similarity"},
-        "generator": {"name": "daml.hard_positive"},
-    },
+    {"loss": {"name": "anml.danml"}, **SIMILAR, **POSITIVE},
 ]
 
 

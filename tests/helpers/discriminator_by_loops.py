@@ -1,7 +1,5 @@
 """DAMML's weighed distance from the weights of a state dict, by plain loops in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

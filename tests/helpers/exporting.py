@@ -1,7 +1,5 @@
 """A pretrained backbone's bundle in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

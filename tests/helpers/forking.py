@@ -1,7 +1,5 @@
 """`retrieval` forked from a process that has loaded what a server loads: half of a start's time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

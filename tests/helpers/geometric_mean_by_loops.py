@@ -1,11 +1,10 @@
 """Eq 11 of AML by plain loops over explicit pairs; nothing simplified."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
+from pairs_by_loops import printed_eq_9, whole
 from scipy.linalg import sqrtm
 from torch import Tensor
 
@@ -20,17 +19,12 @@ def batch(items: int = 12, size: int = 3, seed: int = 0) -> Tensor:
 
 
 def dist(m: Matrix, x: Matrix, y: Matrix) -> float:
-    total = 0.0
-    for i in range(len(x)):
-        for j in range(len(x)):
-            total += (x[i] - y[i]) * m[i, j] * (x[j] - y[j])
-    return total
+    size = range(len(x))
+    return sum((x[i] - y[i]) * m[i, j] * (x[j] - y[j]) for i in size for j in size)
 
 
-def eq_9(m: Matrix, x: Matrix, y: Matrix, similar: bool, beta: float) -> tuple[Matrix, Matrix]:
-    back = np.linalg.inv(m) if similar else m
-    solve = np.linalg.inv(2 * back + beta * m)
-    return solve @ (back @ (x + y) + beta * m @ x), solve @ (back @ (x + y) + beta * m @ y)
+def eq_9(m: Matrix, x: Matrix, y: Matrix, similar: bool, beta: float) -> Matrix:
+    return printed_eq_9(m, np.array([x, y]), similar, beta)
 
 
 def eq_11(
@@ -51,26 +45,20 @@ def eq_11(
     covariance = sum(np.outer(e - mean, e - mean) for e in everything) / len(everything)
     covariance = covariance + ridge * np.trace(covariance) / len(mean) * np.eye(len(mean))
     whiten = np.linalg.inv(sqrtm(covariance).real)
-    m = t * covariance
-    sums: dict[bool, list[float]] = {True: [], False: []}
-    for similar, listed in ((True, pairs[:2]), (False, pairs[2:])):
-        for i, j in zip(*listed, strict=True):
-            x, y = whiten @ embeddings[i], whiten @ reference[j]
-            metric = m if similar else np.linalg.inv(m)
-            value = dist(metric, x, y)
-            value += alpha * dist(metric, *eq_9(m, x, y, similar, beta))
-            sums[similar].append(value)
-    return sum(float(np.mean(each)) for each in sums.values() if each)
+    rows = [(i, j) for listed in (pairs[:2], pairs[2:]) for i, j in zip(*listed, strict=True)]
+    points = np.array([[whiten @ embeddings[i], whiten @ reference[j]] for i, j in rows])
+    similar = np.arange(len(rows)) < len(pairs[0])
+    return whole(t * covariance, points, similar, alpha, beta)
 
 
 def every_pair(
     labels: Any, others: Any = None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    found: tuple[list[int], ...] = ([], [], [], [])
+    positives: tuple[list[int], list[int]] = ([], [])
+    negatives: tuple[list[int], list[int]] = ([], [])
     for i, a in enumerate(labels):
         for j, b in enumerate(labels if others is None else others):
-            if a == b and not (others is None and i == j):
-                found[0].append(i), found[1].append(j)
-            elif a != b:
-                found[2].append(i), found[3].append(j)
-    return found  # type: ignore[return-value]
+            if a != b or others is not None or i != j:
+                rows, columns = positives if a == b else negatives
+                rows.append(i), columns.append(j)
+    return (*positives, *negatives)

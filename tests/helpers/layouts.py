@@ -1,10 +1,10 @@
 """Small folders in the layouts of published data sets, with real pictures in them."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,14 @@ def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int 
     items = [(c, f"{names[c]}/Bird_{c}_{i}.jpg") for c in classes for i in range(each)]
     for number, (_, path) in enumerate(items):
         picture(root / "images" / path, number)
-    lines(root / "images.txt", (f"{i} {path}" for i, (_, path) in enumerate(items, 1)))
-    lines(root / "image_class_labels.txt", (f"{i} {c}" for i, (c, _) in enumerate(items, 1)))
     lines(root / "classes.txt", (f"{c} {name}" for c, name in names.items()))
-    lines(root / "bounding_boxes.txt", (f"{i} 2.0 3.0 10.0 5.0" for i in range(1, len(items) + 1)))
-    lines(root / "train_test_split.txt", (f"{i} {i % 2}" for i in range(1, len(items) + 1)))
+    for name, rows in {
+        "images": [path for _, path in items],
+        "image_class_labels": [c for c, _ in items],
+        "bounding_boxes": ["2.0 3.0 10.0 5.0"] * len(items),
+        "train_test_split": [i % 2 for i in range(1, len(items) + 1)],
+    }.items():
+        lines(root / f"{name}.txt", (f"{i} {row}" for i, row in enumerate(rows, 1)))
     return root
 
 
@@ -59,14 +62,13 @@ def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     table = np.zeros((1, len(rows)), dtype=[(name, object) for name in rows[0]])
     for i, row in enumerate(rows):
         for name, value in row.items():
-            plain = isinstance(value, str)
-            table[name][0, i] = value if plain else np.array([[value]], np.uint8)
+            table[name][0, i] = value if isinstance(value, str) else np.uint8([[value]])
     return {"annotations": table}
 
 
 def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     rows = []
-    for number, c in enumerate(c for c in classes for _ in range(2)):
+    for number, c in enumerate(np.repeat(classes, 2).tolist()):
         path = f"car_ims/{number + 1:06d}.jpg"
         picture(root / path, number)
         rows.append({"relative_im_path": path, **BOX, "class": c, "test": number % 2})
@@ -77,38 +79,31 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
 def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     (root / "devkit").mkdir(parents=True)
     for side, name in (("train", "train_annos"), ("test", "test_annos_withlabels")):
-        rows = []
-        for number, c in enumerate(classes):
-            file = f"{number + 1:05d}.jpg"
+        files = [f"{number + 1:05d}.jpg" for number in range(len(classes))]
+        rows = [{**BOX, "class": c, "fname": f} for c, f in zip(classes, files, strict=True)]
+        for number, file in enumerate(files):
             picture(root / f"cars_{side}" / file, number + 100 * (side == "test"))
-            rows.append({**BOX, "class": c, "fname": file})
         savemat(root / "devkit" / f"cars_{name}.mat", annotations(rows))
     return root
 
 
 def products(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side, ids in (("train", (1, 2)), ("test", (3, 4))):
         rows = ["image_id class_id super_class_id path"]
-        for product in ids:
-            for view in range(2):
-                number += 1
-                path = f"{('bicycle', 'chair')[product % 2]}_final/{product}_{view}.jpg"
-                picture(root / path, number)
-                rows.append(f"{number} {product} {product % 2 + 1} {path}")
+        for product, view in itertools.product(ids, range(2)):
+            path = f"{('bicycle', 'chair')[product % 2]}_final/{product}_{view}.jpg"
+            rows.append(f"{next(number)} {product} {product % 2 + 1} {path}")
+            picture(root / path, len(rows) + 10 * product)
         lines(root / f"Ebay_{side}.txt", rows)
     return root
 
 
 def in_shop(root: Path) -> Path:
+    sides = {1: "train train", 4: "train train", 2: "query gallery gallery", 3: "query gallery"}
     rows, boxes = [], []
-    for item, statuses in (
-        (1, ["train"] * 2),
-        (4, ["train"] * 2),
-        (2, ["query", "gallery", "gallery"]),
-        (3, ["query", "gallery"]),
-    ):
-        for view, status in enumerate(statuses):
+    for item, statuses in sides.items():
+        for view, status in enumerate(statuses.split()):
             path = f"img/WOMEN/Dresses/id_{item:08d}/{view:02d}_front.jpg"
             picture(root / path, 10 * item + view)
             rows.append(f"{path}    id_{item:08d}    {status}")
@@ -122,27 +117,23 @@ def in_shop(root: Path) -> Path:
 
 
 def vehicle_id(root: Path) -> Path:
-    number, names = 0, ("train_list", "test_list_800", "test_list_1600", "test_list_2400")
+    number, names = (
+        itertools.count(1),
+        ("train_list", *(f"test_list_{n}" for n in (800, 1600, 2400))),
+    )
     for pair, name in enumerate(names):
-        rows = []
-        for vehicle in (2 * pair + 1, 2 * pair + 2):
-            for _ in range(3):
-                number += 1
-                picture(root / "image" / f"{number:07d}.jpg", number)
-                rows.append(f"{number:07d} {vehicle}")
+        rows = [f"{next(number):07d} {2 * pair + 1 + view // 3}" for view in range(6)]
+        for file in (row.split()[0] for row in rows):
+            picture(root / "image" / f"{file}.jpg", int(file))
         lines(root / "train_test_split" / f"{name}.txt", rows)
     return root
 
 
-def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...]) -> Path:
-    train, query, gallery = folders
-    for folder, people in (
-        (train, ("0002", "0007")),
-        (query, ("0001", "0003")),
-        (gallery, ("0001", "0003", *junk)),
-    ):
+def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...] = ()) -> Path:
+    sides = (("0002", "0007"), ("0001", "0003"), ("0001", "0003", *junk))
+    for number, (folder, people) in enumerate(zip(folders, sides, strict=True)):
         for person in people:
-            for camera in (1, 2) if folder != query else (1,):
+            for camera in (1,) if number == 1 else (1, 2):
                 name = f"{person}_c{camera}s1_00{camera}451_03.jpg"
                 picture(root / folder / name, hash((folder, person, camera)) % 10_000)
     return root
@@ -153,7 +144,7 @@ def market(root: Path) -> Path:
 
 
 def veri(root: Path) -> Path:
-    return _cameras(root, ("image_train", "image_query", "image_test"), ())
+    return _cameras(root, ("image_train", "image_query", "image_test"))
 
 
 def inat(root: Path) -> Path:
@@ -205,29 +196,23 @@ def landmarks(root: Path) -> Path:
 
 
 def food(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side in ("train", "test"):
-        rows = []
-        for dish in ("apple_pie", "sushi"):
-            for _ in range(2):
-                number += 1
-                picture(root / "images" / dish / f"{number}.jpg", number)
-                rows.append(f"{dish}/{number}")
-        lines(root / "meta" / f"{side}.txt", rows)
+        names = [f"{dish}/{next(number)}" for dish in ("apple_pie", "sushi") for _ in range(2)]
+        for name in names:
+            picture(root / "images" / f"{name}.jpg", int(name.partition("/")[2]))
+        lines(root / "meta" / f"{side}.txt", names)
     return root
 
 
 def dtd(root: Path) -> Path:
-    number = 0
+    number = itertools.count(1)
     for side in ("train", "val", "test"):
-        rows = []
-        for texture in ("banded", "woven"):
-            for _ in range(2):
-                number += 1
-                picture(root / "images" / texture / f"{texture}_{number:04d}.jpg", number)
-                rows.append(f"{texture}/{texture}_{number:04d}.jpg")
+        names = [f"{t}/{t}_{next(number):04d}.jpg" for t in ("banded", "woven") for _ in range(2)]
+        for name in names:
+            picture(root / "images" / name, int(name[-8:-4]))
         for partition in (1, 2):
-            lines(root / "labels" / f"{side}{partition}.txt", rows)
+            lines(root / "labels" / f"{side}{partition}.txt", names)
     return root
 
 
@@ -238,12 +223,8 @@ def caltech(root: Path, name: str, left_out: str) -> Path:
     return root
 
 
-def caltech101(root: Path) -> Path:
-    return caltech(root, "101_ObjectCategories", "BACKGROUND_Google")
-
-
-def caltech256(root: Path) -> Path:
-    return caltech(root, "256_ObjectCategories", "257.clutter")
+caltech101 = partial(caltech, name="101_ObjectCategories", left_out="BACKGROUND_Google")
+caltech256 = partial(caltech, name="256_ObjectCategories", left_out="257.clutter")
 
 
 def cifar100(root: Path) -> Path:

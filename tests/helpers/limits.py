@@ -1,7 +1,5 @@
 """A disk that is full, as a process sees it."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterator

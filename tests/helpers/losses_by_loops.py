@@ -1,7 +1,5 @@
 """The deep losses' formulas as plain Python loops over float64 numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -53,12 +51,8 @@ def mined(s: list[list[float]], sets: Sets, epsilon: float) -> Sets:
     for row, (same, different) in zip(s, sets, strict=True):
         most = max((row[j] for j in different), default=-math.inf)
         least = min((row[j] for j in same), default=math.inf)
-        kept.append(
-            (
-                [j for j in same if row[j] - epsilon < most],
-                [j for j in different if row[j] + epsilon > least],
-            )
-        )
+        near = [j for j in same if row[j] - epsilon < most]
+        kept.append((near, [j for j in different if row[j] + epsilon > least]))
     return kept
 
 
@@ -86,22 +80,15 @@ def gaps(
 
 
 def mean_loss(x: list[float | None], outer: str, margin: float = 0.0) -> float:
-    def cost(gap: float) -> float:
-        gap += margin
-        return {"identity": gap, "hinge": max(gap, 0.0), "logistic": math.log1p(math.exp(gap))}[
-            outer
-        ]
-
-    return math.fsum(cost(gap) for gap in x if gap is not None) / len(x)
+    costs = {"identity": float, "hinge": lambda gap: max(gap, 0.0)}
+    costs["logistic"] = lambda gap: math.log1p(math.exp(gap))
+    return math.fsum(costs[outer](gap + margin) for gap in x if gap is not None) / len(x)
 
 
 def npair(s: list[list[float]], gamma: float, offset: float) -> float:
     """Equation 31 of N pairs of N classes, s[i][j] the similarity of anchor i and positive j."""
-    n = len(s)
-    return math.fsum(
-        math.log(
-            1
-            + math.fsum(math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i)
-        )
-        for i in range(n)
-    ) / (n * gamma)
+    n, total = len(s), 0.0
+    for i in range(n):
+        others = [math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i]
+        total += math.log(1 + math.fsum(others))
+    return total / (n * gamma)

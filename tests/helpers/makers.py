@@ -1,7 +1,5 @@
 """Real small bundles and images, made when a test asks for them: no fixture file, no network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.manifest import (
@@ -84,10 +82,10 @@ def make_bundle(
     length 1.
     """
     folder.mkdir(parents=True)
-    flat = features if kind == "features" else side * side
+    flat, image = features if kind == "features" else side * side, kind == "image"
+    shape = (1, side, side) if image else (flat,)
     constants: dict[str, NDArray] = {"W": weights(seed, flat)}
-    if kind == "image":
-        given = helper.make_tensor_value_info("input", TensorProto.UINT8, ["N", 1, side, side])
+    if image:
         constants |= {"full": np.float32(255), "shape": np.array([0, flat], dtype=np.int64)}
         nodes = [
             helper.make_node("Cast", ["input"], ["float"], to=TensorProto.FLOAT),
@@ -95,14 +93,11 @@ def make_bundle(
             helper.make_node("Reshape", ["scaled", "shape"], ["flat"]),
         ]
     else:
-        given = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", flat])
         nodes = [helper.make_node("Identity", ["input"], ["flat"])]
     nodes.append(helper.make_node("MatMul", ["flat", "W"], ["projected"]))
-    if normalized:
-        nodes.append(helper.make_node("LpNormalization", ["projected"], ["vector"], axis=1, p=2))
-    else:
-        nodes.append(helper.make_node("Identity", ["projected"], ["vector"]))
-    names = ["vector"]
+    scaled = ("LpNormalization", {"axis": 1, "p": 2}) if normalized else ("Identity", {})
+    nodes.append(helper.make_node(scaled[0], ["projected"], ["vector"], **scaled[1]))
+    names, parts = ["vector"], {}
     if query_vectors:
         constants["V"] = weights(seed + 1, WIDTH) + np.eye(WIDTH, dtype=np.float32)
         nodes.append(helper.make_node("MatMul", ["vector", "V"], ["query"]))
@@ -110,51 +105,47 @@ def make_bundle(
     if rescorer:
         nodes.append(helper.make_node("Identity", ["projected"], ["code"]))
         names.append("code")
-    outputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", WIDTH]) for name in names
-    ]
-    save_graph(folder / "encoder.onnx", nodes, [given], outputs, constants)
+        write_rescorer(folder / "rescorer.onnx", WIDTH)
+        parts["rescorer"] = RescorerEntry(file="rescorer.onnx", candidates=50)
+    kinds = TensorProto.UINT8 if image else TensorProto.FLOAT
+    inputs = [helper.make_tensor_value_info("input", kinds, ["N", *shape])]
+    outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", WIDTH]) for n in names]
+    save_graph(folder / "encoder.onnx", nodes, inputs, outputs, constants)
     if variant:
         constants["W"] = constants["W"].astype(np.float16).astype(np.float32)
-        save_graph(folder / "encoder.fp16.onnx", nodes, [given], outputs, constants)
-    if rescorer:
-        write_rescorer(folder / "rescorer.onnx", WIDTH)
-    preprocessing = Preprocessing((side, side), 1, (0.0,), (1.0,)) if kind == "image" else None
-    write_manifest(
-        folder,
-        Manifest(
-            name="digits",
-            created="2025-01-01T00:00:00+00:00",
-            versions={"onnx": onnx.__version__},
-            opset=17,
-            input=Input(
-                kind=kind,
-                dtype="uint8" if kind == "image" else "float32",
-                shape=(1, side, side) if kind == "image" else (flat,),
-                preprocessing=preprocessing,
-            ),
-            vector=WIDTH,
-            code=WIDTH if rescorer else None,
-            query_vectors=query_vectors,
-            normalized=normalized,
-            distance=DistanceEntry(
-                name="manhattan" if rescorer else "euclidean",
-                exact=not (rescorer or subspaces),
-                measure="inner" if inner else "euclidean",
-            ),
-            subspaces=(
-                SubspaceEntry(name="left", start=0, stop=6),
-                SubspaceEntry(name="right", start=6, stop=WIDTH),
-            )
-            if subspaces
-            else (),
-            rescorer=RescorerEntry(file="rescorer.onnx", candidates=50) if rescorer else None,
-            variants={"fp16": Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))}
-            if variant
-            else {},
-            verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
+        save_graph(folder / "encoder.fp16.onnx", nodes, inputs, outputs, constants)
+        close = Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))
+        parts["variants"] = {"fp16": close}
+    if subspaces:
+        spans = {"left": (0, 6), "right": (6, WIDTH)}
+        parts["subspaces"] = tuple(
+            SubspaceEntry(name=name, start=start, stop=stop)
+            for name, (start, stop) in spans.items()
+        )
+    manifest = Manifest(
+        name="digits",
+        created="2025-01-01T00:00:00+00:00",
+        versions={"onnx": onnx.__version__},
+        opset=17,
+        input=Input(
+            kind=kind,
+            dtype="uint8" if image else "float32",
+            shape=shape,
+            preprocessing=Preprocessing((side, side), 1, (0.0,), (1.0,)) if image else None,
         ),
+        vector=WIDTH,
+        code=WIDTH if rescorer else None,
+        query_vectors=query_vectors,
+        normalized=normalized,
+        distance=DistanceEntry(
+            name="manhattan" if rescorer else "euclidean",
+            exact=not (rescorer or subspaces),
+            measure="inner" if inner else "euclidean",
+        ),
+        verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
+        **parts,
     )
+    write_manifest(folder, manifest)
     return folder
 
 
@@ -162,25 +153,18 @@ def cut_in_two(path: Path) -> Path:
     """Split the encoder of a bundle of images where its pixels are features."""
     graph = onnx.load(path / "encoder.onnx").graph
     end = 1 + next(i for i, node in enumerate(graph.node) if "flat" in node.output)
-    for name, nodes, renamed in (
-        ("backbone", graph.node[:end], "features"),
-        ("head", graph.node[end:], "input"),
-    ):
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        for node in copies:
-            node.input[:] = [renamed if each == "flat" else each for each in node.input]
-            node.output[:] = [renamed if each == "flat" else each for each in node.output]
-        vector = helper.make_tensor_value_info(renamed, TensorProto.FLOAT, ["N", 64])
-        needed = {each for node in copies for each in node.input}
-        made = helper.make_graph(
-            copies,
-            name,
-            [graph.input[0]] if name == "backbone" else [vector],
-            [vector] if name == "backbone" else list(graph.output),
-            [each for each in graph.initializer if each.name in needed],
-        )
-        model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-        onnx.save(model, path / f"{name}.onnx")
+    first = [*graph.node[:end], helper.make_node("Identity", ["flat"], ["features"])]
+    second = [helper.make_node("Identity", ["input"], ["flat"]), *graph.node[end:]]
+    features, given = (
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 64])
+        for n in ("features", "input")
+    )
+    pixels, weights = {}, {}
+    for constant in graph.initializer:
+        part = pixels if constant.name in ("full", "shape") else weights
+        part[constant.name] = numpy_helper.to_array(constant)
+    save_graph(path / "backbone.onnx", first, list(graph.input), [features], pixels)
+    save_graph(path / "head.onnx", second, [given], list(graph.output), weights)
     (path / "encoder.onnx").unlink()
     entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
     write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))
@@ -198,10 +182,8 @@ def change_manifest(bundle: Path, change: Callable[[dict], object]) -> None:
     path = bundle / "manifest.json"
     content = json.loads(path.read_text())
     encoder = (bundle / "encoder.onnx").read_bytes()
-    content["files"]["encoder.onnx"] = {
-        "sha256": hashlib.sha256(encoder).hexdigest(),
-        "bytes": len(encoder),
-    }
+    digest = hashlib.sha256(encoder).hexdigest()
+    content["files"]["encoder.onnx"] = {"sha256": digest, "bytes": len(encoder)}
     change(content)
     content["checksum"] = checksum_of(content)
     path.write_text(json.dumps(content))

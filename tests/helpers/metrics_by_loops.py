@@ -1,7 +1,5 @@
 """Metrics of retrieval by their definitions, one query and one rank after another, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

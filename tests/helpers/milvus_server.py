@@ -12,6 +12,7 @@ import urllib.request
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ class MilvusServer:
         self, folder: Path, settings: Mapping[str, Any] | None = None, programs: Path | None = None
     ) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", ResourceWarning
-            )  # the package leaves sockets to the collector
+            # the package leaves sockets to the collector
+            warnings.simplefilter("ignore", ResourceWarning)
             from milvus import MilvusServerConfig, _initialize_data_files
 
             config = MilvusServerConfig(data_dir=str(folder))
@@ -105,9 +105,8 @@ class MilvusServer:
         }
         command = [str(self.folder / "bin" / "milvus"), "run", "standalone"]
         with (self.folder / "logs" / "output.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=log, stderr=log
-            )
+            outputs = {"stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, cwd=self.folder, env=env, **outputs)
         until = time.monotonic() + _SECONDS
         while not self._well():
             assert self._process.poll() is None, (
@@ -119,13 +118,10 @@ class MilvusServer:
             time.sleep(0.05)
 
     def _well(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._health}/healthz", timeout=10
-            ) as answer:
-                return b"OK" in answer.read()
-        except OSError:
-            return False
+        url = f"http://127.0.0.1:{self._health}/healthz"
+        with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+            return b"OK" in answer.read()
+        return False
 
     def kill(self) -> None:
         """End it at once, by SIGKILL."""
@@ -138,10 +134,7 @@ class MilvusServer:
         message = yaml.safe_load(self._settings.read_text())
         for path, value in settings.items():
             *inner, last = path.split(".")
-            table = message
-            for name in inner:
-                table = table.setdefault(name, {})
-            table[last] = value
+            reduce(lambda table, name: table.setdefault(name, {}), inner, message)[last] = value
         self._settings.write_text(yaml.safe_dump(message))
 
     def beside(self, folder: Path, settings: Mapping[str, Any]) -> MilvusServer:
@@ -160,8 +153,8 @@ def _free(count: int) -> list[int]:
     """
     hits: list[int] = []
     for port in random.sample(range(20_000, 32_000), 2000):
-        with socket.socket() as entry, suppress(OSError):
-            entry.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             hits.append(port)
         if len(hits) == count:
             break

@@ -1,7 +1,5 @@
 """OAHU by plain Python loops in float64: nothing here is shared with the package."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -93,13 +91,9 @@ def candidates(
     actual = []
     for level, weight in enumerate(alpha):
         near = sorted((distance(query[level], r[level]), i) for i, r in enumerate(references))[:k]
-        least, most = near[0][0], near[-1][0]
-        actual.append(
-            [
-                (i, weight * math.exp(-(d - least) / (most - least) if most > least else 0.0))
-                for d, i in near
-            ]
-        )
+        least, span = near[0][0], near[-1][0] - near[0][0]
+        scale = [math.exp(-(d - least) / span if span > 0 else 0.0) for d, _ in near]
+        actual.append([(i, weight * score) for (_, i), score in zip(near, scale, strict=True)])
     return actual
 
 

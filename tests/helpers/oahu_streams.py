@@ -1,7 +1,5 @@
 """Clouds to learn from, streams of their triplets, and two learners compared to the last bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AML and GMML by plain loops in float64: nothing of the package's algebra is used here."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

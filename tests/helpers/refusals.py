@@ -1,7 +1,5 @@
 """The sentences by which calls are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

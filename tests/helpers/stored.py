@@ -1,7 +1,5 @@
 """Items of a store of vectors of 16 numbers, and a process that writes some."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in the tests of training: their weights, logs and summaries, and how far two are apart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -75,14 +73,10 @@ def start(tmp_path: Path, made: Any) -> Weights:
     """The weights before the first step."""
     checkpoint.seed_everything(made.seed)
     run = build_run(tmp_path, made)
-    parts = {"model": run.model}
-    parts |= {name: getattr(run.objective, name) for name in ("loss", "miner", "generator")}
-    return {
-        f"{part}.{k}": v.clone()
-        for part, module in parts.items()
-        if module is not None
-        for k, v in module.state_dict().items()
-    }
+    parts = {name: getattr(run.objective, name) for name in ("loss", "miner", "generator")}
+    states = {part: module.state_dict() for part, module in parts.items() if module is not None}
+    states["model"] = run.model.state_dict()
+    return {f"{part}.{k}": v.clone() for part, state in states.items() for k, v in state.items()}
 
 
 def moved(before: Weights, after: Weights) -> set[str]:
@@ -127,9 +121,8 @@ def lines_of(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     """What was logged of each epoch, without what depends on the clock."""
-    return [
-        {k: v for k, v in line.items() if k != "images_per_second"} for line in lines_of(folder)
-    ]
+    clocked = {"images_per_second"}
+    return [{k: v for k, v in line.items() if k not in clocked} for line in lines_of(folder)]
 
 
 def summary(folder: Path) -> Any:
