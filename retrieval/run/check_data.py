@@ -26,14 +26,13 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.locations import Sources, is_embedding, is_table
 from retrieval.serving.index.parquet import holds_vectors
 from retrieval.serving.index.sources import collect
-from retrieval.serving.merging import measured
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.sessions import ahead
 
@@ -61,8 +60,8 @@ def check_data(
     Each item is decoded once, by the decoder that training and serving share. Hashes find files
     with identical bytes and images with identical pixels. Small pictures of the images find images
     that look the same, for example because they were saved again or resized. If there is a model,
-    its distance finds further pairs. Memory grows with the number of items, and the time of the
-    comparison with its square.
+    the Euclidean distance of its index vectors finds further pairs. Memory grows with the number of
+    items, and the time of the comparison with its square.
 
     The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
 
@@ -72,9 +71,9 @@ def check_data(
             side. In a single source, the subfolders `train`, `test`, … of a folder are sides, and
             so are the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: the largest model distance at which two items count as the same. The default is the
-            95th percentile of the distances between up to 256 items and their copies, saved again
-            as JPEG of quality 70. Required for a bundle that takes vectors.
+        within: the largest distance of vectors at which two items count as the same. The default is
+            the 95th percentile of the distances between up to 256 items and their copies, saved
+            again as JPEG of quality 70. Required for a bundle that takes vectors.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -86,7 +85,7 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("within is a model's distance: pass a model and a number of at least 0.")
+        raise DataError("within is a distance by a model: pass a model and a number of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     name, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
@@ -94,7 +93,7 @@ def check_data(
         raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
-            "For vectors, pass within: the largest model distance at which two items are the same."
+            "For vectors, pass within: the largest distance at which two items are the same."
         )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
@@ -110,7 +109,8 @@ def check_data(
         complete = pairs.complete
     if bundle is not None:
         limits["model"] = scan.copy_distance(bundle, rows) if within is None else within
-        pairs = scan.near(bundle, rows, limits["model"])
+        values, what = scan.same_values[rows], "comparing by the model"
+        pairs = near_pairs(scan.vectors[rows], limits["model"], same=values, what=what)
         near += _pairs(pairs, rows, "model")
         complete = complete and pairs.complete
     return Findings(
@@ -184,13 +184,13 @@ class _Scan:
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         has_picture: (N,) true for the rows that have a picture.
-        encoded: the model's output for N items, if there is a model.
+        vectors: the model's index vectors of the N items, if there is a model.
 
     Raises:
         DataError: no item can be read.
     """
 
-    encoded: Encoded
+    vectors: NDArray[np.float32]
 
     def __init__(self, subjects: Subjects, bundle: Bundle | None) -> None:
         size = len(subjects.items)
@@ -202,7 +202,7 @@ class _Scan:
         self.pictures = np.zeros((size if subjects.kind == "image" else 0, WIDTH), np.float32)
         self.has_picture = np.zeros(size, bool)
         if bundle is not None:
-            self.encoded = _empty(bundle, size)
+            self.vectors = np.zeros((size, bundle.manifest.vector), np.float32)
         first_with_bytes: dict[bytes, int] = {}
         first_with_values: dict[bytes, int] = {}
         waiting: list[tuple[int, NDArray[Any]]] = []
@@ -233,10 +233,8 @@ class _Scan:
     def _encode(self, bundle: Bundle, waiting: list[tuple[int, NDArray[Any]]]) -> None:
         """Encode the waiting items, and clear the list."""
         rows = [row for row, _ in waiting]
-        encoded = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
-        self.encoded.vector[rows], self.encoded.query[rows] = encoded.vector, encoded.query
-        if self.encoded.code is not None:
-            self.encoded.code[rows] = encoded.code
+        pixels = np.stack([pixels for _, pixels in waiting])
+        self.vectors[rows] = bundle.encode(pixels, batch=_BATCH).vector
         waiting.clear()
 
     def same(self) -> tuple[list[Alike], Rows]:
@@ -260,25 +258,6 @@ class _Scan:
                 pairs.append(Alike(tuple(rows), by))
         return pairs, np.array(sorted(compared), np.int64)
 
-    def near(self, bundle: Bundle, rows: Rows, within: float) -> Near:
-        """Return the pairs of items whose model distance is at most `within`."""
-        manifest = bundle.manifest
-        spans = [(part.start, part.stop) for part in manifest.subspaces if manifest.merge == "min"]
-        plain = not (bundle.has_code or spans or manifest.distance.measure == "inner")
-
-        def measure(query: int, items: Rows) -> NDArray[np.float64]:
-            return self._distances(bundle, self.encoded, int(rows[query]), rows[items])
-
-        return near_pairs(
-            np.ascontiguousarray(self.encoded.vector[rows]),
-            within,
-            same=self.same_values[rows],
-            spans=spans or (None,),
-            measure=None if plain else measure,
-            candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
-            what="comparing by the model",
-        )
-
     def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
         """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
@@ -288,24 +267,10 @@ class _Scan:
         distances = []
         with Meter("measuring copies", len(chosen), "items") as meter:
             for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
-                copy = bundle.encode(pixels[None])
-                distances.append(float(self._distances(bundle, copy, 0, np.array([row]))[0]))
+                copy = bundle.encode(pixels[None]).vector[0].astype(np.float64)
+                distances.append(float(np.linalg.norm(copy - self.vectors[row])))
                 meter.update()
         return float(np.quantile(distances, 0.95))
-
-    def _distances(
-        self, bundle: Bundle, queries: Encoded, number: int, rows: Rows
-    ) -> NDArray[np.float64]:
-        """Return the model's distances of query `number` to items.
-
-        If the model merges sub-spaces by score, Euclidean distances replace the scores.
-        """
-        query, vectors = queries.query[number], self.encoded.vector[rows]
-        code = None if queries.code is None else queries.code[number]
-        codes = None if self.encoded.code is None else self.encoded.code[rows]
-        if bundle.manifest.merge == "score" and code is None:
-            return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
-        return measured(bundle, query, code, vectors, codes, len(rows))
 
 
 class _Measured(NamedTuple):
@@ -336,15 +301,6 @@ def _measure(
         return row, _Measured(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
     except DataError as fault:
         return row, DataError(f"{name}: {fault}")
-
-
-def _empty(bundle: Bundle, size: int) -> Encoded:
-    """Return zeros for the embeddings of `size` items."""
-    manifest = bundle.manifest
-    vector = np.zeros((size, manifest.vector), np.float32)
-    query = np.zeros_like(vector) if manifest.query_vectors else vector
-    code = np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
-    return Encoded(vector, query, code)
 
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:

@@ -203,18 +203,15 @@ def test_what_a_model_takes_for_the_same(photos, bundle, cli):
     plant(photos)
     found = check_data(photos, model=bundle, within=0.05, progress=False)
     by_model = [each for each in found.near if each.by == "model"]
-    codes = {
-        i: bundle.encode_image(each.name).code
+    vectors = {
+        i: bundle.encode_image(each.name).vector[0].astype(float)
         for i, each in enumerate(found.subjects)
         if i not in dict(found.broken)
     }
     same = {frozenset(each.items) for each in found.same}
     expected = {}
-    for i, j in itertools.combinations(codes, 2):
-        apart = min(
-            float(bundle.rescore(codes[i], codes[j])[0, 0]),
-            float(bundle.rescore(codes[j], codes[i])[0, 0]),
-        )
+    for i, j in itertools.combinations(vectors, 2):
+        apart = float(np.linalg.norm(vectors[i] - vectors[j]))
         if apart <= 0.05 and frozenset((i, j)) not in same:
             expected[i, j] = apart
     assert len(expected) > 3
@@ -241,7 +238,7 @@ def pairs_of(found) -> dict[tuple[int, int], float]:
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
-    monkeypatch.setattr(near, "_PAGE", 17)
+    monkeypatch.setattr(near, "_ENTRIES", 1700)
     random = np.random.default_rng(0)
     copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
     vectors = np.concatenate([random.normal(size=(60, 6)), copies])
@@ -254,38 +251,11 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert pairs_of(found) == pytest.approx(expected)
     assert found.complete and (np.diff(found.distance) >= 0).all()
 
-    def manhattan(one, others):
-        return np.abs(vectors[others].astype(float) - vectors[one]).sum(1)
-
-    city = near_pairs(vectors, 0.3, spans=[(0, 3), (3, 6)], measure=manhattan)
-    assert pairs_of(city) == pytest.approx(within(np.abs(differences).sum(2), 0.3))
     monkeypatch.setattr(near, "MOST_PAIRS", 100)
     ended = near_pairs(vectors, 1.5)
-    assert not ended.complete and len(ended.first) < 100 * near._MOST
-
-
-def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(monkeypatch):
-    vectors = np.ones((300, 4), np.float32)
-    whole = near_pairs(vectors, 0.1)
-    assert whole.complete and len(whole.first) == 300 * 299 // 2
-    monkeypatch.setattr(near, "_MOST", 128)
-    part = near_pairs(vectors, 0.1)
-    assert not part.complete and len(part.first) < 300 * 299 // 2
-
-
-def test_a_measure_that_orders_otherwise_does_not_hide_pairs(monkeypatch):
-    """More than a row's nearest 32 are near by the measure, and some of those 32 are far."""
-    random = np.random.default_rng(0)
-    vectors = (0.1 * random.normal(size=(400, 2))).astype(np.float32)
-
-    def across(row, others):
-        return np.abs(vectors[row].astype(float) - vectors[others])[:, 0]
-
-    whole = near_pairs(vectors, 0.02, measure=across, candidates=32)
-    apart = np.abs(vectors[:, None, 0].astype(float) - vectors[None, :, 0])
-    assert whole.complete and len(whole.first) == np.count_nonzero(np.triu(apart <= 0.02, 1))
-    monkeypatch.setattr(near, "_MOST", 64)
-    assert not near_pairs(vectors, 0.02, measure=across, candidates=32).complete
+    assert not ended.complete and 100 < len(ended.first) < len(expected)
+    equal = near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
+    assert not equal.complete
 
 
 def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path):
@@ -336,7 +306,7 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path):
         (["gone"], "gone does not exist"),
         (["r.toml", "photos"], "A recipe is checked alone"),
         (["photos", "--set", "a.b=1"], "Overrides change a recipe"),
-        (["photos", "--within", "0.1"], "within is a model's distance"),
+        (["photos", "--within", "0.1"], "within is a distance by a model"),
         (["photos", "--output", "x.csv"], "must end in .json"),
         (["photos", "--output", "gone/x.json"], "cannot be written"),
         (["photos", "--model", "photos"], "photos"),
