@@ -118,7 +118,7 @@ def _sides(
         return {}
     if view == "folds" and not fold <= len(groups) > 1:
         problems.append(
-            f"fold = {fold}: people.txt has {len(groups)} folds; at least 2 are needed."
+            f"fold = {fold}: people.txt has {len(groups)} folds; one tests and the others train."
         )
         return {}
     tested = groups[fold - 1] if view == "folds" else groups[1]
