@@ -307,8 +307,11 @@ SHAPE = "features must have the shape (N, F), not "
     [
         ({"labels": None}, ["no array 'labels' (it has: features)"]),
         ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
-        ({"features": NOT_FINITE}, ["2 rows of features hold NaN", ": 0, 2."]),
-        ({"features": np.array([[1, 0], [1, 1e300], [1, 0]])}, ["1 row of features holds", ": 1."]),
+        ({"features": NOT_FINITE}, ["features hold NaN", "in 2 rows: 0, 2."]),
+        (
+            {"features": np.array([[1, 0], [1, 1e300], [1, 0]])},
+            ["features hold NaN", "in 1 rows: 1."],
+        ),
         (
             {"features": np.zeros((3, 2), complex)},
             ["features must be real numbers, not complex128"],
