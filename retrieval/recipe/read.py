@@ -23,7 +23,7 @@ from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.section import Section
-from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
+from retrieval.recipe.tables import Tables, host_keys
 
 if TYPE_CHECKING:
     from retrieval.serving.files.places import StrPath
@@ -240,48 +240,21 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
 def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     """Return the recipe and the problems of its tables by place.
 
-    If there are problems, the recipe holds only the valid entries, so that later checks can run.
+    If there are problems, the recipe holds only the tables without one, so that later checks can
+    run.
     """
     values, faults = check_values(Tables, table)
-    if not faults:
-        return Tables(**values), faults
+    if faults:
+        wrong = {place[0] for place in faults}
+        kept = {name: value for name, value in table.items() if name not in wrong}
+        values, _ = check_values(Tables, {"data": {}, "backbone": {}, **kept})
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             text = shown(table[name])
             faults[name,] += (
                 f' Write: [{name}] name = {text}, or in Python {name}={{"name": {text}}}.'
             )
-    kept = _without(table, {_entry(table, place) for place in faults})
-    for name in ("data", "backbone"):
-        kept.setdefault(name, {})
-    values, rest = check_values(Tables, kept)
-    if rest:  # removing an entry caused another problem, such as a list that is too short
-        values, _ = check_values(
-            Tables, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
-        )
-    return (Tables(**values) if values else Tables(data=Component(), backbone=Backbone())), faults
-
-
-def _entry(table: Mapping[str, Any], place: Place) -> Place:
-    """Return the place to leave out for a fault; a fault in a plain list leaves out the list."""
-    value: Any = table
-    for i, step in enumerate(place):
-        if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
-            return place[:i]
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        else:
-            value = value[int(step)] if isinstance(value, list) else None
-    return place
-
-
-def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
-    """Return a copy of a table without the entries at the wrong places."""
-    if not isinstance(value, Mapping | list):
-        return value
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-    kept = {k: _without(v, wrong, (*place, k)) for k, v in entries if (*place, k) not in wrong}
-    return kept if isinstance(value, Mapping) else [*kept.values()]
+    return Tables(**values), faults
 
 
 def _bracketed(problem: str) -> str:
