@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
+from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
 from retrieval.serving.bundle import is_image
 from retrieval.serving.encoder import Embeddings, as_rows
-from retrieval.serving.images import as_list, decode, from_pixels
+from retrieval.serving.images import as_list
 from retrieval.serving.progress import Meter, Progress, showing
 
 
@@ -96,25 +96,6 @@ def pixels(
     return nn.functional.normalize(torch.cat(flat), dim=1)
 
 
-class _Images(Dataset):
-    """A dataset of images in memory."""
-
-    def __init__(self, images: Sequence[Any]) -> None:
-        self.images = images
-        self.keys = [f"images[{number}]" for number in range(len(images))]
-        self.labels = [""] * len(images)
-
-    def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        """Return an image, decoded."""
-        image = self.images[index]
-        try:
-            if isinstance(image, np.ndarray):
-                return from_pixels(image)
-            return image if isinstance(image, Image) else decode(image)
-        except DataError as fault:
-            raise DataError(f"{self.keys[index]}: {fault}") from fault
-
-
 def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
     """Return the vectors that a bundle of the model would return for images or rows."""
     dataset: Dataset
@@ -130,7 +111,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
                     f" tensor, not an object of type {type(image).__name__}. For a dataset with"
                     " labels, pass retrieval.as_dataset(…)."
                 )
-        dataset = _Images(listed)
+        dataset = ItemDataset(listed.__getitem__, [""] * len(listed), name="images")
     before = next((p.device for p in model.parameters()), torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

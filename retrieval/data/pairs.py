@@ -190,7 +190,7 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
             f"{name}/{name}_{int(n):04d}" for name, n in zip((first, other), numbers, strict=True)
         ]
         fold = str(i // (2 * per_kind or 1) + 1) if len(head) == 2 else ""
-        rows.append(Row(line, *names, not two_people, fold))
+        rows.append(Row(line, names[0], names[1], not two_people, fold))
     counts = Counter((row.fold, row.same) for row in rows)
     for fold in dict.fromkeys(row.fold for row in rows) if not problems else ():
         if counts[fold, True] != per_kind:

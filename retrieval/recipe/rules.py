@@ -144,13 +144,13 @@ def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
             f"{key} {does}, but with {by} its features are computed only once. Remove one of the"
             " two.",
         )
-    for key, is_set in (
+    for key, value in (
         ("[lora]", recipe.lora),
         ("[train] ema", train.ema),
         ("[train] average_last", train.average_last),
     ):
         yield (
-            learner and is_set,
+            learner and value,
             f"{key}: a [learner] is fitted once, without training steps. Remove {key}.",
         )
 

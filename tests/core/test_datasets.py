@@ -188,18 +188,13 @@ def test_a_bad_image_is_named_when_it_is_met(damaged):
         list(inputs(data, range(7), PRE, 2))
 
 
-def test_skip_bad_names_and_leaves_out(damaged, cache, caplog):
-    for _ in range(2):  # looked at, then remembered
-        caplog.clear()
-        data = build("image_folder", folder=damaged, skip_bad=True)
-        assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
-        assert "4 of 7 images cannot be read" in caplog.text
-        for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
-            assert name in caplog.text
-        assert torch_sum(data) == 3 * 3 * 36 * 100
-    (kept,) = (cache / "readable").iterdir()
-    kept.write_text("{broken")
-    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
+def test_skip_bad_names_and_leaves_out(damaged, caplog):
+    data = build("image_folder", folder=damaged, skip_bad=True)
+    assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
+    assert "4 of 7 images cannot be read" in caplog.text
+    for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
+        assert name in caplog.text
+    assert torch_sum(data) == 3 * 3 * 36 * 100
     picture(damaged / "b" / "text.png")  # mended
     assert len(build("image_folder", folder=damaged, skip_bad=True)) == 4
     for place in ("a/1.png", "a/2.png", "b/1.png", "b/text.png"):
