@@ -40,11 +40,6 @@ _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each
 _PURPOSE, _SEEDS = 1, 2  # make these draws independent of others with the same seed and epoch
 
 
-def draw_changes(seed: int, epoch: int, batch: int, size: int) -> NDArray[np.float64]:
-    """Return uniform draws in [0, 1), one row for each of a batch's `size` items."""
-    return np.random.default_rng([seed % 2**64, epoch, batch, _PURPOSE]).random((size, _DRAWS))
-
-
 def crop_box(
     draws: NDArray[np.float64],
     height: int,
@@ -57,7 +52,7 @@ def crop_box(
     Its share of the image's area is uniform within `scale`, its aspect ratio (width / height)
     log-uniform within `ratio`. If ten boxes do not fit, the crop is the largest central box with a
     ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6). `draws` is one
-    row of `draw_changes`.
+    row of `Draws.uniform`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -84,7 +79,7 @@ class Draws:
     """Random draws that determine the changes to one or more images.
 
     Attributes:
-        uniform: one row of `draw_changes` per image.
+        uniform: one row of draws in [0, 1) per image.
         seeds: one seed per image, for its transforms.
     """
 
@@ -104,8 +99,9 @@ class Changes:
 
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""
-        random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
-        return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
+        key = [seed % 2**64, epoch, batch]
+        uniform = np.random.default_rng([*key, _PURPOSE]).random((size, _DRAWS))
+        return Draws(uniform, np.random.default_rng([*key, _SEEDS]).integers(2**62, size=size))
 
     def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
         """Return a random crop of an image at the encoder's input size (channels, H, W)."""

@@ -116,18 +116,16 @@ def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
     """Return class ids (N,) and classes, after checking the names of sides and roles."""
     if not len(dataset):
         refuse("The dataset", ["it has no items."])
-    problems: list[str] = []
-    for name, column, known in (
-        ("splits", dataset.splits, SPLITS),
-        ("roles", dataset.roles, ROLES),
-    ):
-        blank = {""} if dataset.roles is not None else set()
-        wrong = {str(value) for value in column or ()} - {*known} - blank
-        problems += [
-            f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
-            f" '{value}'.{did_you_mean(value, known)}"
-            for value in sorted(wrong)
-        ]
+    problems = [
+        f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
+        f" '{value}'.{did_you_mean(value, known)}"
+        for name, column, known in (
+            ("splits", dataset.splits, SPLITS),
+            ("roles", dataset.roles, ROLES),
+        )
+        for value in sorted({str(value) for value in column or ()} - {*known})
+        if value or dataset.roles is None
+    ]
     if problems:
         refuse("The dataset", problems)
     texts = [label.strip() for label in dataset.labels]
@@ -259,14 +257,11 @@ def _check(splits: Splits) -> None:
     if not len(query):
         what = "no item is a query" if gallery is not None else "nothing is left to test on"
         problems.append(f"{what}.")
-    elif gallery is None:
-        if np.bincount(labels[query]).max() < 2:
-            problems.append(
-                "no test class has two items, so no query can find another of its class."
-            )
-    elif not len(gallery):
+    elif gallery is None and np.bincount(labels[query]).max() < 2:
+        problems.append("no test class has two items, so no query can find another of its class.")
+    elif gallery is not None and not len(gallery):
         problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif alone := int((~np.isin(labels[query], labels[gallery])).sum()):
+    elif gallery is not None and (alone := int((~np.isin(labels[query], labels[gallery])).sum())):
         splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
         if alone == len(query):
             problems.append(

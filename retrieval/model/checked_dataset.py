@@ -187,11 +187,10 @@ def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
         return
     if not isinstance(arrays, np.ndarray):
         faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
+    elif kind == "features" and (arrays.ndim != 2 or arrays.dtype.kind not in "fiu"):
+        faults.append(f"arrays is {shown(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
-        if arrays.ndim != 2:
-            faults.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
-        elif arrays.dtype.kind not in "fiu":
-            faults.append(f"arrays has the type {arrays.dtype}, and must be float32")
+        return
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         faults.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:

@@ -281,11 +281,6 @@ def test_marks_of_sides_and_labels():
     labels = ["Cat", "cat ", "CAT", "dog", "Straße", "STRASSE", "ﬁn", "fin"]
     alike = [("Cat", "cat ", "CAT"), ("Straße", "STRASSE"), ("ﬁn", "fin")]
     assert spelt_alike([Subject(label, label) for label in labels]) == alike
-    sides = [("1", "Cat", "train"), ("2", "cat", "test"), ("3", "Dog", "train")]
-    spelt = [Subject(*side) for side in [*sides, ("4", "dog", "train")]]
-    both = Findings("x", spelt, [], [], [], {}, [], spelt_alike(spelt))
-    assert [both.across(pair) for pair in both.spelt] == [True, False]
-    assert "'Cat' / 'cat', on different sides of the split" in both.text()
 
 
 def test_vectors_that_are_the_same_or_are_none(tmp_path):

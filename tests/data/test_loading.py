@@ -12,7 +12,7 @@ from batches import batches as batches_of
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
-from retrieval.data.augment import crop_box, draw_changes
+from retrieval.data.augment import Changes, crop_box
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import RawInputs, TrainBatches, inputs
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
@@ -242,7 +242,10 @@ def test_a_crop_sees_the_whole_image(tmp_path):
 def test_crops_are_distributed_as_torchvisions(height, width):
     scale, ratio = (0.2, 1.0), (0.75, 4 / 3)
     ours = np.array(
-        [crop_box(row, height, width, scale, ratio) for row in draw_changes(0, 0, 0, 6000)]
+        [
+            crop_box(row, height, width, scale, ratio)
+            for row in Changes(NOTHING).draw(0, 0, 0, 6000).uniform
+        ]
     )
     transform = v2.RandomResizedCrop(8, scale=scale, ratio=ratio)
     image = torch.zeros(1, height, width)
