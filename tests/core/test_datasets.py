@@ -15,10 +15,8 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
-from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
-from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -204,12 +202,6 @@ def test_skip_bad_names_and_leaves_out(damaged, caplog):
 
 def torch_sum(data: Dataset) -> int:
     return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
-
-
-def test_skip_bad_without_a_cache(damaged, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
-    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
 
 
 def test_csv(tmp_path):
@@ -442,31 +434,8 @@ def test_csv_of_oml(tmp_path):
     refused("csv", r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is", manifest=file)
 
 
-def test_check_says_how_deep_it_read(tmp_path):
-    for number in range(16):
-        name = f"{'ab'[number % 2]}/{'cd'[number // 2 % 2]}/{number}.png"
-        picture(tmp_path / "photos" / name, 10 * number)
-    data = {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
-    recipe = {
-        "name": "deep",
-        "data": {**data, "levels": ["brand", "model"], "label": "brand"},
-        "split": {"by": "item", "validation": 0},
-        "sampler": {"classes": 2, "items": 2},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
-        "loss": {"name": "pml.triplet_margin"},
-        "train": {"epochs": 1},
-    }
-    notes = [line for line in run_one_batch(read_recipe(recipe)) if line.startswith("note: ")]
-    assert any("2 levels of folders (brand/model)" in note for note in notes)
-
-
 def test_csv_skip_bad(damaged):
     names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
     manifest = damaged / "list.csv"
     manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
     assert build("csv", manifest=manifest, skip_bad=True).keys == ["a/1.png", "a/2.png", "b/1.png"]
-
-
-def test_csv_that_is_not_there(tmp_path):
-    refused("csv", r"does not exist\. Relative paths start at", manifest=tmp_path / "list.csv")
-    refused("csv", "cannot be read", manifest=tmp_path)

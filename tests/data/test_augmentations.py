@@ -14,7 +14,7 @@ from PIL import Image
 from retrieval.data.augment import Changes, Drawing
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
-from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.run.check_data import font_of, preview
 from torch import Tensor
@@ -78,20 +78,6 @@ def test_every_transform_follows_from_the_seed_alone(name, channels):
     if name.endswith(("Grayscale", "ChannelPermutation")) and channels == 1:
         return  # of one channel there is nothing to change
     assert len({each.numpy().tobytes() for each in first}) > 1
-
-
-def test_what_an_own_subclass_draws_late_follows_from_the_seed_too():
-    from torchvision.transforms import v2
-
-    class Late(v2.RandomInvert):
-        def transform(self, pixels, params):
-            return pixels + torch.randint(5, pixels.shape).to(torch.uint8)
-
-    transform, pixels, found = Late(1.0), noise(1), []
-    for _ in range(2):
-        with Drawing(3):
-            found.append(transform(pixels))
-    assert torch.equal(*found) and not torch.equal(found[0], pixels)
 
 
 def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
@@ -172,46 +158,6 @@ class TestViews:
         assert "all views of an item are equal" in problems(augmentation={"views": 2})
         said = problems(augmentation={"positives": "item", "horizontal_flip": 0.5})
         assert "Set views to 2" in said and "Set items = 1" in said
-
-    def test_a_net_learns_from_views_alone(self, tmp_path):
-        """SimCLR's loss, Chen et al., ICML 2020."""
-        from retrieval import train
-
-        recipe = Recipe(
-            data={"name": "core.digits"},
-            backbone={"name": "core.convnet", "width": 16, "depth": 2, "size": 8},
-            split={"by": "item"},
-            sampler={"classes": 64, "items": 1, "batches": 20},
-            augmentation={
-                "transforms": [
-                    {
-                        "name": "RandomAffine",
-                        "degrees": 15,
-                        "translate": [0.15, 0.15],
-                        "scale": [0.7, 1.1],
-                    }
-                ],
-                "views": 2,
-                "positives": "item",
-            },
-            head={"embedding_size": 16},
-            loss={"name": "pml.nt_xent", "temperature": 0.2},
-            optimizer={"lr": 0.003},
-            train={"epochs": 2},
-        )
-        run = train(recipe, tmp_path / "run", progress=False)
-        few = {
-            "optimizer": {"lr": 1e-12},
-            "sampler": {"classes": 64, "items": 1, "batches": 1},
-            "train": {"epochs": 1},
-        }
-        before = read_recipe({**recipe.model_dump(exclude_unset=True), **few})
-        untrained = train(before, tmp_path / "untrained", progress=False)
-        trained, raw = (
-            each.evaluate(progress=False).metrics["trained"]["map_at_r"]
-            for each in (run, untrained)
-        )
-        assert trained > raw + 0.1
 
 
 class TestFaults:
@@ -303,13 +249,3 @@ class TestPreview:
             assert sheet.height == 2 * (84 + 18) + 4
         wrong = cli("data", "show", str(recipe), "--output", str(tmp_path / "sheet.jpg"))
         assert wrong.code == 2 and ".png" in wrong.err
-
-    def test_vectors_are_refused(self):
-        tables = {
-            **RECIPE,
-            "data": {"name": "core.features", "file": "x.npz"},
-            "backbone": {"name": "core.features"},
-        }
-        recipe = Recipe(**tables)
-        with pytest.raises((RecipeError, DataError)):
-            preview(recipe)

@@ -13,7 +13,6 @@ from PIL import Image
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
-from retrieval.host.files import cache_folder
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import Preprocessing
 from torch import Tensor
@@ -190,16 +189,6 @@ def test_features_must_be_finite_rows(data, tmp_path):
         compute(infinite, data, tmp_path, width=2)
     with pytest.raises(DataError, match="shape"):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
-
-
-def test_cache_folder(monkeypatch, data, tmp_path):
-    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "here"))
-    assert cache_folder() == tmp_path / "here"
-    compute(Net(), data, None)
-    assert (tmp_path / "here" / "features").is_dir()
-    monkeypatch.delenv("RETRIEVAL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert "retrieval" in str(cache_folder())
 
 
 def test_a_cache_that_cannot_be_written(data, tmp_path):

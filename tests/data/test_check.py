@@ -2,12 +2,8 @@
 
 import itertools
 import json
-import os
 import shutil
-import signal
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -319,32 +315,6 @@ def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos):
     Image.new("1", (8000, 8000)).save(photos / "test" / "c5" / "bomb.png")
     found = check_data(photos, progress=False)
     assert len(found.broken) == 1 and "pixels" in found.broken[0][1] and not found.same
-
-
-SLOW = """
-import sys, time
-import retrieval.run.check_data as c
-from retrieval.cli.app import main
-first = c.fingerprint
-def slow(item):
-    print("began", flush=True)
-    time.sleep(0.2)
-    return first(item)
-c.fingerprint = slow
-sys.argv = ["retrieval", "data", "check", "photos", "--output", "found.json"]
-main()
-"""
-
-
-def test_ctrl_c_leaves_nothing(photos):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", SLOW], env=environment, **pipes)
-    assert process.stdout is not None and process.stdout.readline().startswith("began")
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and said.endswith("Interrupted.\n") and "Traceback" not in said
-    assert not list(Path().glob("found.json*"))
 
 
 def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):

@@ -76,16 +76,6 @@ def test_batches_are_p_classes_of_m_items(digits):
         assert [by_pixels[image] for image in images] == [classes[k] for k in y]
 
 
-def test_a_small_class_repeats_its_items():
-    data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
-    loader = batches(data, None, Sampler(classes=3, items=2, batches=4))
-    assert len(loader) == 4
-    for x, y in loader.epoch(0):
-        assert x.dtype == torch.float32 and x.shape == (6, 1)
-        assert x[y == 0].flatten().tolist() == [0.0, 0.0]
-        assert len(set(x[y == 1].flatten().tolist())) == 2
-
-
 def test_epochs_and_seeds_differ_and_repeat(digits):
     loader = batches(digits)
     assert assert_same(loader.epoch(2), batches(digits).epoch(2)) == len(loader)
