@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from retrieval.serving.files.csv_table import CsvTable as CsvTable
     from retrieval.serving.files.csv_table import is_missing_text as is_missing_text
     from retrieval.serving.files.csv_table import typed as typed
-    from retrieval.serving.files.strict_json import strict_loads as strict_loads
     from retrieval.serving.image_files import find_images as find_images
     from retrieval.serving.images import Preprocessing as Preprocessing
     from retrieval.serving.images import decode as decode
@@ -135,7 +134,6 @@ else:
         "retrieval.model.model": ["Normalize", "full_precision"],
         "retrieval.model.rows": ["Rows", "Sums", "first_row", "summed"],
         "retrieval.serving.files.csv_table": ["CsvTable", "is_missing_text", "typed"],
-        "retrieval.serving.files.strict_json": ["strict_loads"],
         "retrieval.serving.image_files": ["find_images"],
         "retrieval.serving.images": ["Preprocessing", "decode"],
         "retrieval.serving.index.index_backend": ["IndexBackend"],

@@ -197,7 +197,7 @@ def emnist(
     return _joined(parts, str, lambda number: {"character": characters.get(number, "")})
 
 
-def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
+def cifar10(folder: Path, counts: Counts = "published") -> Dataset:
     """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. This reads the
@@ -206,7 +206,6 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
 
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
-        grey: whether to convert to grey, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
         counts: "published" requires the published numbers of images and classes; "any" accepts
             any.
 
@@ -224,7 +223,7 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
                 " data_batch_5.bin and test_batch.bin; the version for Python (pickles) is not"
                 " read."
             )
-        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
+        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10")
         split = "test" if name.startswith("test") else "train"
         parts.append(Part(name.removesuffix(".bin"), split, pixels, codes[:, 0].tolist()))
     if counts == "published":

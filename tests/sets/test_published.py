@@ -60,7 +60,7 @@ FOLDERS = ("veri", "market", "caltech101", "caltech256", "cifar100")
 """Sets that list no image: what is in their folders is the set."""
 
 
-def test_birds_by_species_and_by_the_makers_split(tmp_path):
+def test_birds_by_species(tmp_path):
     layouts.cub(tmp_path / "CUB_200_2011")
     data = cub200(tmp_path, counts="any")  # the folder around it does
     assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
@@ -68,8 +68,6 @@ def test_birds_by_species_and_by_the_makers_split(tmp_path):
         "test": ["101.Bird_101", "200.Bird_200"],
     }
     assert data.keys[0] == "001.Bird_1/Bird_1_0.jpg" and data[0].size == layouts.SIZE
-    official = cub200(tmp_path, protocol="official", counts="any")
-    assert official.splits == ["train", "test"] * 5
     assert len(make_splits(data, Split(validation=0)).query) == 4
 
 
@@ -81,12 +79,6 @@ def test_cars_in_both_layouts(tmp_path, layout):
         "train": ["001", "098"],
         "test": ["099", "196"],
     }
-    official = sides(cars196(root, protocol="official", counts="any"))
-    assert (
-        sorted(set(official["train"]))
-        == sorted(set(official["test"]))
-        == ["001", "098", "099", "196"]
-    )
 
 
 def test_products_and_their_categories(tmp_path):
@@ -242,8 +234,6 @@ def test_lists_that_are_no_text(tmp_path):
     root = layouts.products(tmp_path)
     (root / "Ebay_train.txt").write_bytes(b"image_id\n\xff\xfe\n")
     assert "is not UTF-8 text" in refused(stanford_online_products, root, counts="any")
-    (root / "Ebay_train.txt").write_bytes(b"a" * (1 << 20) + b" b\n")
-    assert "a line of over" in refused(stanford_online_products, root, counts="any")
 
 
 def bomb() -> bytes:
@@ -273,9 +263,7 @@ def test_damaged_and_hostile_annotations(tmp_path):
     layouts.savemat(path, {"other": [1]})
     assert "has no structure array 'annotations'" in refused(cars196, root, counts="any")
     layouts.savemat(path, layouts.annotations([{"fname": "x.jpg", "class": 1}]))
-    assert "'annotations' has no field relative_im_path, test" in refused(
-        cars196, root, counts="any"
-    )
+    assert "'annotations' has no field relative_im_path" in refused(cars196, root, counts="any")
 
 
 def test_test_annotations_without_classes_are_told_apart(tmp_path):
