@@ -96,13 +96,14 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
 def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
     """Return the items of a dataset, with their sides."""
     sides = [""] * len(dataset)
+    test = "test" if splits.gallery is None else "query"
     for side, items in (
         ("train", splits.train),
         ("validation", splits.validation),
-        ("test" if splits.gallery is None else "query", splits.query),
-        ("gallery", splits.gallery),
+        (test, splits.query),
+        ("gallery", [] if splits.gallery is None else splits.gallery),
     ):
-        for item in () if items is None else items.tolist():
+        for item in items:
             sides[item] = side
     # If several items share a file, its bytes do not identify an item.
     files = None if getattr(dataset, "boxes", None) is not None else dataset.files

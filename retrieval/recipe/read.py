@@ -292,9 +292,6 @@ def to_toml(recipe: Tables) -> str:
     return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
 
 
-_SERVE_THE_LOSS = ("miner", "generator")  # of no use without a loss
-
-
 def apply_overrides(
     table: dict[str, Any], overrides: Sequence[str], components: Collection[str] = ()
 ) -> None:
@@ -312,40 +309,36 @@ def apply_overrides(
     Raises:
         RecipeError: the message lists the texts that cannot be applied.
     """
-    overrides = [text for text in overrides if not _removed(table, text, components)]
+    changes: list[tuple[str, str, str]] = []
     for text in overrides:
-        _switch(table, text, components)
-    problems = [f"The change {text}: {p}" for text in overrides if (p := _override(table, text))]
+        key, sep, value = (part.strip() for part in text.partition("="))
+        if key in components and value.strip("'\"") == "none":
+            # miner and generator serve the loss
+            for component in (key, *(("miner", "generator") if key == "loss" else ())):
+                table.pop(component, None)
+        else:
+            changes.append((text, key if sep else "", value))
+    for _, key, value in changes:
+        component, _, last = key.partition(".")
+        now = table.get(component)
+        if component not in components or last != "name" or not isinstance(now, dict):
+            continue
+        if now.get("name") != value.strip("'\""):
+            kept = ("name", *host_keys(component))
+            table[component] = {key: now[key] for key in kept if key in now}
+    problems = [
+        f"The change {text}: {problem}"
+        for text, key, value in changes
+        if (problem := _override(table, key, value))
+    ]
     if problems:
         raise RecipeError(problems, "The command line")
 
 
-def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> bool:
-    """Remove a component if the text is `COMPONENT=none`; return whether it is."""
-    name, _, value = (part.strip() for part in text.partition("="))
-    if name not in components or value.strip("'\"") != "none":
-        return False
-    for component in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
-        table.pop(component, None)
-    return True
-
-
-def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
-    """Remove a component's parameters if the text names another part; the host's keys stay."""
-    key, _, value = (part.strip() for part in text.partition("="))
-    component, _, last = key.partition(".")
-    now = table.get(component)
-    if component not in components or last != "name" or not isinstance(now, dict):
-        return
-    if now.get("name") != value.strip("'\""):
-        table[component] = {key: now[key] for key in ("name", *host_keys(component)) if key in now}
-
-
-def _override(table: dict[str, Any], text: str) -> str | None:
+def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    key, sep, value = (part.strip() for part in text.partition("="))
     *steps, last = [step.strip() for step in key.split(".")]
-    if not sep or not all([*steps, last]):
+    if not all([*steps, last]):
         return "write it as table.key=value."
     place: Any = table
     for i, step in enumerate(steps):
@@ -360,26 +353,24 @@ def _override(table: dict[str, Any], text: str) -> str | None:
             place = place[int(step)]
         elif [*steps, last][i + 1].isdigit() and step not in place:
             return f"the recipe has no list '{path}'."
-        elif value == "none":
-            place = place.get(step, {})
         else:
-            place = place.setdefault(step, {})
+            place = place.get(step, {}) if value == "none" else place.setdefault(step, {})
         if not isinstance(place, dict | list):
             return f"{path} is {shown(place)}, not a table, so no key can be set in it."
-    if isinstance(place, dict):
-        if value != "none":
-            place[last] = _toml(value)
-        elif last in place:
-            del place[last]
-        else:
-            known = did_you_mean(last, place)
-            return f"the recipe does not set this key, so it cannot be removed.{known}"
-        return None
-    if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
-        place[int(last)] = _toml(value)
-        return None
-    first = ".".join(steps)
-    return f"{first} is a list; name an entry's key by the entry's number, as in {first}.0.{last}=…"
+    if isinstance(place, list):
+        if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
+            place[int(last)] = _toml(value)
+            return None
+        path = ".".join(steps)
+        return (
+            f"{path} is a list; name an entry's key by the entry's number, as in {path}.0.{last}=…"
+        )
+    if value != "none":
+        place[last] = _toml(value)
+    elif place.pop(last, None) is None:
+        known = did_you_mean(last, place)
+        return f"the recipe does not set this key, so it cannot be removed.{known}"
+    return None
 
 
 def _toml(value: str) -> Any:
