@@ -50,40 +50,32 @@ def encode(
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     embeddings: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
-    with evaluating(model), _channels_last(model, device), meter:
-        for chunk in inputs(
-            dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
-        ):
-            embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
-            meter.update(len(chunk))
-    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
-
-
-@contextlib.contextmanager
-def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
-    """Context manager that uses channels-last images on a CPU, which speeds up convolutions.
-
-    A compiled backbone keeps the memory format that it was compiled for.
-    """
-    kept = model.channels_last
+    channels_last = model.channels_last
+    # On a CPU, convolutions are faster with channels last. A compiled backbone keeps the memory
+    # format that it was compiled for.
     if device.type == "cpu" and model.backbone._compiled_call_impl is None:
         model.channels_last = True
     try:
-        yield
+        with evaluating(model), meter:
+            for chunk in inputs(
+                dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
+            ):
+                embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
+                meter.update(len(chunk))
     finally:
-        model.channels_last = kept
+        model.channels_last = channels_last
+    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
     """Return the embeddings (B, width); if channels last makes the model fail, retry without."""
     try:
-        embeddings: Tensor = model(inputs, from_features)[1]
+        return model(inputs, from_features)[1]  # type: ignore[no-any-return]
     except RuntimeError:
         if not model.channels_last:
             raise
         model.channels_last = False
-        embeddings = model(inputs, from_features)[1]
-    return embeddings
+        return _forward(model, inputs, from_features)
 
 
 def pixels(

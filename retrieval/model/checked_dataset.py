@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -118,21 +119,17 @@ def _image(item: Any, what: str) -> Image.Image:
     if isinstance(item, Image.Image) and min(item.size) > 0:
         check_range(item, f"{what} gave an image that")
         return item
-    hint = ""
-    if isinstance(item, np.ndarray):
-        try:
-            return from_array(item)
-        except DataError:
-            hint = " Scale values from 0 to 1 with (255 * x).round().astype('uint8')."
-    elif isinstance(item, Image.Image):
+    if isinstance(item, Image.Image):
         raise PluginError(f"{what} gave an empty image of {item.width} × {item.height} pixels.")
-    elif isinstance(item, Tensor):
-        hint = " torchvision.transforms.functional.to_pil_image turns a tensor into an image."
-    elif isinstance(item, tuple | list | Mapping):
-        hint = " Return the image alone; its label belongs in `labels`."
-    elif isinstance(item, bytes | str | os.PathLike):
-        hint = " retrieval.data.datasets.FileDataset opens files."
-    raise breach(what, item, f"a Pillow image, or uint8 pixels (H, W) or (H, W, 3).{hint}")
+    with suppress(DataError):
+        if isinstance(item, np.ndarray):
+            return from_array(item)
+    raise breach(
+        what,
+        item,
+        "a Pillow image, or uint8 pixels (H, W) or (H, W, 3) from 0 to 255. Return the image alone;"
+        " its label belongs in `labels`.",
+    )
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ costs one transfer from the GPU per batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -184,11 +184,10 @@ def checked_objective(
 def combiner_warnings(
     combiner: Combiner | None, metrics: Mapping[str, float], what: str
 ) -> list[str]:
-    """Return a combiner's warnings for the user, as a checked list."""
+    """Return a combiner's warnings for the user."""
     if combiner is None:
         return []
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
-    if isinstance(sentences, str) or not isinstance(sentences, Iterable):
-        raise breach(what, sentences, "a list of sentences.", " from warnings")
+    sentences = [sentences] if isinstance(sentences, str) else sentences
     return [str(sentence) for sentence in sentences]

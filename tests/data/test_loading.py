@@ -317,17 +317,3 @@ def test_bad_images_end_in_a_sentence(tmp_path):
         data = FileDataset([tmp_path / name], ["a"], advice="Do this.")
         with pytest.raises(DataError, match=rf"(?s){name}{said}.*Do this\.$"):
             list(inputs(data, [0], GREY8, 1))
-
-
-@pytest.mark.parametrize(
-    ("array", "kind", "sentence"),
-    [
-        (np.zeros((2, 4, 4), np.float32), "image", "uint8 of shape"),
-        (np.zeros((2, 4, 4, 2), np.uint8), "image", "uint8 of shape"),
-        (np.zeros((2, 4), np.int64), "features", "floats of shape"),
-        (np.zeros((3, 4), np.float32), "features", "3 items and 2 labels"),
-    ],
-)
-def test_arrays_that_do_not_fit(array, kind, sentence):
-    with pytest.raises(DataError, match=sentence):
-        ArrayDataset(array, ["a", "b"], kind=kind)

@@ -60,7 +60,7 @@ FAULTS = {
     },
     ("data", "items"): {
         "short": ["45 labels, 48 keys, 48 arrays, 7 files"],
-        "flat": ["arrays has the shape (48,), and must be (N, F)"],
+        "flat": ["shape (48,)", "must be float32 of shape (N, F)"],
         "kind": ["kind is 'pictures'", '"image" or "features"'],
     },
     ("backbone", "same"): {
