@@ -208,7 +208,8 @@ def _of_table(
     def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
         listed = _listed(table[column])
-        names: dict[Any, Any] = dict(enumerate(getattr(features.get(column), "names", 0) or ()))
+        names: dict[Any, Any] = {}
+        names |= enumerate(getattr(features.get(column), "names", None) or ())
         missing = [None if is_missing(value) else value for value in listed]
         return [names.get(value) for value in missing] if names else missing
 

@@ -96,14 +96,13 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
 def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
     """Return the items of a dataset, with their sides."""
     sides = [""] * len(dataset)
-    test = "test" if splits.gallery is None else "query"
     for side, items in (
         ("train", splits.train),
         ("validation", splits.validation),
-        (test, splits.query),
-        ("gallery", [] if splits.gallery is None else splits.gallery),
+        ("test" if splits.gallery is None else "query", splits.query),
+        ("gallery", splits.gallery),
     ):
-        for item in items:
+        for item in () if items is None else items.tolist():
             sides[item] = side
     # If several items share a file, its bytes do not identify an item.
     files = None if getattr(dataset, "boxes", None) is not None else dataset.files
