@@ -132,11 +132,11 @@ def near_pairs(
             if same is not None:
                 kept = same[first] != same[second]
                 first, second = first[kept], second[kept]
-            first, second = first[: MOST_PAIRS + 1], second[: MOST_PAIRS + 1]
+            total += len(first)
+            first, second = first[:MOST_PAIRS], second[:MOST_PAIRS]
             distance = _distances(vectors, first, second)
             near = distance <= within
             parts.append((first[near], second[near], distance[near]))
-            total += int(near.sum())
             meter.update(len(squared))
             done += len(squared)
     first, second, distance = map(np.concatenate, zip(*parts, strict=True))
