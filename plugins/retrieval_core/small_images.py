@@ -162,7 +162,7 @@ def emnist(
 
     Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
     2017. The files hold transposed images, which are transposed back. Labels are the file's
-    numbers. If the mapping file exists, the metadata of an item have its character.
+    numbers.
 
     Args:
         folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
@@ -191,10 +191,7 @@ def emnist(
         _check_counts(f"{folder} (EMNIST {variant})", published, parts)
     if parts[0].pixels.shape[1:] != parts[1].pixels.shape[1:]:
         raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
-    characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
-    if characters is None:
-        return _joined(parts, str)
-    return _joined(parts, str, lambda number: {"character": characters.get(number, "")})
+    return _joined(parts, str)
 
 
 def cifar10(folder: Path, counts: Counts = "published") -> Dataset:
@@ -265,16 +262,3 @@ def _check_counts(
         sides.setdefault(part.split, []).extend(map(str, part.numbers))
     if problems := differing(published, sides):
         refuse(what, problems)
-
-
-def _mapping(path: Path) -> dict[int, str] | None:
-    """Return the labels' characters from "label code" lines, or None if the file is missing."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-        return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, IndexError, OverflowError) as fault:
-        raise DataError(
-            f"{path} must have lines of a label and a character's code: {fault}."
-        ) from fault

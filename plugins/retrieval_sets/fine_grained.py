@@ -237,9 +237,7 @@ def _two_folders(folder: Path) -> list[tuple[Any, ...]]:
         ("train", "cars_train_annos.mat"),
         ("test", "cars_test_annos_withlabels.mat"),
     ):
-        unlabelled = side == "test" and (folder / "devkit" / "cars_test_annos.mat").is_file()
-        hint = " (cars_test_annos.mat has no classes)" if unlabelled else ""
-        path = CARS.file(folder, f"devkit/{name}", name, hint=hint)
+        path = CARS.file(folder, f"devkit/{name}", name)
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
         annotations += [(f"cars_{side}/{file}", *others) for file, *others in rows]
     return annotations

@@ -142,16 +142,16 @@ class Published:
         missing = [name for name in names if not (folder / name).exists()]
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
-    def file(self, folder: Path, *places: str, hint: str = "") -> Path:
+    def file(self, folder: Path, *places: str) -> Path:
         """Return the path of a file: the first of `places` (paths in `folder`) where one exists.
 
         Raises:
-            DataError: no such file exists. The message appends `hint` to "NAME is missing".
+            DataError: no such file exists.
         """
         for place in places:
             if (folder / place).is_file():
                 return folder / place
-        missing = f"{Path(places[0]).name} is missing{hint}"
+        missing = f"{Path(places[0]).name} is missing"
         raise DataError(f"{folder} is not {self.title}: {missing}. {self.advice}")
 
 

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision that list labels
 _PAIRS = ("samples", "_samples", "imgs")  # attributes of torchvision that list (file, label)
 _PLAIN = (str, int, float, bool, np.generic, type(None))  # types of values that metadata may hold
+_READING = threading.RLock()
+"""Held while an item is read, because readers of other libraries may not be thread-safe.
+
+A joined dataset takes it again for the item of a part.
+"""
 _READINGS = 3
 """How often item 0 is read again; a random flip stays unnoticed once in eight times."""
 
@@ -116,21 +121,15 @@ class ItemDataset(Dataset):
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self._read, self._name, self._lock = read, name, threading.Lock()
+        self._read, self._name = read, name
         self.labels, self.splits, self.roles, self.metadata = labels, splits, roles, metadata
         self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
 
     def __getitem__(self, index: int) -> Image:
         where = f"{self._name} item {self.keys[index]}"
-        with self._lock:  # readers of other libraries may not be thread-safe
+        with _READING:
             item = reading(where, self._read, index)
         return _image(item, where)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
 
 def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:

@@ -26,12 +26,8 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
     Floats with whole values become whole numbers, because pandas turns an integer column with gaps
     into floats. `labels` are a list, an array, a tensor, a pandas Series or Categorical, or
-    anything else that NumPy reads as an array.
-
-    Args:
-        labels: the labels.
-        what: plural name of the labels for error messages: "gallery labels".
-        advice: what the user should do about missing labels.
+    anything else that NumPy reads as an array. `what` names them in error messages, such as
+    "gallery labels", and `advice` says what to do about missing ones.
 
     Raises:
         LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or

@@ -183,13 +183,9 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Return the checked recipe of a table; see `read_recipe`.
+    """Return the checked recipe of a table, whose path is `where`; see `read_recipe`.
 
-    Args:
-        table: the recipe's tables.
-        where: the recipe's path, for error messages.
-        objects: Python objects that replace named parts, by table.
-        plugins: the loaded plugins; by default those that are installed or named in the recipe.
+    `plugins` are the loaded plugins; by default those that are installed or named in the recipe.
     """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
@@ -301,10 +297,7 @@ def apply_overrides(
     `loss=none` removes the component's table, and with the loss also miner and generator.
     `key.path=none` removes a key that the recipe sets, so that its default applies.
 
-    Args:
-        table: the recipe's tables.
-        overrides: the texts.
-        components: the tables that count as components.
+    `components` are the tables that count as components.
 
     Raises:
         RecipeError: the message lists the texts that cannot be applied.

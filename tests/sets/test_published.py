@@ -278,14 +278,6 @@ def test_damaged_and_hostile_annotations(tmp_path):
     assert "'annotations' has no field relative_im_path" in refused(cars196, root, counts="any")
 
 
-def test_test_annotations_without_classes_are_told_apart(tmp_path):
-    root = layouts.cars_divided(tmp_path / "cars")
-    (root / "devkit" / "cars_test_annos_withlabels.mat").rename(
-        root / "devkit" / "cars_test_annos.mat"
-    )
-    assert "(cars_test_annos.mat has no classes)" in refused(cars196, root, counts="any")
-
-
 def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path):
     root = layouts.products(tmp_path)
     next(root.rglob("*.jpg")).write_text("no image")
