@@ -160,13 +160,13 @@ def _groups(path: Path, folds: bool, keys: list[str], problems: list[str]) -> li
             line, name, images = read(f"'NAME images' of person {number} of {people:,}", 2)
             if (first := listed.setdefault(name, line)) != line:
                 problems.append(f"{path.name}: line {line}: {name} is already in line {first}.")
-            wanted = [f"{name}/{name}_{n:04d}" for n in range(1, images + 1)]
-            if missing := [image for image in wanted if image not in index_of]:
+            stems = [f"{name}/{name}_{n:04d}" for n in range(1, images + 1)]
+            if missing := [image for image in stems if image not in index_of]:
                 problems.append(
                     f"{path.name}: line {line}: {len(missing):,} of the {images:,} images of {name}"
                     f" are missing: {some(missing)}."
                 )
-            group.update(index_of[image] for image in wanted if image in index_of)
+            group.update(index_of[image] for image in stems if image in index_of)
         groups.append(group)
     if further := next(lines, None):
         raise DataError(f"line {further[0]} is after the last person that the list counts.")

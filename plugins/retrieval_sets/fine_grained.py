@@ -239,5 +239,5 @@ def _two_folders(folder: Path) -> list[tuple[Any, ...]]:
     ):
         path = CARS.file(folder, f"devkit/{name}", name)
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
-        annotations += [(f"cars_{side}/{file}", *others) for file, *others in rows]
+        annotations += [(f"cars_{side}/{row[0]}", *row[1:]) for row in rows]
     return annotations
