@@ -101,9 +101,9 @@ def frozen_features(
             # accepts the array without a warning.
             shape = (len(dataset), width)
             return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
-        except OSError as error:
-            full = error.errno == errno.ENOSPC
-            what = "the disk is full" if full else error.strerror or str(error)
+        except (OSError, NotImplementedError) as error:  # the second: a file system without locks
+            full = getattr(error, "errno", None) == errno.ENOSPC
+            what = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
             raise DataError(
                 f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to"
                 " another folder."
