@@ -80,6 +80,8 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     """
     try:
         content = file.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     lines = content.decode("utf-8-sig", "replace").splitlines()
@@ -114,7 +116,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     same = np.array([row.same for row in rows], np.bool_)
     if len(same) and (same.all() or not same.any()):
         word = "the same" if same.all() else "different"
-        problems.append(f"all pairs ({len(same):,}) are {word}: both kinds are needed.")
+        problems.append(f"all {len(same):,} pairs are {word}: both kinds are needed.")
     elif not rows and not problems:
         problems.append("it lists no pair.")
     names = sorted({row.fold for row in rows} - {""}, key=natural)
