@@ -193,7 +193,7 @@ def check_recipe(
     table = with_objects(table, objects)
     recipe, faults = read_tables(table)
     problems = [
-        _bracketed(fault) + option_hint(recipe, place)
+        _bracketed(fault) + option_hint(recipe, table, place)
         for place, fault in faults.items()
         # `plugins.check` reports a missing or wrong name.
         if not (place[0] in COMPONENTS and place[1:] == ("name",))

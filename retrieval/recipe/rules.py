@@ -5,7 +5,7 @@ Each message names both sides of a conflict and says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import RetrievalError
@@ -55,7 +55,7 @@ def _check_metric(
     return []
 
 
-def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
+def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) -> str:
     """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
     from retrieval.recipe.optimizers import takes
 
@@ -65,14 +65,14 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
             " pairs would never compare items of different batches. Set the batch size in"
             " [sampler], and [train] chunk to the number of rows that fit into memory."
         )
-    section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
-    if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
+    if len(place) != 2 or place[0] not in ("optimizer", "generator_optimizer", "schedule"):
         return ""
-    if not takes(
-        "schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])
-    ):
+    kind = "schedule" if place[0] == "schedule" else "optimizer"
+    fields = type(getattr(recipe, kind)).model_fields
+    name, key = str(table[place[0]].get("name", fields["name"].default)), str(place[1])
+    if key in fields or not takes(kind, name, key):
         return ""
-    return f" It is an argument of {section.name}: write options.{place[1]}."
+    return f" It is an argument of {name}: write options.{key}."
 
 
 Rule = tuple[Any, str]
@@ -141,8 +141,8 @@ def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
     ):
         yield (
             (frozen or learner) and is_set,
-            f"{key} {does}, but with {by} its features are computed only once. Remove one of the"
-            " two.",
+            f"{key} {does}, but with {by} its features are computed only once. Remove"
+            f" {key.removeprefix('[train] ')}.",
         )
     for key, value in (
         ("[lora]", recipe.lora),
