@@ -80,7 +80,6 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.serving.files.csv_table import CsvTable as CsvTable
     from retrieval.serving.files.csv_table import is_missing_text as is_missing_text
     from retrieval.serving.files.csv_table import typed as typed
-    from retrieval.serving.files.strict_json import strict_loads as strict_loads
     from retrieval.serving.image_files import find_images as find_images
     from retrieval.serving.images import Preprocessing as Preprocessing
     from retrieval.serving.images import decode as decode

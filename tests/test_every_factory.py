@@ -226,12 +226,8 @@ def test_input_that_a_checked_loss_refuses(name):
     broken[2, 1] = math.nan
     with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 12 items"):
         loss(broken, LABELS)
-    for labels, words in (
-        (None, "labels are missing"),
-        (["a"] * 12, "replace text labels with whole numbers"),
-        (LABELS[:4], "one number per item"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for labels in (None, ["a"] * 12, LABELS[:4]):
+        with pytest.raises(ValueError, match="labels must be a tensor of 12 class ids, one per"):
             loss(batch(), labels)
 
 

@@ -30,7 +30,7 @@ GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 # What a factory is built with where its defaults do not do, or would take long. A factory that
 # needs arguments and has no line here fails.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "core.convnet": {"width": 8, "size": 32, "channels": 3},
+    "core.convnet": {"width": 8, "size": 33, "channels": 3, "stem": 2},
     **{f"core.efficientnet_lite{i}": {"pretrained": False, "size": 64} for i in range(3)},
     "core.pca": {"n_components": 16},
     "core.nca": {"n_components": 4, "max_iter": 3},

@@ -8,42 +8,9 @@ from typing import TYPE_CHECKING
 from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
-    from retrieval_core.barlow_twins import BarlowTwins as BarlowTwins
-    from retrieval_core.contextual_loss import Contextual as Contextual
-    from retrieval_core.convnet import ConvNet as ConvNet
-    from retrieval_core.convnet import Features as Features
-    from retrieval_core.convnet import Pixels as Pixels
-    from retrieval_core.distillation_loss import distillation as distillation
-    from retrieval_core.embedding_generators import EmbeddingExpansion as EmbeddingExpansion
-    from retrieval_core.embedding_generators import SymmetricalSynthesis as SymmetricalSynthesis
-    from retrieval_core.folders import image_folder as image_folder
-    from retrieval_core.folders import manifest as manifest
     from retrieval_core.learners import LDA as LDA
     from retrieval_core.learners import NCA as NCA
     from retrieval_core.learners import PCA as PCA
-    from retrieval_core.lfw import lfw_people as lfw_people
-    from retrieval_core.matryoshka_loss import matryoshka as matryoshka
-    from retrieval_core.metrix_loss import Metrix as Metrix
-    from retrieval_core.metrix_loss import MetrixMultiSimilarity as MetrixMultiSimilarity
-    from retrieval_core.metrix_loss import MetrixProxyAnchor as MetrixProxyAnchor
-    from retrieval_core.other_libraries import huggingface as huggingface
-    from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
-    from retrieval_core.partial_fc import PartialFC as PartialFC
-    from retrieval_core.pretrained import efficientnet_lite0 as efficientnet_lite0
-    from retrieval_core.pretrained import efficientnet_lite1 as efficientnet_lite1
-    from retrieval_core.pretrained import efficientnet_lite2 as efficientnet_lite2
-    from retrieval_core.pretrained import timm_model as timm_model
-    from retrieval_core.pretrained import torchvision_model as torchvision_model
-    from retrieval_core.recall_loss import RecallAtK as RecallAtK
-    from retrieval_core.samplers import HardClasses as HardClasses
-    from retrieval_core.samplers import Hierarchical as Hierarchical
-    from retrieval_core.samplers import RandomItems as RandomItems
-    from retrieval_core.small_images import cifar10 as cifar10
-    from retrieval_core.small_images import digits as digits
-    from retrieval_core.small_images import emnist as emnist
-    from retrieval_core.small_images import fashion_mnist as fashion_mnist
-    from retrieval_core.vectors import features as features
-    from retrieval_core.vectors import parquet as parquet
 
 
 @hookimpl

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval.data.pairs import find_pairs, read_people
 from retrieval.errors import DataError
 from retrieval.plugin import (
     ADVICE,
@@ -21,15 +20,11 @@ from retrieval.plugin import (
     some,
 )
 
-Sides = dict[int, str]
-"""Side ("train", "test" or "") of an item, by its index; items without an entry are left out."""
-
 
 def lfw_people(
     folder: Path,
     view: Literal["dev", "folds", "none"] = "dev",
     fold: Annotated[int, Field(ge=1)] = 1,
-    restricted: bool = False,
     lists: Path | None = None,
     skip_bad: bool = False,
 ) -> Dataset:
@@ -48,10 +43,6 @@ def lfw_people(
             is View 2, for reporting: one fold of `people.txt` is for testing and the others are for
             training, with one run per fold. "none" loads all images without a split.
         fold: number of the test fold for view "folds", from 1.
-        restricted: whether to load only images that LFW's pairs name (those of `pairsDevTrain.txt`
-            and `pairsDevTest.txt`, or of `pairs.txt`), as in the image-restricted protocol. The
-            protocol forbids training on other *pairs*. A loss over labels forms other pairs, so
-            report its result as unrestricted.
         lists: the folder of the lists; by default `folder` or its parent.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
@@ -68,15 +59,10 @@ def lfw_people(
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
-    if view == "none":
-        sides: Sides = dict.fromkeys(range(len(files)), "")
-        if restricted:
-            problems.append("restricted = true needs a view with lists, but view = 'none'.")
-    else:
-        # If the folder is a link, its parent and the parent of its target are searched.
-        around = [folder, folder.absolute().parent, folder.resolve().parent]
-        places = list(dict.fromkeys(around)) if lists is None else [lists]
-        sides = _sides(places, view, fold, restricted, keys, problems)
+    sides = dict.fromkeys(range(len(files)), "")
+    if view != "none":
+        places = [folder, folder.resolve().parent] if lists is None else [lists]
+        sides = _sides(places, view, fold, keys, problems)
     if problems:
         refuse(str(folder), problems)
     kept = sorted(sides)
@@ -111,91 +97,77 @@ def _name_problems(keys: list[str]) -> list[str]:
 
 
 def _sides(
-    places: list[Path], view: str, fold: int, restricted: bool, keys: list[str], problems: list[str]
-) -> Sides:
+    places: list[Path], view: str, fold: int, keys: list[str], problems: list[str]
+) -> dict[int, str]:
     """Return the side of each item of a view; add the problems of the lists to `problems`."""
-    word = "pairs" if restricted else "people"
-    names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
-    lists_by_name = {
-        name: next((p / name for p in places if (p / name).is_file()), None) for name in names
-    }
-    missing = [name for name, path in lists_by_name.items() if path is None]
-    if missing:
-        problems.append(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in none of"
-            f" {some(places)}: view = '{view}' needs {'them' if len(missing) > 1 else 'it'}. Set"
-            f" lists to {'their' if len(missing) > 1 else 'its'} folder."
-        )
-        return {}
+    names = ["people.txt"] if view == "folds" else ["peopleDevTrain.txt", "peopleDevTest.txt"]
     groups: list[set[int]] = []
-    for path in lists_by_name.values():
-        assert path is not None
-        read = _groups_of_pairs if restricted else _groups_of_people
-        these, faults = read(path, keys, view == "folds")
-        problems += [f"{path.name}: {fault}" for fault in faults]
-        groups += these
+    for name in names:
+        path = next((place / name for place in places if (place / name).is_file()), None)
+        if path is None:
+            problems.append(
+                f"{name} is in none of {some(places)}: view = '{view}' needs it. Set lists to its"
+                " folder."
+            )
+            continue
+        try:
+            groups += _groups(path, view == "folds", keys, problems)
+        except (DataError, OSError, UnicodeDecodeError) as error:
+            problems.append(f"{name}: {error}")
     if problems:
         return {}
-    if view == "folds" and fold > len(groups):
-        problems.append(f"fold = {fold}: {next(iter(lists_by_name))} has {len(groups)} folds.")
+    if view == "folds" and not fold <= len(groups) > 1:
+        problems.append(
+            f"fold = {fold}: people.txt has {len(groups)} folds; one tests and the others train."
+        )
         return {}
     tested = groups[fold - 1] if view == "folds" else groups[1]
     trained = set().union(*(group for group in groups if group is not tested))
     people = [{keys[i].split("/")[0] for i in side} for side in (trained, tested)]
     if both := sorted(people[0] & people[1]):
         problems.append(
-            f"{' and '.join(lists_by_name)} put people on both sides, training and test:"
-            f" {some(both)}."
+            f"{' and '.join(names)} put people on both sides, training and test: {some(both)}."
         )
     return {**dict.fromkeys(trained, "train"), **dict.fromkeys(tested, "test")}
 
 
-def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items in the pairs of each fold, and problems."""
-    pairs, problems = find_pairs(path, keys)
-    if problems:
-        return [], problems
-    if folds != (pairs.fold is not None):
-        return [], [
-            "line 1 must state the numbers of folds and of pairs, such as 10 300."
-            if folds
-            else "line 1 must state only the number of pairs, such as 500."
-        ]
-    if pairs.fold is None:
-        return [{*pairs.first.tolist(), *pairs.second.tolist()}], []
-    return [
-        {*pairs.first[pairs.fold == k].tolist(), *pairs.second[pairs.fold == k].tolist()}
-        for k in range(len(pairs.folds))
-    ], []
+def _groups(path: Path, folds: bool, keys: list[str], problems: list[str]) -> list[set[int]]:
+    """Return the items of the people of each fold; add missing images to `problems`.
 
+    A list with folds has their number, then for each fold the number of people and a line `NAME
+    images` per person. A list without folds is like one fold.
 
-def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items of the people of each fold, and problems."""
-    read, problems = read_people(path, folds)
+    Raises:
+        DataError: a line is not what the counts before it say.
+    """
+    texts = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1)
+    lines = iter([(line, text.split()) for line, text in texts if text.strip()])
+
+    def read(what: str, words: int) -> tuple[int, str, int]:
+        line, row = next(lines, (0, []))
+        if len(row) != words or not re.fullmatch("[1-9][0-9]{0,8}", row[-1]):
+            instead = f"line {line} is '{' '.join(row)[:60]}'" if row else "the file ends"
+            raise DataError(f"{instead} where {what} is expected.")
+        return line, row[0], int(row[-1])
+
     index_of = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
     listed: dict[str, int] = {}
-    groups: list[set[int]] = []
-    for people in read:
+    groups = []
+    for fold in range(1, (read("the number of folds", 1)[2] if folds else 1) + 1):
+        people = read(f"the number of people of fold {fold}", 1)[2]
         group: set[int] = set()
-        for line, name, images in people:
+        for number in range(1, people + 1):
+            line, name, images = read(f"'NAME images' of person {number} of {people:,}", 2)
             if (first := listed.setdefault(name, line)) != line:
-                problems.append(f"line {line}: {name} is already in line {first}.")
-            rows = [index_of.get(_image_name(name, n)) for n in range(1, images + 1)]
-            missing = [_image_name(name, n) for n, item in enumerate(rows, 1) if item is None]
-            if missing:
+                problems.append(f"{path.name}: line {line}: {name} is already in line {first}.")
+            stems = [f"{name}/{name}_{n:04d}" for n in range(1, images + 1)]
+            if missing := [image for image in stems if image not in index_of]:
                 problems.append(
-                    f"line {line}: {len(missing):,} of the {images:,} images of {name} are missing:"
-                    f" {some(missing)}."
+                    f"{path.name}: line {line}: {len(missing):,} of the {images:,} images of {name}"
+                    f" are missing: {some(missing)}."
                 )
-            group.update(item for item in rows if item is not None)
+            group.update(index_of[image] for image in stems if image in index_of)
         groups.append(group)
-    if folds and len(read) < 2 and not problems:
-        problems.append(
-            "there must be at least two folds: one for testing, the others for training."
-        )
-    return groups, problems
-
-
-def _image_name(person: str, number: int) -> str:
-    """Return the relative path of a person's image in LFW, without the extension."""
-    return f"{person}/{person}_{number:04d}"
+    if further := next(lines, None):
+        raise DataError(f"line {further[0]} is after the last person that the list counts.")
+    return groups

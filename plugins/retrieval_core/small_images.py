@@ -162,7 +162,7 @@ def emnist(
 
     Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
     2017. The files hold transposed images, which are transposed back. Labels are the file's
-    numbers. If the mapping file exists, the metadata of an item have its character.
+    numbers.
 
     Args:
         folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
@@ -191,13 +191,10 @@ def emnist(
         _check_counts(f"{folder} (EMNIST {variant})", published, parts)
     if parts[0].pixels.shape[1:] != parts[1].pixels.shape[1:]:
         raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
-    characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
-    if characters is None:
-        return _joined(parts, str)
-    return _joined(parts, str, lambda number: {"character": characters.get(number, "")})
+    return _joined(parts, str)
 
 
-def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
+def cifar10(folder: Path, counts: Counts = "published") -> Dataset:
     """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. This reads the
@@ -206,7 +203,6 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
 
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
-        grey: whether to convert to grey, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
         counts: "published" requires the published numbers of images and classes; "any" accepts
             any.
 
@@ -224,7 +220,7 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
                 " data_batch_5.bin and test_batch.bin; the version for Python (pickles) is not"
                 " read."
             )
-        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
+        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10")
         split = "test" if name.startswith("test") else "train"
         parts.append(Part(name.removesuffix(".bin"), split, pixels, codes[:, 0].tolist()))
     if counts == "published":
@@ -266,16 +262,3 @@ def _check_counts(
         sides.setdefault(part.split, []).extend(map(str, part.numbers))
     if problems := differing(published, sides):
         refuse(what, problems)
-
-
-def _mapping(path: Path) -> dict[int, str] | None:
-    """Return the labels' characters from "label code" lines, or None if the file is missing."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-        return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, IndexError, OverflowError) as fault:
-        raise DataError(
-            f"{path} must have lines of a label and a character's code: {fault}."
-        ) from fault

@@ -113,11 +113,6 @@ def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list
     """Return a column as text, and a list of problems."""
     if values.shape != (count,):
         return [], [f"{name} must have the shape ({count},) like the features, not {values.shape}."]
-    if values.dtype.kind == "S":
-        try:
-            values = np.char.decode(values, "utf-8")
-        except UnicodeDecodeError:
-            return [], [f"{name} holds bytes that are not UTF-8 text."]
     if values.dtype.kind not in ("Uiu" if name in ("labels", "keys") else "U"):
         return [], [
             f"{name} must be text{' or whole numbers' if name in ('labels', 'keys') else ''}, not"

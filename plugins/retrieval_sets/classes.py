@@ -162,7 +162,6 @@ def _folders(
 def cifar100(
     folder: Path,
     labels: Literal["fine", "coarse"] = "fine",
-    grey: bool = False,
     counts: Counts = "published",
 ) -> Dataset:
     """Load CIFAR-100: 60,000 colour images of 32 × 32 pixels, with their train and test split.
@@ -175,7 +174,6 @@ def cifar100(
         folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt`
             and `coarse_label_names.txt`.
         labels: whether the labels are the 100 fine or the 20 coarse classes.
-        grey: whether to convert to grey, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
     """
     count = _LISTS[labels][1]
     published = Published(
@@ -194,7 +192,7 @@ def cifar100(
     names = {kind: _names(root / name, classes) for kind, (name, classes) in _LISTS.items()}
     images, metadata, splits, keys = [], [], [], []
     for side in ("train", "test"):
-        pixels, codes = read_records(root / f"{side}.bin", (20, 100), "CIFAR-100", grey)
+        pixels, codes = read_records(root / f"{side}.bin", (20, 100), "CIFAR-100")
         images.append(pixels)
         metadata += [
             {"coarse": names["coarse"][c], "fine": names["fine"][f]} for c, f in codes.tolist()

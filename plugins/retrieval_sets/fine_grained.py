@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,6 @@ _HOME = "Caltech (Caltech-UCSD Birds-200-2011, www.vision.caltech.edu/datasets/c
 CUB = Published(
     "CUB-200-2011", _HOME, _HOLDS, {"train": [Count(5_864, 100)], "test": [Count(5_924, 100)]}
 )
-CUB_OFFICIAL = Published(
-    "CUB-200-2011",
-    _HOME,
-    f"train_test_split.txt beside {_HOLDS}",
-    {"train": [Count(5_994, 200)], "test": [Count(5_794, 200)]},
-)
 _CUB_FILES = ("images", "images.txt", "image_class_labels.txt", "classes.txt", "bounding_boxes.txt")
 MODELS = 196
 _CARS_HOME = "Stanford (ai.stanford.edu/~jkrause/cars/car_dataset.html) or a mirror of it"
@@ -42,9 +36,6 @@ _CARS_HOLDS = (
 )
 CARS = Published(
     "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_054, 98)], "test": [Count(8_131, 98)]}
-)
-CARS_OFFICIAL = Published(
-    "Cars-196", _CARS_HOME, _CARS_HOLDS, {"train": [Count(8_144, 196)], "test": [Count(8_041, 196)]}
 )
 _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
@@ -101,42 +92,31 @@ def _check_sizes(path: Path) -> None:
             f"{path} has {size:,} bytes. A file of annotations may have at most {_MAX_BYTES:,}."
         )
     data = path.read_bytes()
-    if len(data) < _HEADER or data[126:128] not in (b"IM", b"MI"):
+    order = {b"IM": "<", b"MI": ">"}.get(data[126:_HEADER])
+    if order is None:
         raise DataError(f"{path} is not a MATLAB file of format 5.")
-    order = "<" if data[126:128] == b"IM" else ">"
     offset, total = _HEADER, 0
-    while offset + 8 <= len(data):
+    while offset + 8 <= len(data) and total <= _MAX_UNPACKED_BYTES:
         kind, length = struct.unpack_from(f"{order}II", data, offset)
-        if offset + 8 + length > len(data):
+        element = data[offset + 8 : offset + 8 + length]
+        if len(element) < length:
             raise DataError(f"{path} was cut short: its {len(data):,} bytes end in an element.")
-        total += length
         if kind == _COMPRESSED:
-            element = data[offset + 8 : offset + 8 + length]
-            total += _unpacked_size(element, _MAX_UNPACKED_BYTES - total, path)
-        offset += 8 + length
+            try:
+                length = len(zlib.decompressobj().decompress(element, _MAX_UNPACKED_BYTES + 1))
+            except zlib.error as error:
+                raise DataError(f"{path} is damaged: {error}.") from error
+        total += length
+        offset += 8 + len(element)
     if total > _MAX_UNPACKED_BYTES:
         raise DataError(
             f"{path} unpacks to more than {_MAX_UNPACKED_BYTES:,} bytes, the most that is allowed."
         )
 
 
-def _unpacked_size(data: bytes, limit: int, path: Path) -> int:
-    """Return the unpacked size of packed data in bytes, or `limit` + 1 if it is larger."""
-    unpack, count = zlib.decompressobj(), 0
-    try:
-        part = unpack.decompress(data, 1 << 20)
-        while part and count <= limit:
-            count += len(part)
-            part = unpack.decompress(unpack.unconsumed_tail, 1 << 20)
-    except zlib.error as error:
-        raise DataError(f"{path} is damaged: {error}.") from error
-    return min(count, max(limit, 0) + 1)
-
-
 @documented
 def cub200(
     folder: Path,
-    protocol: Literal["classes", "official"] = "classes",
     crop: bool = False,
     counts: Counts = "published",
     skip_bad: bool = False,
@@ -151,14 +131,9 @@ def cub200(
 
     Args:
         folder: the folder `CUB_200_2011`, or its parent.
-        protocol: "classes" is this split by species. "official" is `train_test_split.txt`, which
-            has all species on both sides.
         crop: whether to crop images to the birds' boxes.
     """
-    official = protocol == "official"
-    published = CUB_OFFICIAL if official else CUB
-    files = (*_CUB_FILES, "train_test_split.txt") if official else _CUB_FILES
-    root = published.root(folder, *files, inside=["CUB_200_2011"])
+    root = CUB.root(folder, *_CUB_FILES, inside=["CUB_200_2011"])
     problems: list[str] = []
     paths = _pairs(root / "images.txt", problems)
     names = {
@@ -172,7 +147,6 @@ def cub200(
         if (number := _species(root / "image_class_labels.txt", text, problems)) is not None
     }
     boxes = _boxes(root / "bounding_boxes.txt", problems)
-    flags = _pairs(root / "train_test_split.txt", problems) if official else {}
     rows = []
     for key, path in paths.items():
         number = labels.get(key)
@@ -181,18 +155,10 @@ def cub200(
             continue
         if crop and key not in boxes:
             problems.append(f"{path} has no box in bounding_boxes.txt.")
-        training = flags.get(key) == "1" if official else number <= SPECIES // 2
-        rows.append(Row(path, names[number], "train" if training else "test", box=boxes.get(key)))
-    return assemble(
-        published,
-        root / "images",
-        rows,
-        problems,
-        counts,
-        where=folder,
-        crop=crop,
-        skip_bad=skip_bad,
-    )
+        side = "train" if number <= SPECIES // 2 else "test"
+        rows.append(Row(path, names[number], side, box=boxes.get(key)))
+    images = root / "images"
+    return assemble(CUB, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad)
 
 
 def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
@@ -222,7 +188,6 @@ def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
 @documented
 def cars196(
     folder: Path,
-    protocol: Literal["classes", "official"] = "classes",
     crop: bool = False,
     counts: Counts = "published",
     skip_bad: bool = False,
@@ -237,20 +202,17 @@ def cars196(
 
     Args:
         folder: the folder that holds one of these layouts.
-        protocol: "classes" is this split by model. "official" is the published split, which has all
-            models on both sides.
         crop: whether to crop images to the cars' boxes.
     """
-    published = CARS_OFFICIAL if protocol == "official" else CARS
-    published.root(folder)
+    CARS.root(folder)
     problems: list[str] = []
-    annotations = (
-        _one_folder(folder)
-        if (folder / "cars_annos.mat").is_file()
-        else _two_folders(published, folder)
-    )
+    if (folder / "cars_annos.mat").is_file():
+        fields = ("relative_im_path", "class", *_CARS_BOX)
+        annotations = read_annotations(folder / "cars_annos.mat", fields)
+    else:
+        annotations = _two_folders(folder)
     rows = []
-    for path, number, official, box in annotations:
+    for path, number, *box in annotations:
         if (
             not isinstance(path, str)
             or not isinstance(number, int | float)
@@ -260,34 +222,22 @@ def cars196(
             continue
         if crop and any(not isinstance(edge, int | float) for edge in box):
             problems.append(f"{path} has no box in the annotations.")
-            box = None
-        training = official if protocol == "official" else number <= MODELS // 2
-        rows.append(Row(path, f"{int(number):03d}", "train" if training else "test", box=box))
+        side = "train" if number <= MODELS // 2 else "test"
+        left, top, right, bottom = box
+        rows.append(Row(path, f"{int(number):03d}", side, box=(left, top, right, bottom)))
     return assemble(
-        published, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+        CARS, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
     )
 
 
-def _one_folder(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Return path, class, training flag and box of each image in the layout with `car_ims/`."""
-    rows = read_annotations(
-        folder / "cars_annos.mat", ("relative_im_path", "class", "test", *_CARS_BOX)
-    )
-    return [(path, number, not test, box) for path, number, test, *box in rows]
-
-
-def _two_folders(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Return what `_one_folder` does, for the layout with `cars_train/` and `cars_test/`."""
-    annotations: list[tuple[Any, Any, bool, Any]] = []
+def _two_folders(folder: Path) -> list[tuple[Any, ...]]:
+    """Return path, class and box of each image in the layout of two folders."""
+    annotations: list[tuple[Any, ...]] = []
     for side, name in (
         ("train", "cars_train_annos.mat"),
         ("test", "cars_test_annos_withlabels.mat"),
     ):
-        unlabelled = side == "test" and (folder / "devkit" / "cars_test_annos.mat").is_file()
-        hint = " (cars_test_annos.mat has no classes)" if unlabelled else ""
-        path = published.file(folder, f"devkit/{name}", name, hint=hint)
+        path = CARS.file(folder, f"devkit/{name}", name)
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
-        annotations += [
-            (f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows
-        ]
+        annotations += [(f"cars_{side}/{row[0]}", *row[1:]) for row in rows]
     return annotations

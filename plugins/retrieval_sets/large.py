@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
-from retrieval.errors import DataError
-from retrieval.plugin import Box, Count, Counts, Dataset, some, strict_loads
+from retrieval.plugin import Box, Count, Counts, Dataset, some
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 
@@ -20,19 +17,17 @@ INAT = Published(
     " Inat_test_set1.txt",
     {"train": [Count(325_846, 5_690)], "test": [Count(136_093, 2_452)]},
 )
-INAT_OFFICIAL = Published(
-    "iNaturalist 2018",
-    _INAT_HOME,
-    "train_val2018/, train2018.json and val2018.json",
-    {"train": [Count(437_513, 8_142)], "test": [Count(24_426, 8_142)]},
-)
 LANDMARKS = Published(
     "Google Landmarks v2",
     "its makers (github.com/cvdfoundation/google-landmark)",
-    "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv or train.csv,"
+    "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv,"
     " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
+    {
+        "train": [Count(1_580_470, 81_313)],
+        "gallery": [Count(761_757)],
+        "query": [Count(1_129)],
+    },
 )
-_MAX_JSON_BYTES = 512 << 20
 SOP = Published(
     "Stanford Online Products",
     "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
@@ -59,7 +54,6 @@ _MAX_ID = 10**9
 @documented
 def inaturalist2018(
     folder: Path,
-    protocol: Literal["classes", "official"] = "classes",
     counts: Counts = "published",
     skip_bad: bool = False,
 ) -> Dataset:
@@ -73,19 +67,8 @@ def inaturalist2018(
 
     Args:
         folder: the folder that holds `train_val2018` and the lists.
-        protocol: "classes" is this split by species. "official" has the published training side,
-            and the published validation side as test side, with all species on both.
     """
     problems: list[str] = []
-    if protocol == "official":
-        root = INAT_OFFICIAL.root(folder, "train_val2018", "train2018.json", "val2018.json")
-        rows = [
-            *_annotated(root / "train2018.json", "train", problems),
-            *_annotated(root / "val2018.json", "test", problems),
-        ]
-        return assemble(
-            INAT_OFFICIAL, root, rows, problems, counts, where=folder, skip_bad=skip_bad
-        )
     root = INAT.root(folder, "train_val2018")
     rows = []
     for name, side in (("Inat_train_set1.txt", "train"), ("Inat_test_set1.txt", "test")):
@@ -107,66 +90,29 @@ def _of_path(path: str) -> tuple[str, str, str] | None:
     return "/".join(relative), relative[1], relative[2]
 
 
-def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
-    """Return the images in one of the published JSON files."""
-    try:
-        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
-            raise DataError(
-                f"{path} has {size:,} bytes. A file of annotations may have at most"
-                f" {_MAX_JSON_BYTES:,}."
-            )
-        content: Any = strict_loads(path.read_bytes())
-        classes = {
-            int(annotation["image_id"]): int(annotation["category_id"])
-            for annotation in content["annotations"]
-        }
-        rows = []
-        for image in content["images"]:
-            name, number = str(image["file_name"]), classes.get(int(image["id"]))
-            parts = _of_path(name)
-            if number is None or parts is None:
-                problems.append(f"{path.name}: {name} has no class or is not in train_val2018/.")
-            else:
-                rows.append(Row(parts[0], str(number), side, metadata={"group": parts[1]}))
-        return rows
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not a JSON file of images and their categories: {error!r}."
-        ) from error
-
-
 @documented
 def google_landmarks_v2(
-    folder: Path,
-    train: Literal["clean", "all"] = "clean",
-    counts: Counts = "published",
-    skip_bad: bool = False,
+    folder: Path, counts: Counts = "published", skip_bad: bool = False
 ) -> Dataset:
     """Load Google Landmarks v2: over five million photographs, with queries and an index.
 
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. The clean list has
-    1,580,470 training images of 81,313 landmarks; the full list has 4,132,914. The gallery is the
+    1,580,470 training images of 81,313 landmarks. The gallery is the
     index of 761,757 images. The queries are the test images for which the solution lists images of
     the index. An image is relevant if it shows the query's landmark: the most frequent one among
     the images that the solution lists. The metadata of a query say whether it is public or private.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
-        train: list of training images, "clean" (`train_clean.csv`) or "all" (`train.csv`).
     """
-    name = "train_clean.csv" if train == "clean" else "train.csv"
-    listed, solution = "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv"
+    name, listed = "train_clean.csv", "index_image_to_landmark.csv"
+    solution = "retrieval_solution_v2.1.csv"
     root = LANDMARKS.root(folder, name, listed, solution)
     problems: list[str] = []
     rows = []
-    columns = 2 if train == "clean" else 3
-    for _, words in read_lines(root / name, columns, problems, skip=1, comma=True):
-        label = words[0] if train == "clean" else words[2]
-        for image in words[1].split() if train == "clean" else words[:1]:
-            rows.append(Row(_place("train", image), label, "train"))
+    for _, (label, images) in read_lines(root / name, 2, problems, skip=1, comma=True):
+        rows += [Row(_place("train", image), label, "train") for image in images.split()]
     index: dict[str, str] = {}
     for _, (image, label) in read_lines(root / listed, 2, problems, skip=1, comma=True):
         index[image] = label
@@ -183,13 +129,7 @@ def google_landmarks_v2(
             rows.append(
                 Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
             )
-    sides = {
-        "train": [Count(1_580_470, 81_313) if train == "clean" else Count(4_132_914)],
-        "gallery": [Count(761_757)],
-        "query": [Count(1_129)],
-    }
-    published = replace(LANDMARKS, counts=sides)
-    return assemble(published, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(LANDMARKS, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
 def _place(side: str, image: str) -> str:

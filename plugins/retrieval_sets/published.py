@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from retrieval.errors import DataError
 from retrieval.plugin import (
@@ -25,7 +25,6 @@ from retrieval.plugin import (
 
 F = TypeVar("F", bound=Callable[..., Dataset])
 _MAX_BYTES = 2 << 30  # of a list file; the largest, Google Landmarks' train.csv, has 0.5 GB
-_MAX_LINE = 1 << 20  # characters
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
     " any.",
@@ -55,8 +54,7 @@ def read_lines(
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise DataError(f"{path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}.")
         with path.open(encoding="utf-8-sig", newline="" if comma else None) as file:
-            bounded = _bounded(file, path)
-            split = csv.reader(bounded) if comma else (line.split() for line in bounded)
+            split = csv.reader(file) if comma else (line.split() for line in file)
             for number, row in enumerate(split, 1):
                 if number <= skip or not row:  # a header, or an empty line
                     continue
@@ -75,16 +73,6 @@ def read_lines(
             f"{path.name}: {len(wrong):,} line{'s do' if len(wrong) > 1 else ' does'} not"
             f" have {words} values: {some(wrong)}."
         )
-
-
-def _bounded(file: TextIO, path: Path) -> Iterator[str]:
-    """Yield lines; raise a `DataError` for a line that is too long for a list."""
-    while line := file.readline(_MAX_LINE):
-        if len(line) >= _MAX_LINE:
-            raise DataError(
-                f"{path} has a line of over {_MAX_LINE:,} characters, so it is not a list."
-            )
-        yield line
 
 
 def numbers(
@@ -154,16 +142,16 @@ class Published:
         missing = [name for name in names if not (folder / name).exists()]
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
-    def file(self, folder: Path, *places: str, hint: str = "") -> Path:
+    def file(self, folder: Path, *places: str) -> Path:
         """Return the path of a file: the first of `places` (paths in `folder`) where one exists.
 
         Raises:
-            DataError: no such file exists. The message appends `hint` to "NAME is missing".
+            DataError: no such file exists.
         """
         for place in places:
             if (folder / place).is_file():
                 return folder / place
-        missing = f"{Path(places[0]).name} is missing{hint}"
+        missing = f"{Path(places[0]).name} is missing"
         raise DataError(f"{folder} is not {self.title}: {missing}. {self.advice}")
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retrieval.errors import DataError, RetrievalError
+from retrieval.model.guard import shown
 from retrieval.serving.images import to_mode
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each
 _PURPOSE, _SEEDS = 1, 2  # make these draws independent of others with the same seed and epoch
 
 
-def draw_changes(seed: int, epoch: int, batch: int, size: int) -> NDArray[np.float64]:
-    """Return uniform draws in [0, 1), one row for each of a batch's `size` items."""
-    return np.random.default_rng([seed % 2**64, epoch, batch, _PURPOSE]).random((size, _DRAWS))
-
-
 def crop_box(
     draws: NDArray[np.float64],
     height: int,
@@ -56,7 +52,7 @@ def crop_box(
     Its share of the image's area is uniform within `scale`, its aspect ratio (width / height)
     log-uniform within `ratio`. If ten boxes do not fit, the crop is the largest central box with a
     ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6). `draws` is one
-    row of `draw_changes`.
+    row of `Draws.uniform`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -83,7 +79,7 @@ class Draws:
     """Random draws that determine the changes to one or more images.
 
     Attributes:
-        uniform: one row of `draw_changes` per image.
+        uniform: one row of draws in [0, 1) per image.
         seeds: one seed per image, for its transforms.
     """
 
@@ -103,8 +99,9 @@ class Changes:
 
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""
-        random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
-        return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
+        key = [seed % 2**64, epoch, batch]
+        uniform = np.random.default_rng([*key, _PURPOSE]).random((size, _DRAWS))
+        return Draws(uniform, np.random.default_rng([*key, _SEEDS]).integers(2**62, size=size))
 
     def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
         """Return a random crop of an image at the encoder's input size (channels, H, W)."""
@@ -132,38 +129,34 @@ class Changes:
         return pixels
 
     def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
-        """Return pixels (B, channels, H, W) after transforming each image; may modify the input.
+        """Return an image's pixels (channels, H, W), transformed; may modify the input.
 
         Raises:
             DataError: a transform fails, or changes size or type.
         """
-        images, drawing = torch.from_numpy(pixels), Drawing()
-        shape, out = images.shape[1:], torch.empty_like(images)
-        for row, (image, seed) in enumerate(zip(images, draws.seeds.tolist(), strict=True)):
-            drawing.seed(seed)
-            for number, transform in enumerate(self.transforms):
-                try:
-                    with drawing:
-                        changed = transform(image)
-                except RetrievalError:
-                    raise
-                except Exception as fault:  # a plugin's transform may raise anything
-                    raise DataError(
-                        f"{self._named(number)} fails: {type(fault).__name__}: {fault}"
-                    ) from fault
-                if not isinstance(changed, torch.Tensor):
-                    raise DataError(
-                        f"{self._named(number)} gives {type(changed).__name__} instead of a tensor."
-                    )
-                if changed.dtype != torch.uint8 or changed.shape != shape:
-                    raise DataError(
-                        f"{self._named(number)} gives {str(changed.dtype).removeprefix('torch.')}"
-                        f" {tuple(changed.shape)}; the backbone takes uint8 {tuple(shape)}. Set its"
-                        " parameters so that it keeps size and type."
-                    )
-                image = changed
-            out[row] = image
-        return out.numpy()
+        image = torch.from_numpy(pixels)
+        shape, drawing = image.shape, Drawing(int(draws.seeds))
+        for number, transform in enumerate(self.transforms):
+            try:
+                with drawing:
+                    changed = transform(image)
+            except RetrievalError:
+                raise
+            except Exception as fault:  # a plugin's transform may raise anything
+                raise DataError(
+                    f"{self._named(number)} fails: {type(fault).__name__}: {fault}"
+                ) from fault
+            if not (
+                isinstance(changed, Tensor)
+                and changed.dtype == torch.uint8
+                and changed.shape == shape
+            ):
+                raise DataError(
+                    f"{self._named(number)} gives {shown(changed)}; the backbone takes uint8 of"
+                    f" shape {tuple(shape)}. Set its parameters so that it keeps size and type."
+                )
+            image = changed
+        return image.numpy()
 
     def _named(self, number: int) -> str:
         return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"
@@ -266,15 +259,11 @@ _LENT: frozenset[Any] = frozenset(
 """Random functions of torch with an argument `generator`."""
 _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
 """Those functions that take `generator` by position only, and its position."""
-_INSTEAD: Mapping[Any, str] = {
-    torch.rand_like: "torch.rand(x.shape)",
-    torch.randn_like: "torch.randn(x.shape)",
-    torch.randint_like: "torch.randint(low, high, x.shape)",
-    torch.binomial: "torch.rand(n).lt(p).sum()",
-    torch.manual_seed: "the seed that is set already",
-    torch.seed: "the seed that is set already",
-}
-"""What to use instead of functions that lack this argument or seed the global generator."""
+_REFUSED = frozenset(
+    getattr(torch, name)
+    for name in ("rand_like", "randn_like", "randint_like", "binomial", "manual_seed", "seed")
+)
+"""Functions that lack this argument or seed the global generator."""
 
 
 class Drawing(TorchFunctionMode):
@@ -287,10 +276,6 @@ class Drawing(TorchFunctionMode):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
-    def seed(self, seed: int) -> None:
-        """Restart the generator with a 64-bit seed."""
-        self.generator.manual_seed(seed)
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -299,10 +284,10 @@ class Drawing(TorchFunctionMode):
             if func in _BY_PLACE and len(args) < _BY_PLACE[func]:
                 return func(*args, self.generator)
             return func(*args, **{**(kwargs or {}), "generator": self.generator})
-        if func in _INSTEAD:
-            name = getattr(func, "__name__", str(func))
+        if func in _REFUSED:
             raise DataError(
-                f"An augmentation calls torch.{name}, whose numbers could not be drawn again when a"
-                f" run is resumed. Use {_INSTEAD[func]}."
+                f"An augmentation calls torch.{func.__name__}, whose numbers could not be drawn"
+                " again when a run is resumed. Use torch.rand, torch.randn or torch.randint, and"
+                " the seed that is set already."
             )
         return func(*args, **kwargs) if kwargs else func(*args)

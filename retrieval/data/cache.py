@@ -14,12 +14,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def frozen_features(
                 place = Path(stack.enter_context(temporary))
             else:
                 place.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(place / "lock"))
+                stack.enter_context(FileLock(place / "lock"))  # others wait, then find it done
             _fill(place, dataset, width, batch, compute, progress)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
@@ -100,9 +101,9 @@ def frozen_features(
             # accepts the array without a warning.
             shape = (len(dataset), width)
             return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
-        except OSError as error:
-            full = error.errno == errno.ENOSPC
-            what = "the disk is full" if full else error.strerror or str(error)
+        except (OSError, NotImplementedError) as error:  # the second: a file system without locks
+            full = getattr(error, "errno", None) == errno.ENOSPC
+            what = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
             raise DataError(
                 f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to"
                 " another folder."
@@ -118,20 +119,21 @@ def _fill(
     progress: bool,
 ) -> None:
     """Compute an entry's missing and damaged blocks."""
-    blocks = [np.arange(i, min(i + batch, len(dataset))) for i in range(0, len(dataset), batch)]
+    rows = 4 * width
+    starts = range(0, len(dataset), batch)
+    blocks = [np.arange(start, min(start + batch, len(dataset))) for start in starts]
     files = place / "features.f32", place / "sums"
     for path in files:
         path.touch()
     with files[0].open("r+b") as data, files[1].open("r+b") as sums:
-        missing, damaged = [], 0
-        for number, items in enumerate(blocks):
-            if any(known := sums.read(_SUM)):
-                data.seek(int(items[0]) * width * 4)
-                if _checksum(data.read(len(items) * width * 4)) == known:
-                    continue
-                damaged += 1
-            missing.append(number)
-        if damaged:
+        known = [sums.read(_SUM) for _ in blocks]
+
+        def intact(number: int) -> bool:
+            data.seek(batch * number * rows)
+            return _checksum(data.read(len(blocks[number]) * rows)) == known[number]
+
+        missing = [n for n, checksum in enumerate(known) if not (any(checksum) and intact(n))]
+        if damaged := sum(any(known[number]) for number in missing):
             log.warning(
                 "%d of %d blocks of cached features in %s are damaged; computing them again.",
                 damaged,
@@ -146,7 +148,7 @@ def _fill(
             for number, features in zip(missing, compute(chosen), strict=True):
                 _check(features, blocks[number], width, dataset)
                 content = np.ascontiguousarray(features, dtype="<f4").tobytes()
-                data.seek(int(blocks[number][0]) * width * 4)
+                data.seek(batch * number * rows)
                 data.write(content)
                 data.flush()
                 sums.seek(number * _SUM)
@@ -173,25 +175,6 @@ def _check(
 
 def _checksum(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_SUM).digest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Context manager that lets one process at a time fill an entry; other processes wait."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such locks: two processes may do the same work
-        yield
-        return
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning(
-                "Waiting for another process that computes the same features (%s).", path.parent
-            )
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def dataset_identity(dataset: Dataset) -> str | None:

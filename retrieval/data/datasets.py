@@ -30,9 +30,6 @@ class ArrayDataset(Dataset):
         labels: one label per item; `splits`, `roles` and `metadata` are as in `Dataset`.
         keys: one name per item; the default is the item's number.
         kind: "image" or "features".
-
-    Raises:
-        DataError: the array has another shape or type, or a column another length.
     """
 
     def __init__(
@@ -47,25 +44,9 @@ class ArrayDataset(Dataset):
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if kind == "features":
-            floats = np.issubdtype(arrays.dtype, np.floating)
-            if arrays.ndim != 2 or not arrays.shape[1] or not floats:
-                raise DataError(
-                    f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}."
-                )
             arrays = arrays.astype(np.float32, copy=False)
-        elif arrays.dtype != np.uint8 or not (
-            arrays.ndim == 3 or (arrays.ndim == 4 and arrays.shape[3] in (1, 3))
-        ):
-            raise DataError(
-                f"Images must be uint8 of shape (N, H, W) or (N, H, W, 3), not {arrays.dtype}"
-                f" {arrays.shape}."
-            )
-        if arrays.ndim == 4 and arrays.shape[3] == 1:
+        elif arrays.ndim == 4 and arrays.shape[3] == 1:
             arrays = arrays[:, :, :, 0]
-        columns = {"labels": labels, "keys": keys, "splits": splits, "roles": roles}
-        for name, column in columns.items():
-            if column is not None and len(column) != len(arrays):
-                raise DataError(f"There are {len(arrays):,} items and {len(column):,} {name}.")
         self.kind = kind
         self.arrays: NDArray[Any] = arrays
         self.labels = labels

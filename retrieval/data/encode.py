@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
+from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
 from retrieval.serving.bundle import is_image
 from retrieval.serving.encoder import Embeddings, as_rows
-from retrieval.serving.images import as_list, decode, from_pixels
+from retrieval.serving.images import as_list
 from retrieval.serving.progress import Meter, Progress, showing
 
 
@@ -50,40 +50,32 @@ def encode(
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     embeddings: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
-    with evaluating(model), _channels_last(model, device), meter:
-        for chunk in inputs(
-            dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
-        ):
-            embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
-            meter.update(len(chunk))
-    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
-
-
-@contextlib.contextmanager
-def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
-    """Context manager that uses channels-last images on a CPU, which speeds up convolutions.
-
-    A compiled backbone keeps the memory format that it was compiled for.
-    """
-    kept = model.channels_last
+    channels_last = model.channels_last
+    # On a CPU, convolutions are faster with channels last. A compiled backbone keeps the memory
+    # format that it was compiled for.
     if device.type == "cpu" and model.backbone._compiled_call_impl is None:
         model.channels_last = True
     try:
-        yield
+        with evaluating(model), meter:
+            for chunk in inputs(
+                dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
+            ):
+                embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
+                meter.update(len(chunk))
     finally:
-        model.channels_last = kept
+        model.channels_last = channels_last
+    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
     """Return the embeddings (B, width); if channels last makes the model fail, retry without."""
     try:
-        embeddings: Tensor = model(inputs, from_features)[1]
+        return model(inputs, from_features)[1]  # type: ignore[no-any-return]
     except RuntimeError:
         if not model.channels_last:
             raise
         model.channels_last = False
-        embeddings = model(inputs, from_features)[1]
-    return embeddings
+        return _forward(model, inputs, from_features)
 
 
 def pixels(
@@ -94,25 +86,6 @@ def pixels(
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]
     return nn.functional.normalize(torch.cat(flat), dim=1)
-
-
-class _Images(Dataset):
-    """A dataset of images in memory."""
-
-    def __init__(self, images: Sequence[Any]) -> None:
-        self.images = images
-        self.keys = [f"images[{number}]" for number in range(len(images))]
-        self.labels = [""] * len(images)
-
-    def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        """Return an image, decoded."""
-        image = self.images[index]
-        try:
-            if isinstance(image, np.ndarray):
-                return from_pixels(image)
-            return image if isinstance(image, Image) else decode(image)
-        except DataError as fault:
-            raise DataError(f"{self.keys[index]}: {fault}") from fault
 
 
 def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
@@ -130,7 +103,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
                     f" tensor, not an object of type {type(image).__name__}. For a dataset with"
                     " labels, pass retrieval.as_dataset(…)."
                 )
-        dataset = _Images(listed)
+        dataset = ItemDataset(listed.__getitem__, [""] * len(listed), name="images")
     before = next((p.device for p in model.parameters()), torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -48,19 +48,16 @@ def backbone_features(
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
     columns = {name: getattr(dataset, name) for name in ("splits", "roles", "metadata")}
-    features = _features(model, dataset, device, batch)
-    return ArrayDataset(features, dataset.labels, dataset.keys, kind="features", **columns)
 
+    def as_dataset(features: NDArray[np.float32]) -> ArrayDataset:
+        return ArrayDataset(features, dataset.labels, dataset.keys, kind="features", **columns)
 
-def _features(
-    model: Model, dataset: Dataset, device: torch.device, batch: int
-) -> NDArray[np.float32]:
     what = f"The backbone {type(model.backbone).__name__}"
     vectors = dataset.arrays if dataset.kind == "features" else None
     if vectors is not None and not list(model.backbone.parameters()):
         features = np.asarray(vectors, dtype=np.float32)
         check_width(features, what, model.backbone.features)
-        return features
+        return as_dataset(features)
     model.to(device)
     if device.type == "cpu":
         keep_large_blocks()
@@ -70,8 +67,8 @@ def _features(
         check_width(features, what, model.backbone.features)
         return features
 
-    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> NDArray[np.float32]:
-        return frozen_features(
+    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> ArrayDataset:
+        features = frozen_features(
             compute,
             dataset,
             model.preprocessing,
@@ -80,6 +77,7 @@ def _features(
             device=device,
             batch=batch,
         )
+        return as_dataset(features)
 
     with calling(what), evaluating(model):
         identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -89,32 +89,20 @@ class Findings:
 
     def leaks(self, alike: Alike) -> bool:
         """Return whether items lie on different sides; query and gallery count as one side."""
-        return len(self._sides(alike.items)) > 1
+        sides = {self.subjects[i].side for i in alike.items} - {""}
+        return len({"test" if side in _TEST else side for side in sides}) > 1
 
     def contradicts(self, alike: Alike) -> bool:
         """Return whether items have different labels; items without a label do not count."""
         return len({self.subjects[i].label for i in alike.items} - {None}) > 1
 
-    def across(self, labels: Sequence[str]) -> bool:
-        """Return whether the items of similar labels lie on different sides of the split."""
-        sides = [
-            self._sides(i for i, subject in enumerate(self.subjects) if subject.label == label)
-            for label in labels
-        ]
-        return any(left - other for left in sides for other in sides)
-
-    def _sides(self, items: Iterable[int]) -> set[str]:
-        sides = {self.subjects[i].side for i in items} - {""}
-        return {"test" if side in _TEST else side for side in sides}
-
     def as_dict(self) -> dict[str, Any]:
         """Return the findings as JSON values, as written by `retrieval data check --output`."""
-        sides = Counter(entry.side for entry in self.subjects if entry.side)
         return {
             "checked": self.checked,
             "items": len(self.subjects),
             "labels": len(self._labels()),
-            "sides": dict(sides),
+            "sides": dict(Counter(entry.side for entry in self.subjects if entry.side)),
             "complete": self.complete,
             "within": self.within,
             "counts": self.counts(),
@@ -124,9 +112,7 @@ class Findings:
             "same": [self._alike(entry) for entry in self.same],
             "near": [{**self._alike(entry), "distance": entry.distance} for entry in self.near],
             "labels_of_one_item": list(self.lone),
-            "labels_spelt_alike": [
-                {"labels": list(entry), "leak": self.across(entry)} for entry in self.spelt
-            ],
+            "labels_spelt_alike": list(map(list, self.spelt)),
         }
 
     def counts(self) -> dict[str, int]:
@@ -147,17 +133,19 @@ class Findings:
     def text(self, shown: int = 10) -> str:
         """Return the findings as text, `shown` lines of each kind, leaks and label errors first."""
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
-        lines += _part(_BROKEN, [why for _, why in self.broken], shown)
-        lines += _part(_FEW_LEVELS, [why for _, why in self.few_levels], shown)
-        for by, title in _TITLES.items():
+        lines += _part("broken", [why for _, why in self.broken], shown)
+        lines += _part("few_levels", [why for _, why in self.few_levels], shown)
+        for by in ("bytes", "pixels", "numbers", "picture", "model"):
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
-            far = f" (within {self.within[by]:.3g})" if by in self.within else ""
             group.sort(key=lambda x: (-self.leaks(x) - self.contradicts(x), x.distance))
-            lines += _part(title, map(self._line, group), shown, far + self._marked(group))
-        lines += _part(_LONE, self.lone, shown)
-        split = {True: ", on different sides of the split", False: ""}
-        spelt = [f"{' / '.join(map(repr, x))}{split[self.across(x)]}" for x in self.spelt]
-        lines += _part(_SPELT, spelt, shown)
+            leaks, labels = sum(map(self.leaks, group)), sum(map(self.contradicts, group))
+            about = f" (within {self.within[by]:.3g})" if by in self.within else ""
+            marks = [f"{leaks:,} across the split"] if leaks else []
+            marks += [f"{labels:,} with different labels"] if labels else []
+            about += f", {' and '.join(marks)}" if marks else ""
+            lines += _part(by, list(map(self._line, group)), shown, about)
+        lines += _part("lone", self.lone, shown)
+        lines += _part("spelt", [" / ".join(map(repr, labels)) for labels in self.spelt], shown)
         if not self.complete:
             lines.append(
                 "There are more pairs than can be listed. Choose a smaller distance (within)."
@@ -175,12 +163,6 @@ class Findings:
 
     def _labels(self) -> set[str]:
         return {subject.label for subject in self.subjects if subject.label is not None}
-
-    def _marked(self, group: Sequence[Alike]) -> str:
-        leaks, labels = sum(map(self.leaks, group)), sum(map(self.contradicts, group))
-        marks = [f"{leaks:,} across the split"] if leaks else []
-        marks += [f"{labels:,} with different labels"] if labels else []
-        return f", {' and '.join(marks)}" if marks else ""
 
     def _line(self, alike: Alike) -> str:
         parts = ["LEAK"] if self.leaks(alike) else []
@@ -209,10 +191,12 @@ class Findings:
 
 _NAMED = 6
 """Largest number of a group's items on one line."""
-_Title = tuple[str, str]  # singular and plural
-_BROKEN = ("item cannot be read", "items cannot be read")
-_FEW_LEVELS = ("16-bit image loses most of its levels", "16-bit images lose most of their levels")
-_TITLES: dict[By, _Title] = {
+_TITLES = {
+    "broken": ("item cannot be read", "items cannot be read"),
+    "few_levels": (
+        "16-bit image loses most of its levels",
+        "16-bit images lose most of their levels",
+    ),
     "bytes": ("group of files is the same", "groups of files are the same"),
     "pixels": (
         "group of images has the same pixels in different files",
@@ -221,23 +205,23 @@ _TITLES: dict[By, _Title] = {
     "numbers": ("group of vectors is the same", "groups of vectors are the same"),
     "picture": ("pair of images looks the same", "pairs of images look the same"),
     "model": ("pair of items is the same to the model", "pairs of items are the same to the model"),
+    "lone": ("label has one item", "labels have one item"),
+    "spelt": (
+        "group of labels is likely one class: only case, spaces, Unicode or number format differ",
+        "groups of labels are likely one class each: only case, spaces, Unicode or number format"
+        " differ",
+    ),
 }
-_LONE = ("label has one item", "labels have one item")
-_DIFFER = "labels differ only in case, spaces, Unicode form or number format"
-_SPELT = (
-    f"group of labels is likely one class: the {_DIFFER}",
-    f"groups of labels are likely one class each: their {_DIFFER}",
-)
+"""Heading of each kind of problem, in the singular and in the plural."""
 
 
-def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
+def _part(kind: str, lines: Sequence[str], shown: int, about: str = "") -> list[str]:
     """Return a heading with the number of lines, then the first lines; `[]` without lines."""
-    every = list(lines)
-    if not every:
+    if not lines:
         return []
-    more = [f"  … and {len(every) - shown:,} more"] if len(every) > shown else []
-    head = f"{len(every):,} {title[len(every) > 1]}{about}:"
-    return [head, *(f"  {line}" for line in every[:shown]), *more]
+    more = [f"  … and {len(lines) - shown:,} more"] if len(lines) > shown else []
+    head = f"{len(lines):,} {_TITLES[kind][len(lines) > 1]}{about}:"
+    return [head, *(f"  {line}" for line in lines[:shown]), *more]
 
 
 def lone_labels(subjects: Sequence[Subject]) -> list[str]:

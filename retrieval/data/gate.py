@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
+import numpy as np
+
 from retrieval.data.error_lists import refuse, some
-from retrieval.model.checked_dataset import rows_not_finite
 from retrieval.model.contracts import Dataset
 
 D = TypeVar("D", bound=Dataset)
+_ROWS = 65_536
+"""Number of vectors checked at a time, to limit memory."""
 
 
 def usable(dataset: D, where: str) -> D:
@@ -21,20 +24,21 @@ def usable(dataset: D, where: str) -> D:
     """
     problems = []
     vectors = dataset.arrays if dataset.kind == "features" else None
-    if vectors is not None and (rows := rows_not_finite(vectors)):
-        plural = len(rows) > 1
+    rows: list[int] = []
+    if vectors is not None:
+        for start in range(0, len(vectors), _ROWS):
+            finite = np.isfinite(vectors[start : start + _ROWS]).all(axis=1)
+            rows += (start + np.flatnonzero(~finite)).tolist()
+    if rows:
         problems.append(
-            f"{len(rows):,} row{'s' if plural else ''} of features hold{'' if plural else 's'} NaN,"
-            f" infinity or numbers too large for 32 bits: {some(rows, 10)}. Remove or correct"
-            f" {'them' if plural else 'it'}."
+            f"features hold NaN, infinity or numbers too large for 32 bits in {len(rows):,}"
+            f" rows: {some(rows, 10)}. Remove or correct them."
         )
     unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
     if unlabelled:
-        plural = len(unlabelled) > 1
         problems.append(
-            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if plural else 'has'}"
-            f" no label: {some([dataset.keys[i] for i in unlabelled])}. Give"
-            f" {'each' if plural else 'it'} one, or leave {'them' if plural else 'it'} out."
+            f"{len(unlabelled):,} of {len(dataset.labels):,} items have no label:"
+            f" {some([dataset.keys[i] for i in unlabelled])}. Label them, or leave them out."
         )
     if len(set(dataset.keys)) < len(dataset.keys):
         problems += [

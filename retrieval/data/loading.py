@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 BUDGET = 1 << 30
 """Largest number of bytes of decoded pixels kept in memory."""
-# Each decoding thread gets several parts of a batch, because some images take longer.
-_PARTS_PER_THREAD = 4
 
 T = TypeVar("T")
 
@@ -96,35 +94,28 @@ class RawInputs:
         if changes is None or pre is None:
             return self._unchanged(indices)
         assert draws is not None
+        rows = range(len(indices))
         if changes.table.crop_scale is None:
             pixels = self._unchanged(indices)
         else:
-            pixels = self._stacked(
-                lambda i: changes.crop(self._image(int(indices[i])), pre, draws[i]),
-                range(len(indices)),
-            )
+            crops = self._map(lambda i: changes.crop(self._image(indices[i]), pre, draws[i]), rows)
+            pixels = np.stack(crops)
         pixels = changes.mirror(pixels, draws)
         if not changes.transforms:
             return pixels
-        return self._stacked(
-            lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1])[0],
-            range(len(pixels)),
-        )
+        return np.stack(self._map(lambda i: changes.transformed(pixels[i], draws[i]), rows))
 
     def _unchanged(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is None:
-            return self._stacked(self._item, indices.tolist())
+            return np.stack(self._map(self._item, indices.tolist()))
         missing = np.unique(indices[~self._decoded[indices]])
         self._map(self._keep, missing.tolist())
         return np.take(self._kept, indices, axis=0)
 
-    def _stacked(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> NDArray[Any]:
-        return np.stack(self._map(function, jobs))
-
     def _image(self, index: int) -> Image:
-        item = self.dataset[index]
+        item = self.dataset[int(index)]
         return from_array(item) if isinstance(item, np.ndarray) else item
 
     def _item(self, index: int) -> NDArray[Any]:
@@ -141,15 +132,12 @@ class RawInputs:
         """Return a function's results for all jobs, in threads if images must be decoded."""
         if len(jobs) < 2 or self.dataset.arrays is not None:  # threads would be slower
             return [function(job) for job in jobs]
-        # Submit several images at once: a submission takes a twentieth of decoding a small image.
-        size = -(-len(jobs) // (_PARTS_PER_THREAD * _decoders()))
-        parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
-        done = self._threads.map(lambda part: [function(job) for job in part], parts)
-        return [result for part in done for result in part]
+        return list(self._threads.map(function, jobs))
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_decoders(), thread_name_prefix="decode")
+        # at most eight threads, because each holds an image
+        return ThreadPoolExecutor(min(8, cores()), thread_name_prefix="decode")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for worker processes, without threads and kept pixels."""
@@ -168,11 +156,6 @@ def _as_inputs(
     height, width = preprocessing.size
     fits = arrays.shape[1:] == (height, width) and preprocessing.channels == 1
     return arrays[:, None] if fits and preprocessing.resize in (None, min(height, width)) else None
-
-
-def _decoders() -> int:
-    """Return the number of decoding threads, at most eight because each holds an image."""
-    return min(8, cores())
 
 
 class Job(NamedTuple):

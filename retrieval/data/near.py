@@ -1,14 +1,12 @@
 """Search for duplicate and near-duplicate items.
 
 `fingerprint` hashes an item and shrinks an image to a small picture that hardly changes when the
-image is saved again. `near_pairs` finds pairs of rows that are near each other, exactly and without
-a matrix of all pairs.
+image is saved again. `near_pairs` finds all pairs of rows that are near each other.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.host.cores import cores
 from retrieval.serving.images import to_mode
 from retrieval.serving.progress import Meter
-from retrieval.serving.store.search import nearest
 
 SIDE, COLOURS = 16, 4
 """Height and width of a picture's brightness, and of each of its two colour channels."""
@@ -79,11 +75,10 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
 
 
 Rows = NDArray[np.int64]
-Doubles = NDArray[np.float64]
 
-_FIRST, _MOST = 8, 2048  # a row's candidates in the first step, and in the last
-_PAGE = 1024  # rows that are searched at a time
 MOST_PAIRS = 1_000_000
+_ENTRIES = 1 << 24
+"""Number of squared distances that are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Near:
 
     first: Rows
     second: Rows
-    distance: Doubles
+    distance: NDArray[np.float64]
     complete: bool
 
 
@@ -112,9 +107,8 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a Euclidean distance of each other, the nearest first.
 
-    Each row is compared with its eight nearest rows, then with four times as many, and so on, until
-    one of them is too far or 2,048 have been compared. The search stops after more than
-    `MOST_PAIRS` pairs.
+    Squared distances in float32, with a margin for their rounding error, select pairs, and float64
+    measures these. The search stops after more than `MOST_PAIRS` pairs.
 
     Args:
         vectors: N finite vectors of P numbers (N, P).
@@ -122,43 +116,39 @@ def near_pairs(
         same: group numbers (N,); rows of the same group are not a pair.
         what: title of the progress display.
     """
-    threads, size = cores(), len(vectors)
-    parts: list[tuple[Rows, Rows, Doubles]] = []
-    total, done, cut = 0, 0, 0
+    size, width = vectors.shape
+    centred = vectors - vectors.mean(axis=0)
+    squares = np.square(centred).sum(axis=1)
+    margin = 8 * np.finfo(np.float32).eps * (width + 8) * float(squares.max(initial=0))
+    parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    total, done = 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
-            queries, count = np.arange(done, min(done + _PAGE, size)), _FIRST
-            done += len(queries)
-            meter.update(len(queries))
-            while len(queries):
-                squared, rows = nearest(
-                    vectors[queries], vectors, min(count, size), threads=threads
-                )
-                distances = np.sqrt(squared)
-                close = np.less_equal(distances, within)
-                more = np.all(close, axis=1)
-                if count >= min(_MOST, size):  # stop; the rows in `cut` may have further pairs
-                    cut += int(np.count_nonzero(more)) if count < size else 0
-                    more[:] = False
-                row, place = np.nonzero(close & ~more[:, None])
-                item, neighbor = queries[row], rows[row, place]
-                kept = item != neighbor if same is None else same[item] != same[neighbor]
-                parts.append((item[kept], neighbor[kept], distances[row, place][kept]))
-                total += int(kept.sum())
-                queries, count = queries[more], 4 * count
-    # A pair is missing only if the search was cut short for both of its rows.
-    return _once(parts, done == size and total <= MOST_PAIRS and cut < 2)
-
-
-def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
-    """Return each pair once, with the smaller of its two distances."""
-    empty = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-    first, second, distance = map(np.concatenate, zip(empty, *parts, strict=True))
-    low, high = np.minimum(first, second), np.maximum(first, second)
-    order = np.lexsort((distance, high, low))
-    low, high, distance = low[order], high[order], distance[order]
-    is_new = np.ones(len(low), bool)
-    is_new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    low, high, distance = low[is_new], high[is_new], distance[is_new]
+            block = slice(done, done + max(1, _ENTRIES // size))
+            products = centred[block] @ centred[done:].T
+            squared = squares[block, None] + squares[done:] - 2 * products
+            row, other = np.nonzero(squared <= within**2 + margin)
+            first, second = (done + row)[row < other], (done + other)[row < other]
+            if same is not None:
+                kept = same[first] != same[second]
+                first, second = first[kept], second[kept]
+            total += len(first)
+            first, second = first[:MOST_PAIRS], second[:MOST_PAIRS]
+            distance = _distances(vectors, first, second)
+            near = distance <= within
+            parts.append((first[near], second[near], distance[near]))
+            meter.update(len(squared))
+            done += len(squared)
+    first, second, distance = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(distance, kind="stable")
-    return Near(low[order], high[order], distance[order], complete)
+    return Near(first[order], second[order], distance[order], total <= MOST_PAIRS)
+
+
+def _distances(vectors: NDArray[np.float32], first: Rows, second: Rows) -> NDArray[np.float64]:
+    """Return the distances (n,) of pairs of rows, in double precision and a part at a time."""
+    distances = np.empty(len(first))
+    for start in range(0, len(first), 4096):
+        part = slice(start, start + 4096)
+        differences = vectors[first[part]].astype(np.float64) - vectors[second[part]]
+        distances[part] = np.linalg.norm(differences, axis=1)
+    return distances

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from retrieval.data.datasets import ArrayDataset, FileDataset
@@ -26,11 +25,14 @@ if TYPE_CHECKING:
 
 _LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision that list labels
 _PAIRS = ("samples", "_samples", "imgs")  # attributes of torchvision that list (file, label)
-_PLAIN = (str, int, float, bool, np.generic)  # types of values that metadata may hold
+_PLAIN = (str, int, float, bool, np.generic, type(None))  # types of values that metadata may hold
+_READING = threading.RLock()
+"""Held while an item is read, because readers of other libraries may not be thread-safe.
+
+A joined dataset takes it again for the item of a part.
+"""
 _READINGS = 3
 """How often item 0 is read again; a random flip stays unnoticed once in eight times."""
-_LARGEST_IN_MEMORY = 1 << 28
-"""Images of floats become one array up to this many bytes; larger data are read item by item."""
 
 
 def as_dataset(
@@ -70,21 +72,14 @@ def as_dataset(
     if isinstance(obj, Dataset):
         return obj
     name = name or f"The dataset of type {type(obj).__name__}"
+    options: dict[str, Any] = {"image": image, "label": label, "split": split, "metadata": metadata}
     if isinstance(obj, Mapping):
-        parts = {
-            side: as_dataset(
-                part,
-                image=image,
-                label=label,
-                split=split,
-                metadata=metadata,
-                name=f"{name}, {side}",
-            )
-            for side, part in obj.items()
-        }
-        dataset = _joined(parts, name)
+        joined = {k: as_dataset(v, **options, name=f"{name}, {k}") for k, v in obj.items()}
+        dataset = _joined(joined, name)
+    elif hasattr(obj, "column_names") or hasattr(obj, "columns"):
+        dataset = _of_table(obj, name, **options)
     else:
-        dataset = _converted(obj, image, label, split, metadata, name)
+        dataset = _without_columns(obj, name, **options)
     _refuse_random(dataset, name)
     dataset.origin = type(obj).__name__
     if isinstance(obj, Mapping | tuple):
@@ -103,26 +98,6 @@ def _refuse_random(dataset: Dataset, name: str) -> None:
             " random. Remove them, because evaluation needs the same image each time. The recipe's"
             " [augmentation] changes training images."
         )
-
-
-def _converted(obj: Any, image: Any, label: Any, split: Any, metadata: Any, name: str) -> Dataset:
-    """Return the dataset of an object that is neither a `Dataset` nor a mapping."""
-    columns = getattr(obj, "column_names", getattr(obj, "columns", None))
-    if columns is not None:
-        return _Table(obj, [*columns], name).dataset(image, label, split, metadata)
-    if isinstance(split, str):
-        raise DataError(f"{name} has no columns: pass split as a list with one side per item.")
-    further = {"splits": sides(split), "metadata": metadata}
-    if isinstance(obj, tuple) and len(obj) == 2 and hasattr(obj[1], "__len__"):
-        return _of_images(obj[0], _texts(obj[1], (), name), name, **further)
-    if isinstance(obj, str | bytes | set) or not (
-        hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
-    ):
-        raise DataError(
-            f"{name} cannot be read: pass a PyTorch dataset with a length and items (image, label),"
-            " a Hugging Face Dataset, a DataFrame, or a pair (images, labels)."
-        )
-    return _of_items(obj, image, label, name, further)
 
 
 class ItemDataset(Dataset):
@@ -146,21 +121,15 @@ class ItemDataset(Dataset):
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self._read, self._name, self._lock = read, name, threading.Lock()
+        self._read, self._name = read, name
         self.labels, self.splits, self.roles, self.metadata = labels, splits, roles, metadata
         self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
 
     def __getitem__(self, index: int) -> Image:
         where = f"{self._name} item {self.keys[index]}"
-        with self._lock:  # readers of other libraries may not be thread-safe
+        with _READING:
             item = reading(where, self._read, index)
         return _image(item, where)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
 
 def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -194,14 +163,14 @@ def _image(item: Any, where: str) -> Image:
 
 def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dataset:
     """Return a dataset of images or vectors in a list, an array or a tensor."""
-    array = images if isinstance(images, np.ndarray) else None
     if hasattr(images, "detach"):
-        array = images.detach().cpu().numpy()
-        array = array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+        images = images.detach().cpu().numpy()
+        images = images.transpose(0, 2, 3, 1) if images.ndim == 4 else images
+    array = images if isinstance(images, np.ndarray) else None
     listed = as_list(images) if array is None else list(array)
     if len(listed) != len(labels):
         raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
-    if array is None and labels and getattr(listed[0], "ndim", 0) == 1:
+    if array is None and listed and getattr(listed[0], "ndim", 0) == 1:
         array = np.stack([np.asarray(row) for row in listed])
     if array is not None and array.ndim == 2:
         return ArrayDataset(array.astype(np.float32), labels, kind="features", **further)
@@ -213,66 +182,70 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
             refuse(name, missing)
         keys = [str(file) for file in files]
         return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)
-    if array is not None and array.nbytes <= _LARGEST_IN_MEMORY:
-        pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(listed)]
-        return ArrayDataset(np.stack(pixels), labels, **further)
     return ItemDataset(listed.__getitem__, labels, name=name, **further)
 
 
-class _Table:
-    """A Hugging Face `Dataset` or a `DataFrame`."""
+def _of_table(
+    table: Any, name: str, *, image: Any, label: Any, split: Any, metadata: Any
+) -> Dataset:
+    """Return a dataset of a Hugging Face `Dataset` or a `DataFrame`."""
+    columns = [*getattr(table, "column_names", getattr(table, "columns", ()))]
+    features = getattr(table, "features", {})
+    default = "path" if "path" in columns and "image" not in columns else "image"
+    image, label = default if image is None else image, "label" if label is None else label
+    split = "split" if split is None and "split" in columns else split
+    named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
+    problems = [
+        f"it has no column {column!r} (it has: {', '.join(map(str, columns))})."
+        f"{did_you_mean(str(column), map(str, columns))}"
+        for column in named
+        if column not in columns
+    ]
+    if problems:
+        refuse(name, problems)
 
-    def __init__(self, table: Any, columns: list[Any], name: str) -> None:
-        self.table, self.columns, self.name = table, columns, name
-        self.features = getattr(table, "features", {})
-
-    def column(self, name: Any) -> list[Any]:
+    def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        values = _listed(self.table[name])
-        names = getattr(self.features.get(name), "names", None)
-        if not names:
-            return values
-        known = dict(enumerate(names))
-        return [None if is_missing(value) else known.get(value) for value in values]
+        listed = _listed(table[column])
+        names: dict[Any, Any] = {}
+        names |= enumerate(getattr(features.get(column), "names", None) or ())
+        missing = [None if is_missing(value) else value for value in listed]
+        return [names.get(value) for value in missing] if names else missing
 
-    def dataset(self, image: Any, label: Any, split: Any, metadata: Any) -> Dataset:
-        """Return the table as a dataset."""
-        default = "path" if "path" in self.columns and "image" not in self.columns else "image"
-        image, label = default if image is None else image, "label" if label is None else label
-        split = "split" if split is None and "split" in self.columns else split
-        named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
-        problems = [
-            f"it has no column {column!r} (it has: {', '.join(map(str, self.columns))})."
-            f"{did_you_mean(str(column), map(str, self.columns))}"
-            for column in named
-            if column not in self.columns
-        ]
-        if problems:
-            refuse(self.name, problems)
-        rest = [c for c in self.columns if c not in named] if metadata is None else metadata
-        kept = {c: v for c in rest if (v := self._plain(c, metadata is not None)) is not None}
-        rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
-        if isinstance(split, str):
-            split = [str(side) for side in self.column(split)]
-        further: dict[str, Any] = {"splits": sides(split), "metadata": rows or None}
-        labels = _texts(self.column(label), (), self.name)
-        if self.features:
-            read = partial(_member, self.table, image)
-            return ItemDataset(read, labels, name=self.name, **further)
-        return _of_images(self.column(image), labels, self.name, **further)
-
-    def _plain(self, column: Any, required: bool) -> list[Any] | None:
-        """Return a column of metadata, or `None` if it holds more than text and numbers."""
-        dtype = getattr(self.features.get(column), "dtype", "" if self.features else "plain")
-        if not required and dtype in ("", "dict", "PIL.Image.Image"):
-            return None
-        values = [None if is_missing(value) else value for value in self.column(column)]
-        plain = all(value is None or isinstance(value, _PLAIN) for value in values)
-        return values if plain or required else None
+    kept = {}
+    for column in [c for c in columns if c not in named] if metadata is None else metadata:
+        dtype = getattr(features.get(column), "dtype", "" if features else "plain")
+        if metadata is not None or dtype not in ("", "dict", "PIL.Image.Image"):
+            kept[column] = values(column)
+            if metadata is None and not all(
+                v is None or isinstance(v, _PLAIN) for v in kept[column]
+            ):
+                del kept[column]
+    rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
+    if isinstance(split, str):
+        split = [str(side) for side in values(split)]
+    further: dict[str, Any] = {"splits": sides(split), "metadata": rows or None}
+    labels = _texts(values(label), (), name)
+    if features:
+        return ItemDataset(partial(_member, table, image), labels, name=name, **further)
+    return _of_images(_listed(table[image]), labels, name, **further)
 
 
-def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, Any]) -> Dataset:
-    """Return a dataset of an object with a length and items."""
+def _without_columns(
+    obj: Any, name: str, *, image: Any, label: Any, split: Any, metadata: Any
+) -> Dataset:
+    """Return a dataset of a pair (images, labels), or of an object with a length and items."""
+    if isinstance(split, str):
+        raise DataError(f"{name} has no columns: pass split as a list with one side per item.")
+    further: dict[str, Any] = {"splits": sides(split), "metadata": metadata}
+    if isinstance(obj, tuple) and len(obj) == 2 and hasattr(obj[1], "__len__"):
+        return _of_images(obj[0], _texts(obj[1], (), name), name, **further)
+    has_items = hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
+    if isinstance(obj, str | bytes) or not has_items:
+        raise DataError(
+            f"{name} cannot be read: pass a PyTorch dataset with a length and items (image, label),"
+            " a Hugging Face Dataset, a DataFrame, or a pair (images, labels)."
+        )
     if not len(obj):
         raise DataError(f"{name} holds no items.")
     first = reading(f"{name} item 0", obj.__getitem__, 0)
@@ -293,14 +266,13 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
         return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
 
     values = _listed_labels(obj) if label is None else None
+    innermost = obj
+    while _is_subset(innermost):
+        innermost = innermost.dataset
     values = read_all(label_key) if values is None else values
-    labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
+    labels = _texts(values, getattr(innermost, "classes", None), name)
     if getattr(first[image_key], "ndim", 0) == 1:
-        vectors = np.stack([*map(np.asarray, read_all(image_key))])
-        return _of_images(vectors, labels, name, **further)
-    data = _pixels(obj, first[image_key])
-    if data is not None:
-        return ArrayDataset(data, labels, **further)
+        return _of_images(read_all(image_key), labels, name, **further)
     return ItemDataset(partial(_member, obj, image_key), labels, name=name, **further)
 
 
@@ -312,45 +284,23 @@ def _listed(values: Any) -> list[Any]:
     return list(values.tolist() if hasattr(values, "tolist") else values)
 
 
-def _of_torchvision(obj: Any) -> bool:
-    """Return whether an object's class is torchvision's own, so that its attributes can be trusted.
-
-    The `__getitem__` of any other class may return something else than its attributes list.
-    """
-    return type(obj).__module__.startswith("torchvision.")
-
-
-def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
-    """Return the array `data` of a torchvision dataset if its rows are the items, else `None`."""
-    changed = getattr(obj, "transforms", None) is not None
-    data = getattr(obj, "data", None) if _of_torchvision(obj) and not changed else None
-    array = None if data is None or not hasattr(data, "__len__") else np.asarray(data)
-    if array is None or array.dtype != np.uint8 or len(array) != len(obj):
-        return None
-    # the array may be laid out differently from the images, such as channels first
-    same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
-    return array if same else None
-
-
 def _is_subset(obj: Any) -> bool:
     """Return whether an object is torch's `Subset`, or like it."""
     return hasattr(obj, "indices") and hasattr(obj, "dataset")
 
 
-def _innermost(obj: Any) -> Any:
-    """Return the dataset inside torch's `Subset`s."""
-    return _innermost(obj.dataset) if _is_subset(obj) else obj
-
-
 def _listed_labels(obj: Any) -> list[Any] | None:
-    """Return the labels that a dataset lists, or `None`; reading them decodes no image."""
+    """Return the labels that one of torchvision's classes lists, or `None`.
+
+    Reading them decodes no image. The items of any other class may differ from its lists.
+    """
     if _is_subset(obj):
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
     target, both = getattr(obj, "target_transform", None), getattr(obj, "transforms", None)
     # `transforms` without `transform` changes images and labels together
     changed = target is not None or (both is not None and getattr(obj, "transform", None) is None)
-    if not _of_torchvision(obj) or changed:
+    if changed or not type(obj).__module__.startswith("torchvision."):
         return None
     for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)
@@ -386,16 +336,12 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets joined into one, each as one side of the split."""
     if not parts:
         raise DataError(f"{name} holds no items.")
-    sides_and_roles = [
-        SIDES.get(str(side).lower(), (str(side), ""))
-        for side, part in parts.items()
-        for _ in part.labels
-    ]
-    roles = [role for _, role in sides_and_roles]
+    known = [(SIDES.get(str(side).lower(), (str(side), "")), part) for side, part in parts.items()]
+    roles = [role for (_, role), part in known for _ in part.labels]
     columns: dict[str, Any] = {
         "labels": [label for part in parts.values() for label in part.labels],
         "keys": [f"{side}/{key}" for side, part in parts.items() for key in part.keys],
-        "splits": [side for side, _ in sides_and_roles],
+        "splits": [split for (split, _), part in known for _ in part.labels],
         "roles": roles if any(roles) else None,
     }
     if all(part.metadata is not None for part in parts.values()):

@@ -6,9 +6,9 @@ Recognition in Unconstrained Environments", University of Massachusetts, TR 07-4
 
 from __future__ import annotations
 
-import csv
+import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError
+from retrieval.serving.files.csv_table import CsvTable
 
 COLUMNS = ("first", "second", "same")
 
@@ -77,57 +78,54 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
             pairs are same, or all different; or there is a single fold. The message lists every
             problem.
     """
-    pairs, problems = find_pairs(file, keys)
-    if problems:
-        refuse(str(file), problems)
-    return pairs
-
-
-def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str]]:
-    """Return pairs and problems like `read_pairs`, for callers that add problems of their own."""
-    lines = _lines(file)
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+    lines = content.decode("utf-8-sig", "replace").splitlines()
     start = next((line for line in lines if line.strip()), "")
     lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
-    rows, problems = _lfw(lines) if lfw else _csv(lines)
+    rows, problems = _lfw(lines) if lfw else _csv(file, content)
     items: defaultdict[str, list[int]] = defaultdict(list)
     for i, key in enumerate(keys):
-        items[_lfw_name(key) if lfw else key].append(i)
-    indices = np.zeros((len(rows), 2), np.int64)
-    seen: dict[tuple[int, int], Row] = {}
+        path = PurePosixPath(key)
+        items[f"{path.parent.name}/{path.stem}" if lfw else key].append(i)
     example = f" (the data have keys such as {keys[0]!r})" if len(keys) else ""
+    indices = np.zeros((len(rows), 2), np.int64)
+    seen: dict[frozenset[str], Row] = {}
     for i, row in enumerate(rows):
-        places = [items.get(name, ()) for name in (row.first, row.second)]
-        shown = [f"the image {name}" if lfw else repr(name) for name in (row.first, row.second)]
-        for name, place in zip(shown, places, strict=True):
-            if not place:
-                problems.append(f"line {row.line}: {name}: there is no such item{example}.")
-                example = ""  # only in the first message
-            elif len(place) > 1:
-                problems.append(f"line {row.line}: {name}: {len(place)} items have that name.")
+        for side, name in enumerate((row.first, row.second)):
+            places = items.get(name, ())
+            if len(places) == 1:
+                indices[i, side] = places[0]
+                continue
+            fault = f"{len(places)} items have that name" if places else "there is no such item"
+            problems.append(f"line {row.line}: {name!r}: {fault}{'' if places else example}.")
+            example = example if places else ""  # only in the first message
+        earlier = seen.setdefault(frozenset((row.first, row.second)), row)
         if row.first == row.second:
-            problems.append(f"line {row.line}: {shown[0]} is paired with itself.")
-        elif len(places[0]) == len(places[1]) == 1:
-            indices[i] = places[0][0], places[1][0]
-            earlier = seen.setdefault((int(indices[i].min()), int(indices[i].max())), row)
-            if earlier.same != row.same:
-                says = ["different", "the same"]
-                problems.append(
-                    f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and"
-                    f" {says[earlier.same]} in line {earlier.line}."
-                )
+            problems.append(f"line {row.line}: {row.first!r} is paired with itself.")
+        elif earlier.same != row.same:
+            says = ["different", "the same"]
+            problems.append(
+                f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and"
+                f" {says[earlier.same]} in line {earlier.line}."
+            )
     same = np.array([row.same for row in rows], np.bool_)
     if len(same) and (same.all() or not same.any()):
-        what = f"all {len(same):,} pairs are" if len(same) > 1 else "the only pair is"
         word = "the same" if same.all() else "different"
-        problems.append(f"{what} {word}: both kinds are needed.")
+        problems.append(f"all {len(same):,} pairs are {word}: both kinds are needed.")
     elif not rows and not problems:
         problems.append("it lists no pair.")
     names = sorted({row.fold for row in rows} - {""}, key=natural)
-    numbers = {name: i for i, name in enumerate(names)}
-    fold = np.array([numbers[row.fold] for row in rows], np.int64) if names else None
+    fold = np.array([names.index(row.fold) for row in rows], np.int64) if names else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
-    return LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names)), problems
+    if problems:
+        refuse(str(file), problems)
+    return LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names))
 
 
 def fold_problems(
@@ -148,202 +146,63 @@ def fold_problems(
     ]
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError:
-        raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file} cannot be read: {reason}.") from error
-
-
-def _lfw_name(key: str) -> str:
-    """Return a key's last folder and its file name without extension, as LFW's lists name it."""
-    path = PurePosixPath(key)
-    return f"{path.parent.name}/{path.stem}"
-
-
-def stem(person: str, number: int) -> str:
-    """Return folder and name of a person's image in LFW, without the extension."""
-    return f"{person}/{person}_{number:04d}"
-
-
-# --- CSV
-
-
-def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
-    reader = csv.reader(lines, strict=True)
+def _csv(file: Path, content: bytes) -> tuple[list[Row], list[str]]:
+    """Return the pairs of a CSV file, and problems."""
+    table = CsvTable(str(file), COLUMNS, lambda: io.BytesIO(content))
+    problems = [f"line {line}: {problem}" for line, problem in table.problems]
     rows: list[Row] = []
-    problems: list[str] = []
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        problems += _header(header)
-        if problems:
-            return rows, problems
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(header):
-                problems.append(
-                    f"line {reader.line_num}: it has {len(values)} values; the header names"
-                    f" {len(header)} columns."
-                )
-                continue
-            row = dict(zip(header, (value.strip() for value in values), strict=True))
-            first, second, same, fold = (row.get(name, "") for name in (*COLUMNS, "fold"))
-            if fault := _value_fault(row):
-                problems.append(f"line {reader.line_num}: {fault}")
-            else:
-                rows.append(Row(reader.line_num, first, second, same == "1", fold))
-    except csv.Error as error:
-        problems.append(f"line {reader.line_num}: it is not valid CSV: {error}.")
+    for line, row in table.rows:
+        first, second, same, fold = (row.get(name, "") for name in (*COLUMNS, "fold"))
+        if not first or not second:
+            problems.append(f"line {line}: a pair needs two items; one is empty.")
+        elif same not in ("0", "1"):
+            problems.append(f"line {line}: same must be 1 or 0, not '{same}'.")
+        elif not fold and "fold" in row:
+            problems.append(
+                f"line {line}: its fold is empty: name the fold of each pair, or remove the column"
+                " 'fold'."
+            )
+        else:
+            rows.append(Row(line, first, second, same == "1", fold))
     return rows, problems
-
-
-def _header(header: list[str]) -> list[str]:
-    columns = ", ".join(header) or "nothing"
-    problems = [
-        f"the first line has no column '{name}' (it has: {columns}).{did_you_mean(name, header)}"
-        for name in COLUMNS
-        if name not in header
-    ]
-    problems += [
-        f"the first line names '{n}' twice."
-        for n in dict.fromkeys(header)
-        if n and header.count(n) > 1
-    ]
-    if len(problems) == len(COLUMNS):
-        return [
-            "it is not a list of pairs: its first line must be 'first,second,same' or"
-            " 'first,second,same,fold', or LFW's counts ('10 300' or '500'), not"
-            f" '{columns[:60]}'."
-        ]
-    return problems
-
-
-def _value_fault(row: dict[str, str]) -> str:
-    if not row["first"] or not row["second"]:
-        return "a pair needs two items; one is empty."
-    if row["same"] not in ("0", "1"):
-        return f"same must be 1 or 0, not '{row['same']}'."
-    if row.get("fold") == "":
-        return "its fold is empty: name the fold of each pair, or remove the column 'fold'."
-    return ""
-
-
-# --- Labeled Faces in the Wild
 
 
 def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
-    numbered = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
-    (start, head), *body = numbered
-    counts = [int(word) for word in head]
-    folds, per_kind = counts if len(counts) == 2 else (1, counts[0])
-    fold_lines = 2 * per_kind
-    problems: list[str] = []
-    if not folds or not per_kind:
-        return [], [
-            f"line {start}: '{' '.join(head)}' states {folds} folds of {per_kind} pairs: neither"
-            " may be 0."
-        ]
-    if len(body) != folds * fold_lines:
+    """Return the pairs of a list of Labeled Faces in the Wild, and problems."""
+    (start, head), *body = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
+    folds, per_kind = int(head[0]) if len(head) == 2 else 1, int(head[-1])
+    problems = []
+    if not per_kind or len(body) != folds * 2 * per_kind:
         problems.append(
             f"line {start} states {folds:,} × {per_kind:,} same and as many different pairs,"
-            f" {folds * fold_lines:,} lines; {len(body):,} follow."
+            f" {folds * 2 * per_kind:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
-    kinds: list[bool | None] = []
     for i, (line, words) in enumerate(body):
-        named = _names(words)
-        if isinstance(named, str):
-            problems.append(f"line {line}: {named}")
-            kinds.append(None)
-        else:
-            rows.append(Row(line, *named, str(i // fold_lines + 1) if len(counts) == 2 else ""))
-            kinds.append(named[2])
-    for k in range(folds if len(body) == folds * fold_lines else 0):
-        part = kinds[k * fold_lines : (k + 1) * fold_lines]
-        if None not in part and part.count(True) != per_kind:
-            first, last = body[k * fold_lines][0], body[(k + 1) * fold_lines - 1][0]
-            where = f"fold {k + 1} (lines {first} to {last})" if len(counts) == 2 else "it"
+        first, other = words[0], words[2] if len(words) == 4 else words[0]
+        numbers = words[1::2] if len(words) == 4 else words[1:]
+        two_people = len(words) == 4 and first != other
+        if not (two_people or len(words) == 3) or not all(map(_is_count, numbers)):
             problems.append(
-                f"{where} has {part.count(True):,} same and {part.count(False):,} different pairs;"
-                f" line {start} states {per_kind:,} of each."
+                f"line {line}: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected, with"
+                f" numbers from 1, not '{' '.join(words)[:60]}'."
+            )
+            continue
+        names = [
+            f"{name}/{name}_{int(n):04d}" for name, n in zip((first, other), numbers, strict=True)
+        ]
+        fold = str(i // (2 * per_kind or 1) + 1) if len(head) == 2 else ""
+        rows.append(Row(line, names[0], names[1], not two_people, fold))
+    counts = Counter((row.fold, row.same) for row in rows)
+    for fold in dict.fromkeys(row.fold for row in rows) if not problems else ():
+        if counts[fold, True] != per_kind:
+            problems.append(
+                f"{f'fold {fold}' if fold else 'it'} has {counts[fold, True]:,} same and"
+                f" {counts[fold, False]:,} different pairs; line {start} states {per_kind:,} of"
+                " each."
             )
     return rows, problems
-
-
-def _names(words: list[str]) -> tuple[str, str, bool] | str:
-    """Return both images' names and whether they show one person, or the problem as text."""
-    if len(words) not in (3, 4):
-        return (
-            f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words"
-            f" ('{' '.join(words)[:60]}')."
-        )
-    numbers = words[1:] if len(words) == 3 else words[1::2]
-    if not all(map(_is_count, numbers)):
-        return f"images are numbered from 1, and '{' '.join(numbers)[:60]}' holds another value."
-    first, second = words[0], words[0] if len(words) == 3 else words[2]
-    if len(words) == 4 and first == second:
-        return f"it is for a pair of two people, but names {first} twice."
-    return stem(first, int(numbers[0])), stem(second, int(numbers[1])), len(words) == 3
 
 
 def _is_count(word: str) -> bool:
     return word.isascii() and word.isdigit() and int(word) > 0
-
-
-def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
-    """Read LFW's list of people: `people.txt`, or a list of its development view.
-
-    A list with folds has their number, then for each fold the number of people and a line `NAME
-    images` per person. A list without folds is like one fold. Return (line number, name, number of
-    images) of each person by fold, and the problems.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    numbered = enumerate((text.split() for text in _lines(file)), 1)
-    lines = iter([(line, words) for line, words in numbered if words])
-    problems: list[str] = []
-    read: list[list[tuple[int, str, int]]] = []
-
-    def described(line: int, words: list[str]) -> str:
-        return f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
-
-    def count(what: str) -> int | None:
-        line, words = next(lines, (0, []))
-        if len(words) == 1 and _is_count(words[0]):
-            return int(words[0])
-        problems.append(f"{described(line, words)} where {what} is expected.")
-        return None
-
-    sets = count("the number of folds") if folds else 1
-    for k in range(sets or 0):
-        size = count(f"fold {k + 1}'s number of people" if folds else "the number of people")
-        if size is None:
-            return read, problems
-        people: list[tuple[int, str, int]] = []
-        read.append(people)
-        while len(people) < size:
-            line, words = next(lines, (0, []))
-            if len(words) == 2 and _is_count(words[1]):
-                people.append((line, words[0], int(words[1])))
-                continue
-            where = f"fold {k + 1}" if folds else "the list"
-            instead = described(line, words) + (", not 'NAME images'" if words else "")
-            problems.append(
-                f"{where} should have {size:,} people; after {len(people):,} {instead}."
-            )
-            return read, problems
-    if extra := list(lines):
-        problems.append(
-            f"line {extra[0][0]} is after the last person that the list counts ({len(extra):,} too"
-            " many in all)."
-        )
-    return read, problems

@@ -15,15 +15,14 @@ _MAX_RECORDS = 1_000_000  # of a file; CIFAR has at most 50,000
 
 
 def read_records(
-    path: Path, classes: Sequence[int], name: str, grey: bool = False
+    path: Path, classes: Sequence[int], name: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return images, uint8 (N, 32, 32, 3) or grey (N, 32, 32), and labels (N, label bytes).
+    """Return images, uint8 (N, 32, 32, 3), and labels (N, label bytes).
 
     Args:
         path: the file.
         classes: number of classes of each label byte.
         name: name of the data set, for messages.
-        grey: whether to return grey images, 0.299 R + 0.587 G + 0.114 B as in OpenCV.
 
     Raises:
         DataError: the file is missing, is empty, ends within a record, or has too large a label.
@@ -50,6 +49,4 @@ def read_records(
     pixels = np.ascontiguousarray(
         records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
     )
-    if grey:
-        pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
     return pixels, records[:, :label_bytes]

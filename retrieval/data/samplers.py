@@ -112,15 +112,15 @@ class TorchBatches(BatchSampler):
 def _seeded(seed: int) -> Iterator[None]:
     """Context manager that seeds the global generators and restores them."""
     numpy_state, python_state = np.random.get_state(), python_random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            np.random.seed(seed)
-            python_random.seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        python_random.seed(seed)
+        try:
             yield
-    finally:
-        np.random.set_state(numpy_state)
-        python_random.setstate(python_state)
+        finally:
+            np.random.set_state(numpy_state)
+            python_random.setstate(python_state)
 
 
 def random_of(seed: int, epoch: int) -> np.random.RandomState:
@@ -176,11 +176,12 @@ def drawn_batches(
         raise PluginError(
             f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
+    positions = range(len(items.labels))
     for batch in drawn:
-        is_list = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not is_list or batch.min() < 0 or batch.max() >= len(items.labels):
+        whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
+        if not (whole and batch.min() in positions and batch.max() in positions):
             raise PluginError(
-                f"{who} drew a batch that is not a list of positions among the {len(items.labels)}"
+                f"{who} drew a batch that is not a list of positions among the {len(positions)}"
                 " training items, numbered from 0."
             )
     return [batch.astype(np.int64) for batch in drawn]

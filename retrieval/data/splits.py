@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse, some
-from retrieval.errors import did_you_mean
+from retrieval.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
@@ -115,19 +115,17 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
     """Return class ids (N,) and classes, after checking the names of sides and roles."""
     if not len(dataset):
-        refuse("The dataset", ["it has no items."])
-    problems: list[str] = []
-    for name, column, known in (
-        ("splits", dataset.splits, SPLITS),
-        ("roles", dataset.roles, ROLES),
-    ):
-        blank = {""} if dataset.roles is not None else set()
-        wrong = {str(value) for value in column or ()} - {*known} - blank
-        problems += [
-            f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
-            f" '{value}'.{did_you_mean(value, known)}"
-            for value in sorted(wrong)
-        ]
+        raise DataError("The dataset has no items.")
+    problems = [
+        f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
+        f" '{value}'.{did_you_mean(value, known)}"
+        for name, column, known in (
+            ("splits", dataset.splits, SPLITS),
+            ("roles", dataset.roles, ROLES),
+        )
+        for value in sorted({str(value) for value in column or ()} - {*known})
+        if value or dataset.roles is None
+    ]
     if problems:
         refuse("The dataset", problems)
     texts = [label.strip() for label in dataset.labels]
@@ -147,9 +145,8 @@ def _sides(
         held = np.isin(labels, _held_out(split.test, classes))
         return np.flatnonzero(~held), none, np.flatnonzero(held)
     if not isinstance(split.test, float | int):
-        refuse(
-            "[split] test",
-            ['with by = "item" it is the fraction of each class\'s items, not a list.'],
+        raise DataError(
+            '[split] test: with by = "item" it is the fraction of each class\'s items, not a list.'
         )
     train, test = _part_of_each(np.arange(len(labels)), labels, split.test, split.seed, "test")
     return train, none, test
@@ -158,9 +155,8 @@ def _sides(
 def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
     roles = dataset.roles or [""] * len(dataset)
     if dataset.splits is None and not any(roles):
-        refuse(
-            "The dataset",
-            ['it comes with no split of its own. Set [split] by = "class" or by = "item".'],
+        raise DataError(
+            'The dataset comes with no split of its own. Set [split] by = "class" or by = "item".'
         )
     own = dataset.splits or [""] * len(dataset)
     by_role = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
@@ -205,12 +201,10 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
     classes = np.unique(labels[train])
     count = max(2, int(len(classes) * split.validation + 0.5))
     if len(classes) - count < 2:
-        refuse(
-            "[split] validation_by",
-            [
-                f"whole classes cannot be kept for validation when only {len(classes)} train: at"
-                ' least two must stay on each side. Set validation_by = "item", or validation = 0.'
-            ],
+        raise DataError(
+            "[split] validation_by: whole classes cannot be kept for validation when only"
+            f" {len(classes)} train: at least two must stay on each side. Set validation_by ="
+            ' "item", or validation = 0.'
         )
     chosen = _generator(split.seed, "validation").permutation(classes)[:count]
     kept = np.isin(labels[train], chosen)
@@ -259,14 +253,11 @@ def _check(splits: Splits) -> None:
     if not len(query):
         what = "no item is a query" if gallery is not None else "nothing is left to test on"
         problems.append(f"{what}.")
-    elif gallery is None:
-        if np.bincount(labels[query]).max() < 2:
-            problems.append(
-                "no test class has two items, so no query can find another of its class."
-            )
-    elif not len(gallery):
+    elif gallery is None and np.bincount(labels[query]).max() < 2:
+        problems.append("no test class has two items, so no query can find another of its class.")
+    elif gallery is not None and not len(gallery):
         problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif alone := int((~np.isin(labels[query], labels[gallery])).sum()):
+    elif gallery is not None and (alone := int((~np.isin(labels[query], labels[gallery])).sum())):
         splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
         if alone == len(query):
             problems.append(

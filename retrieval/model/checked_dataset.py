@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,6 @@ from retrieval.model.guard import breach, shown
 from retrieval.serving.images import check_range, from_array
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
-_ROWS = 65_536
-"""Number of vectors checked at a time."""
 
 
 def check_dataset(dataset: Any, name: str) -> Dataset:
@@ -62,16 +60,17 @@ class CheckedDataset(Dataset):
             if field != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", faults)
-        faults_before = len(faults)
         self.keys = _texts(lists["keys"] or [], "keys", "a key", faults)
-        if len(faults) == faults_before:
-            _check_keys(self.keys, faults)
         self.splits, self.roles = lists["splits"], lists["roles"]
         self.metadata, self.files = lists["metadata"], lists["files"]
-        _check_entries(
-            self.metadata, "metadata", Mapping, "a mapping from columns to values", faults
-        )
-        _check_entries(self.files, "files", os.PathLike, "a pathlib.Path", faults)
+        for field, column, kind, must in (
+            ("metadata", self.metadata, Mapping, "a mapping from columns to values"),
+            ("files", self.files, os.PathLike, "a pathlib.Path"),
+        ):
+            wrong = [number for number, x in enumerate(column or ()) if not isinstance(x, kind)]
+            if column is not None and wrong:
+                entry = shown(column[wrong[0]])
+                faults.append(f"{field} has {entry} for item {wrong[0]}, and must have {must}")
         self.arrays = columns["arrays"]
         _check_arrays(self.arrays, self.kind, faults)
         self.notes = dataset.notes
@@ -120,37 +119,31 @@ def _image(item: Any, what: str) -> Image.Image:
     if isinstance(item, Image.Image) and min(item.size) > 0:
         check_range(item, f"{what} gave an image that")
         return item
-    hint = ""
-    if isinstance(item, np.ndarray):
-        try:
-            return from_array(item)
-        except DataError:
-            hint = " Scale values from 0 to 1 with (255 * x).round().astype('uint8')."
-    elif isinstance(item, Image.Image):
+    if isinstance(item, Image.Image):
         raise PluginError(f"{what} gave an empty image of {item.width} × {item.height} pixels.")
-    elif isinstance(item, Tensor):
-        hint = " torchvision.transforms.functional.to_pil_image turns a tensor into an image."
-    elif isinstance(item, tuple | list | Mapping):
-        hint = " Return the image alone; its label belongs in `labels`."
-    elif isinstance(item, bytes | str | os.PathLike):
-        hint = " retrieval.data.datasets.FileDataset opens files."
-    raise breach(what, item, f"a Pillow image, or uint8 pixels (H, W) or (H, W, 3).{hint}")
+    with suppress(DataError):
+        if isinstance(item, np.ndarray):
+            return from_array(item)
+    raise breach(
+        what,
+        item,
+        "a Pillow image, or uint8 pixels (H, W) or (H, W, 3) from 0 to 255. Return the image alone;"
+        " its label belongs in `labels`.",
+    )
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
     """Return the length of each column that is not None; add faults to `faults`."""
     lengths: dict[str, int] = {}
     for field, column in columns.items():
-        if column is None:
-            if field in ("labels", "keys"):
-                faults.append(f"it has no {field}, and must have one entry per item")
-        elif isinstance(column, str | bytes | Mapping | Set):
-            faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
-        else:
-            try:
+        if column is None and field in ("labels", "keys"):
+            faults.append(f"it has no {field}, and must have one entry per item")
+        elif column is not None:
+            if isinstance(column, str | bytes | Mapping | Set) or not hasattr(column, "__len__"):
+                must = "must hold one entry per item, in order"
+                faults.append(f"{field} is {shown(column)}, and {must}")
+            else:
                 lengths[field] = len(column)
-            except TypeError:
-                faults.append(f"{field} is {shown(column)}, and must hold one entry per item")
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     return lengths
@@ -185,52 +178,16 @@ def _text(value: Any) -> str | None:
     return "" if value is None else None
 
 
-def _check_keys(keys: Sequence[str], faults: list[str]) -> None:
-    """Add missing and duplicate keys to `faults`."""
-    counts = Counter(keys)
-    if empty := counts.pop("", 0):
-        faults.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
-    if twice := [key for key, number in counts.items() if number > 1]:
-        more = f", and {len(twice) - 1:,} more keys are not unique" if len(twice) > 1 else ""
-        faults.append(f"{counts[twice[0]]:,} items have the key {twice[0]!r}{more}")
-
-
-def _check_entries(
-    column: Sequence[Any] | None, field: str, kind: type, must: str, faults: list[str]
-) -> None:
-    """Add to `faults` the first entry of a column that is not of type `kind`."""
-    rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
-    if rows and column is not None:
-        faults.append(
-            f"{field} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
-        )
-
-
-def rows_not_finite(vectors: NDArray[Any]) -> list[int]:
-    """Return the numbers of the rows of vectors (N, F) that hold NaN or infinity."""
-    rows: list[int] = []
-    for start in range(0, len(vectors), _ROWS):  # in blocks, to limit memory
-        finite = np.isfinite(vectors[start : start + _ROWS])
-        if not finite.all():
-            rows += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
-    return rows
-
-
 def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
     """Add to `faults` what is wrong with `arrays`, which holds all items of the dataset."""
     if arrays is None:
         return
     if not isinstance(arrays, np.ndarray):
         faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
+    elif kind == "features" and (arrays.ndim != 2 or arrays.dtype.kind not in "fiu"):
+        faults.append(f"arrays is {shown(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
-        if arrays.ndim != 2:
-            faults.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
-        elif arrays.dtype.kind not in "fiu":
-            faults.append(f"arrays has the type {arrays.dtype}, and must be float32")
-        elif bad := rows_not_finite(arrays):
-            faults.append(
-                f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
-            )
+        return
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         faults.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:

@@ -6,7 +6,7 @@ costs one transfer from the GPU per batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -98,19 +98,17 @@ def checked_indices(
     )
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
         raise breach(what, picked, f"{must}.")
-    for x in picked:
-        whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
-        if not whole or x.ndim != 1 or x.device != device:
-            devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
-            names = ", ".join(sorted(devices))
-            place = f" on {names} (the codes are on {device})" if devices else ""
-            raise breach(what, picked, f"{must}.", place)
+    devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
+    if devices or not all(
+        isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32) and x.ndim == 1
+        for x in picked
+    ):
+        names = ", ".join(sorted(devices))
+        place = f" on {names} (the codes are on {device})" if devices else ""
+        raise breach(what, picked, f"{must}.", place)
     groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
     if any(len({len(x) for x in group}) > 1 for group in groups):
-        lengths = ", ".join(str(len(x)) for x in picked)
-        raise PluginError(
-            f"{what} gave index tensors of lengths {lengths}; it must give {must}, of equal length."
-        )
+        raise breach(what, picked, f"{must}, of equal length.")
     indices = [x.long() for x in picked]
     limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
     nonempty = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
@@ -186,11 +184,10 @@ def checked_objective(
 def combiner_warnings(
     combiner: Combiner | None, metrics: Mapping[str, float], what: str
 ) -> list[str]:
-    """Return a combiner's warnings for the user, as a checked list."""
+    """Return a combiner's warnings for the user."""
     if combiner is None:
         return []
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
-    if isinstance(sentences, str) or not isinstance(sentences, Iterable):
-        raise breach(what, sentences, "a list of sentences.", " from warnings")
+    sentences = [sentences] if isinstance(sentences, str) else sentences
     return [str(sentence) for sentence in sentences]

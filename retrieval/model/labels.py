@@ -25,23 +25,16 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
     """Return labels (N,) as an array of text or whole numbers.
 
     Floats with whole values become whole numbers, because pandas turns an integer column with gaps
-    into floats.
-
-    Args:
-        labels: a list, an array, a tensor, a pandas Series or Categorical, or anything else that
-            NumPy reads as an array.
-        what: plural name of the labels for error messages: "gallery labels".
-        advice: what the user should do about missing labels.
+    into floats. `labels` are a list, an array, a tensor, a pandas Series or Categorical, or
+    anything else that NumPy reads as an array. `what` names them in error messages, such as
+    "gallery labels", and `advice` says what to do about missing ones.
 
     Raises:
         LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or
             are not one-dimensional.
     """
     array = read_values(labels, what, advice)
-    kind = array.dtype.kind
-    if kind == "b":
-        return array.astype(np.int64)
-    if kind in "iuU":
+    if array.dtype.kind in "iuU":
         return array
     values = array.tolist()
     for row, value in enumerate(values):
@@ -56,10 +49,7 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     """Return values (N,) as an unchanged array, after checking that they can be compared.
 
-    Args:
-        values: as in `read_labels`.
-        what: plural name of the values for error messages.
-        advice: what the user should do about missing values.
+    The arguments are those of `read_labels`.
 
     Raises:
         LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not
@@ -68,12 +58,9 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     array = _unchanged(values)
     if array.ndim != 1:
         raise LabelsError(f"The {what} have the shape {array.shape}, and must be one per item.")
-    if array.dtype.kind == "f":
-        missing = np.flatnonzero(np.isnan(array))
-    elif array.dtype.kind == "O":
-        missing = np.flatnonzero([is_missing(value) for value in array])
-    else:
+    if array.dtype.kind not in "fO":
         return array
+    missing = np.flatnonzero([is_missing(value) for value in array])
     if len(missing):
         rows = ", ".join(map(str, missing[:5].tolist())) + (", …" if len(missing) > 5 else "")
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
@@ -83,11 +70,12 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
         )
     texts = np.array([isinstance(value, str) for value in array], bool)
     if texts.any() and not texts.all():
-        text, number = int(texts.argmax()), int((~texts).argmax())
+        rows = " and ".join(
+            f"row {row} is {_shown(array[row])}" for row in (texts.argmax(), (~texts).argmax())
+        )
         raise LabelsError(
-            f"The {what} are of two kinds, which never match: row {text} is {_shown(array[text])}"
-            f" and row {number} is {_shown(array[number])}. Make them all text, or all whole"
-            " numbers."
+            f"The {what} are of two kinds, which never match: {rows}. Make them all text, or all"
+            " whole numbers."
         )
     return array
 
@@ -140,7 +128,8 @@ def _unchanged(labels: Any) -> NDArray[Any]:
     if kinds in ({str}, {int}, {bool}):
         array = np.asarray(values)
         # NumPy may turn whole numbers beyond int64 into floats, which are not exact.
-        return array if array.dtype.kind in "biuU" else np.fromiter(values, object)
+        if array.dtype.kind in "biuU":
+            return array
     return np.fromiter(map(_plain, values), object)
 
 

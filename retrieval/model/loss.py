@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import DataError
 from retrieval.host.factory import Part
+from retrieval.model.guard import shown
 from retrieval.model.model import full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
@@ -125,11 +126,11 @@ def reads_at_once(device: torch.device) -> bool:
 
 def checked_embeddings(x: Any, name: str) -> Tensor:
     """Return embeddings (B, C) in full precision, after checking them."""
-    if not isinstance(x, Tensor) or x.ndim != 2:
-        kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} must be a two-dimensional tensor, one row per item, not {kind}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
+    if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(
+            f"{name} must be a two-dimensional tensor of floating-point numbers, one row per item,"
+            f" not {shown(x)}"
+        )
     if reads_at_once(x.device) and not bool(torch.isfinite(x).all()):
         wrong = int((~torch.isfinite(x)).any(1).sum())
         raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
@@ -138,19 +139,10 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
 
 def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     """Return labels (B,) on the embeddings' device, after checking them."""
-    if labels is None:
+    if not isinstance(labels, Tensor) or labels.shape != items.shape[:1]:
         raise ValueError(
-            f"{name} are missing: without a miner's indices, labels say which pairs are positive"
-        )
-    if not isinstance(labels, Tensor):
-        raise ValueError(
-            f"{name} must be a tensor of class ids, not a {type(labels).__name__}; replace text"
-            " labels with whole numbers"
-        )
-    if labels.shape != items.shape[:1]:
-        raise ValueError(
-            f"{name} must hold one number per item: they have the shape {tuple(labels.shape)}, but"
-            f" there are {len(items)} items"
+            f"{name} must be a tensor of {len(items)} class ids, one per item (text labels as whole"
+            f" numbers), not {shown(labels)}"
         )
     return labels.to(items.device)
 

@@ -195,22 +195,18 @@ def metric(name: str) -> Metric:
     Raises:
         RetrievalError: no metric has that name; the message suggests the closest.
     """
-    with_k = {short: factory for short, factory in _built_in().items() if factory.parameters}
-    plain = {short: factory for short, factory in _built_in().items() if short not in with_k}
-    if name in plain:
-        return cast("Metric", plain[name].build({}))
     match = re.fullmatch(r"(.+)_(\d{1,9})", name)
-    if match and match[1] in with_k:
-        return cast("Metric", with_k[match[1]].build({"k": int(match[2])}))
+    stem, values = (match[1], {"k": int(match[2])}) if match else (name, {})
+    factory = _built_in().get(stem)
+    if factory is not None and bool(values) == bool(factory.parameters):
+        return cast("Metric", factory.build(values))
+    numbers = [1, 2, 4, 8, 10, values.get("k", 1)]
     suggestions = [
-        *plain,
-        *(
-            f"{stem}_{k}"
-            for stem in with_k
-            for k in sorted({1, 2, 4, 8, 10, int(match[2]) if match else 1})
-        ),
+        f"{short}_{k}" if factory.parameters else short
+        for short, factory in _built_in().items()
+        for k in numbers
     ]
-    closest = did_you_mean(name.lower().replace("@", "_at_"), suggestions)
+    closest = did_you_mean(name.lower().replace("@", "_at_"), dict.fromkeys(suggestions))
     raise RetrievalError(
         f"There is no metric '{name}'.{closest}"
         " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"

@@ -44,13 +44,12 @@ def check_kind(product: Any, kind: type[P], name: str) -> P:
 def check_backbone(product: Any, name: str) -> Backbone:
     """Return a backbone if its type and attributes are valid, else raise a `PluginError`."""
     backbone = check_kind(product, Backbone, name)
-    features = getattr(backbone, "features", None)
-    if not isinstance(features, int) or isinstance(features, bool) or features < 1:
+    features, preprocessing = getattr(backbone, "features", None), backbone.preprocessing
+    if not isinstance(features, int) or features < 1:
         raise PluginError(
             f"The backbone {name} has features = {shown(features)}; it must be the width of the"
             " output of forward, a whole number."
         )
-    preprocessing = getattr(backbone, "preprocessing", None)
     if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
         raise PluginError(
             f"The backbone {name} has preprocessing = {shown(preprocessing)}; it must be a"
@@ -142,12 +141,7 @@ class CheckedMetric:
                 ' depth a number of neighbours, "relevant" or "all".'
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
-        self.larger_is_better = getattr(metric, "larger_is_better", True)
-        if not isinstance(self.larger_is_better, bool):
-            raise PluginError(
-                f"{self.what} has larger_is_better = {self.larger_is_better!r}; it must be true or"
-                " false."
-            )
+        self.larger_is_better = bool(getattr(metric, "larger_is_better", True))
 
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
@@ -156,9 +150,7 @@ class CheckedMetric:
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
-    def graded(
-        self,
-    ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
+    def graded(self) -> Callable[[Any, Any], NDArray[np.float64]] | None:
         """The metric's checked `graded` method, or None; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
         if graded is None:

@@ -13,67 +13,45 @@ class Evaluate(Section):
     """`[evaluate]`: the metrics of validation and test."""
 
     metrics: list[str | dict[str, Any]] = Field(
-        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
-        description=(
-            "Names of metrics. A plugin's metric is `PLUGIN.NAME`, or with parameters `{ name ="
-            ' "core.recall_at", k = 5 }`.'
-        ),
+        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
     )
-    clusters: bool = Field(
-        False, description="Adds NMI and F1 of k-means clusters, where k is the number of classes."
-    )
-    exclude: str | None = Field(
-        None,
-        description=(
-            "A column of metadata, such as `camera`. A query skips gallery items that share its"
-            " value, as in cross-camera, cross-vendor or cross-session search."
-        ),
-    )
-    exclude_label: Literal["any", "same"] = Field(
-        "any",
-        description=(
-            "Which items `exclude` skips: `any` skips all that share the query's value; `same`"
-            " skips only those that also have its label, so that the others stay as distractors"
-            " (the protocols of Market-1501 and VeRi-776)."
-        ),
-    )
-    levels: list[str] = Field(
-        [],
-        description=(
-            "Columns of metadata with coarser classes than the label, finest first, such as"
-            " `genus`, `family`. `ndcg_at_K` then grades an item by the finest level that it shares"
-            " with the query; the label is the finest of all."
-        ),
-    )
-    tags: str | None = Field(
-        None,
-        description=(
-            "A column of metadata with several labels per item, separated by `;`. Items match if"
-            " they share a label; `ndcg_at_K` grades by the number of shared labels. Training still"
-            " uses each item's single label."
-        ),
-    )
-    by: str | None = Field(
-        None,
-        description="A column of metadata, such as `vendor`, for separate metrics of each value.",
-    )
-    gallery_items: Count | None = Field(
-        None,
-        description=(
-            "Number of random test items of each class that form the gallery; the others are"
-            " queries. Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID."
-            " By default the data's own roles decide."
-        ),
-    )
-    repetitions: Count = Field(
-        10, description="Number of random galleries that `gallery_items` draws."
-    )
-    open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
-        [],
-        description=(
-            "False acceptance rates. Each adds DIR@FAR: the share of known queries that are"
-            " identified, at a threshold that accepts this share of unknown queries (their class is"
-            " not in the gallery)."
-        ),
-    )
-    batch: Count = Field(256, description="Number of images encoded at a time.")
+    """Names of metrics. A plugin's metric is `PLUGIN.NAME`, or with parameters `{ name =
+    "core.recall_at", k = 5 }`.
+    """
+    clusters: bool = False
+    """Adds NMI and F1 of k-means clusters, where k is the number of classes."""
+    exclude: str | None = None
+    """A column of metadata, such as `camera`. A query skips gallery items that share its value,
+    as in cross-camera, cross-vendor or cross-session search.
+    """
+    exclude_label: Literal["any", "same"] = "any"
+    """Which items `exclude` skips: `any` skips all that share the query's value; `same` skips
+    only those that also have its label, so that the others stay as distractors (the protocols
+    of Market-1501 and VeRi-776).
+    """
+    levels: list[str] = Field([])
+    """Columns of metadata with coarser classes than the label, finest first, such as `genus`,
+    `family`. `ndcg_at_K` then grades an item by the finest level that it shares with the query;
+    the label is the finest of all.
+    """
+    tags: str | None = None
+    """A column of metadata with several labels per item, separated by `;`. Items match if they
+    share a label; `ndcg_at_K` grades by the number of shared labels. Training still uses each
+    item's single label.
+    """
+    by: str | None = None
+    """A column of metadata, such as `vendor`, for separate metrics of each value."""
+    gallery_items: Count | None = None
+    """Number of random test items of each class that form the gallery; the others are queries.
+    Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID. By default the
+    data's own roles decide.
+    """
+    repetitions: Count = 10
+    """Number of random galleries that `gallery_items` draws."""
+    open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field([])
+    """False acceptance rates. Each adds DIR@FAR: the share of known queries that are
+    identified, at a threshold that accepts this share of unknown queries (their class is not in
+    the gallery).
+    """
+    batch: Count = 256
+    """Number of images encoded at a time."""

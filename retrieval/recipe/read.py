@@ -23,7 +23,7 @@ from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.section import Section
-from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
+from retrieval.recipe.tables import Tables, host_keys
 
 if TYPE_CHECKING:
     from retrieval.serving.files.places import StrPath
@@ -183,13 +183,9 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Return the checked recipe of a table; see `read_recipe`.
+    """Return the checked recipe of a table, whose path is `where`; see `read_recipe`.
 
-    Args:
-        table: the recipe's tables.
-        where: the recipe's path, for error messages.
-        objects: Python objects that replace named parts, by table.
-        plugins: the loaded plugins; by default those that are installed or named in the recipe.
+    `plugins` are the loaded plugins; by default those that are installed or named in the recipe.
     """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
@@ -197,7 +193,7 @@ def check_recipe(
     table = with_objects(table, objects)
     recipe, faults = read_tables(table)
     problems = [
-        _bracketed(fault) + option_hint(recipe, place)
+        _bracketed(fault) + option_hint(recipe, table, place)
         for place, fault in faults.items()
         # `plugins.check` reports a missing or wrong name.
         if not (place[0] in COMPONENTS and place[1:] == ("name",))
@@ -240,48 +236,21 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
 def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     """Return the recipe and the problems of its tables by place.
 
-    If there are problems, the recipe holds only the valid entries, so that later checks can run.
+    If there are problems, the recipe holds only the tables without one, so that later checks can
+    run.
     """
     values, faults = check_values(Tables, table)
-    if not faults:
-        return Tables(**values), faults
+    if faults:
+        wrong = {place[0] for place in faults}
+        kept = {name: value for name, value in table.items() if name not in wrong}
+        values, _ = check_values(Tables, {"data": {}, "backbone": {}, **kept})
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             text = shown(table[name])
             faults[name,] += (
                 f' Write: [{name}] name = {text}, or in Python {name}={{"name": {text}}}.'
             )
-    kept = _without(table, {_entry(table, place) for place in faults})
-    for name in ("data", "backbone"):
-        kept.setdefault(name, {})
-    values, rest = check_values(Tables, kept)
-    if rest:  # removing an entry caused another problem, such as a list that is too short
-        values, _ = check_values(
-            Tables, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
-        )
-    return (Tables(**values) if values else Tables(data=Component(), backbone=Backbone())), faults
-
-
-def _entry(table: Mapping[str, Any], place: Place) -> Place:
-    """Return the place to leave out for a fault; a fault in a plain list leaves out the list."""
-    value: Any = table
-    for i, step in enumerate(place):
-        if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
-            return place[:i]
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        else:
-            value = value[int(step)] if isinstance(value, list) else None
-    return place
-
-
-def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
-    """Return a copy of a table without the entries at the wrong places."""
-    if not isinstance(value, Mapping | list):
-        return value
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-    kept = {k: _without(v, wrong, (*place, k)) for k, v in entries if (*place, k) not in wrong}
-    return kept if isinstance(value, Mapping) else [*kept.values()]
+    return Tables(**values), faults
 
 
 def _bracketed(problem: str) -> str:
@@ -319,9 +288,6 @@ def to_toml(recipe: Tables) -> str:
     return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
 
 
-_SERVE_THE_LOSS = ("miner", "generator")  # of no use without a loss
-
-
 def apply_overrides(
     table: dict[str, Any], overrides: Sequence[str], components: Collection[str] = ()
 ) -> None:
@@ -331,48 +297,41 @@ def apply_overrides(
     `loss=none` removes the component's table, and with the loss also miner and generator.
     `key.path=none` removes a key that the recipe sets, so that its default applies.
 
-    Args:
-        table: the recipe's tables.
-        overrides: the texts.
-        components: the tables that count as components.
+    `components` are the tables that count as components.
 
     Raises:
         RecipeError: the message lists the texts that cannot be applied.
     """
-    overrides = [text for text in overrides if not _removed(table, text, components)]
+    changes: list[tuple[str, str, str]] = []
     for text in overrides:
-        _switch(table, text, components)
-    problems = [f"The change {text}: {p}" for text in overrides if (p := _override(table, text))]
+        key, sep, value = (part.strip() for part in text.partition("="))
+        if key in components and value.strip("'\"") == "none":
+            # miner and generator serve the loss
+            for component in (key, *(("miner", "generator") if key == "loss" else ())):
+                table.pop(component, None)
+        else:
+            changes.append((text, key if sep else "", value))
+    for _, key, value in changes:
+        component, _, last = key.partition(".")
+        now = table.get(component)
+        if component not in components or last != "name" or not isinstance(now, dict):
+            continue
+        if now.get("name") != value.strip("'\""):
+            kept = ("name", *host_keys(component))
+            table[component] = {key: now[key] for key in kept if key in now}
+    problems = [
+        f"The change {text}: {problem}"
+        for text, key, value in changes
+        if (problem := _override(table, key, value))
+    ]
     if problems:
         raise RecipeError(problems, "The command line")
 
 
-def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> bool:
-    """Remove a component if the text is `COMPONENT=none`; return whether it is."""
-    name, _, value = (part.strip() for part in text.partition("="))
-    if name not in components or value.strip("'\"") != "none":
-        return False
-    for component in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
-        table.pop(component, None)
-    return True
-
-
-def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
-    """Remove a component's parameters if the text names another part; the host's keys stay."""
-    key, _, value = (part.strip() for part in text.partition("="))
-    component, _, last = key.partition(".")
-    now = table.get(component)
-    if component not in components or last != "name" or not isinstance(now, dict):
-        return
-    if now.get("name") != value.strip("'\""):
-        table[component] = {key: now[key] for key in ("name", *host_keys(component)) if key in now}
-
-
-def _override(table: dict[str, Any], text: str) -> str | None:
+def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    key, sep, value = (part.strip() for part in text.partition("="))
     *steps, last = [step.strip() for step in key.split(".")]
-    if not sep or not all([*steps, last]):
+    if not all([*steps, last]):
         return "write it as table.key=value."
     place: Any = table
     for i, step in enumerate(steps):
@@ -387,26 +346,24 @@ def _override(table: dict[str, Any], text: str) -> str | None:
             place = place[int(step)]
         elif [*steps, last][i + 1].isdigit() and step not in place:
             return f"the recipe has no list '{path}'."
-        elif value == "none":
-            place = place.get(step, {})
         else:
-            place = place.setdefault(step, {})
+            place = place.get(step, {}) if value == "none" else place.setdefault(step, {})
         if not isinstance(place, dict | list):
             return f"{path} is {shown(place)}, not a table, so no key can be set in it."
-    if isinstance(place, dict):
-        if value != "none":
-            place[last] = _toml(value)
-        elif last in place:
-            del place[last]
-        else:
-            known = did_you_mean(last, place)
-            return f"the recipe does not set this key, so it cannot be removed.{known}"
-        return None
-    if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
-        place[int(last)] = _toml(value)
-        return None
-    first = ".".join(steps)
-    return f"{first} is a list; name an entry's key by the entry's number, as in {first}.0.{last}=…"
+    if isinstance(place, list):
+        if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
+            place[int(last)] = _toml(value)
+            return None
+        path = ".".join(steps)
+        return (
+            f"{path} is a list; name an entry's key by the entry's number, as in {path}.0.{last}=…"
+        )
+    if value != "none":
+        place[last] = _toml(value)
+    elif place.pop(last, None) is None:
+        known = did_you_mean(last, place)
+        return f"the recipe does not set this key, so it cannot be removed.{known}"
+    return None
 
 
 def _toml(value: str) -> Any:

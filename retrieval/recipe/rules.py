@@ -5,10 +5,10 @@ Each message names both sides of a conflict and says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrieval.errors import PluginError, RetrievalError
+from retrieval.errors import RetrievalError
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import DICTIONARY, OBJECT
@@ -55,7 +55,7 @@ def _check_metric(
     return []
 
 
-def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
+def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) -> str:
     """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
     from retrieval.recipe.optimizers import takes
 
@@ -65,14 +65,14 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
             " pairs would never compare items of different batches. Set the batch size in"
             " [sampler], and [train] chunk to the number of rows that fit into memory."
         )
-    section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
-    if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
+    if len(place) != 2 or place[0] not in ("optimizer", "generator_optimizer", "schedule"):
         return ""
-    if not takes(
-        "schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])
-    ):
+    kind = "schedule" if place[0] == "schedule" else "optimizer"
+    fields = type(getattr(recipe, kind)).model_fields
+    name, key = str(table[place[0]].get("name", fields["name"].default)), str(place[1])
+    if key in fields or not takes(kind, name, key):
         return ""
-    return f" It is an argument of {section.name}: write options.{place[1]}."
+    return f" It is an argument of {name}: write options.{key}."
 
 
 Rule = tuple[Any, str]
@@ -82,15 +82,14 @@ Rule = tuple[Any, str]
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
     """Return conflicts between a recipe's tables; `present` names its tables of parts."""
     has = set(present)
-    rules = [*_trained(recipe, has), *_generator(recipe, has), *_once(recipe, has)]
-    rules += _training(recipe, has)
+    rules = [*_parts(recipe, has), *_once(recipe, has), *_training(recipe, has)]
     for phase in recipe.phase:
         rules += _phase(recipe, phase, has)
     return _loss(recipe) + [message for broken, message in rules if broken]
 
 
-def _trained(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of the loss, the learner and the head."""
+def _parts(recipe: Tables, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of the loss, the learner, the head and the generator."""
     needs = "a recipe needs either a [loss] or a [learner]"
     yield {"loss", "learner"} <= has, f"{needs}, not both: remove one."
     yield not {"loss", "learner"} & has, f"{needs}; it has neither."
@@ -99,36 +98,24 @@ def _trained(recipe: Tables, has: set[str]) -> Iterator[Rule]:
             name in has and "learner" in has and "loss" not in has,
             f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two.",
         )
-    head = recipe.head
-    for name, changed in (
-        ("identity", head.identity),
-        ("hidden", head.hidden),
-        ("normalize", not head.normalize),
+    head, train, own = recipe.head, recipe.train, recipe.generator_optimizer
+    changed = {"identity": head.identity, "hidden": head.hidden, "normalize": not head.normalize}
+    for key in changed:
+        yield (
+            changed[key] and "combiner" in has,
+            f"[head] {key}: a [combiner] brings its own head. Remove one of the two.",
+        )
+    for key, is_set, users in (
+        ("[generator_optimizer]", own, ["generator"]),
+        ("[train] real_weight", train.real_weight, ["generator"]),
+        ("[train] coupling", train.coupling != "separate", ["generator"]),
+        ("[train] mine", train.mine != "before", ["generator"]),
+        ("[train] loss_weight", train.loss_weight != 1, ["generator", "combiner"]),
     ):
         yield (
-            changed and "combiner" in has,
-            f"[head] {name}: a [combiner] brings its own head. Remove one of the two.",
+            is_set and not has & {*users},
+            f"{key} is of no use without a [{'] or a ['.join(users)}]. Remove it.",
         )
-
-
-def _generator(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of the generator and its learning rates."""
-    train, own = recipe.train, recipe.generator_optimizer
-    for key, changed in (
-        ("[generator_optimizer]", own),
-        ("[train] real_weight", train.real_weight),
-        ("[train] coupling", train.coupling != "separate"),
-        ("[train] mine", train.mine != "before"),
-    ):
-        yield (
-            changed and "generator" not in has,
-            f"{key} is of no use without a [generator]. Remove it.",
-        )
-    yield (
-        train.loss_weight != 1 and not has & {"generator", "combiner"},
-        "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the"
-        " [optimizer]'s lr.",
-    )
     for part in own.lr_factor if own else ():
         yield (
             part != "generator",
@@ -144,37 +131,28 @@ def _generator(recipe: Tables, has: set[str]) -> Iterator[Rule]:
 
 def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
     """Yield rules of a backbone whose features are computed only once."""
-    train, learner = recipe.train, "learner" in has
-    frozen = recipe.backbone.frozen
+    train, learner, frozen = recipe.train, "learner" in has, recipe.backbone.frozen
     by = "[backbone] frozen = true" if frozen else "a [learner]"
-    once = f"with {by} its features are computed only once"
-    yield (
-        (frozen or learner) and recipe.augmentation.active,
-        f"[augmentation] changes images in every epoch, but {once}. "
-        + ("Remove one of the two." if frozen else "Remove the [augmentation]."),
-    )
-    yield (
-        (frozen or learner) and train.compile,
-        f"[train] compile speeds up a training backbone, but {once}. Remove compile.",
-    )
-    yield (
-        (frozen or learner) and train.chunk,
-        f"[train] chunk saves memory of a training backbone, but {once}. Remove chunk.",
-    )
-    for key, changed in (
+    for key, is_set, does in (
+        ("[augmentation]", recipe.augmentation.active, "changes images in every epoch"),
+        ("[train] compile", train.compile, "speeds up a training backbone"),
+        ("[train] chunk", train.chunk, "saves memory of a training backbone"),
+        ("[lora]", recipe.lora and frozen, "trains additions to the backbone"),
+    ):
+        yield (
+            (frozen or learner) and is_set,
+            f"{key} {does}, but with {by} its features are computed only once. Remove"
+            f" {key.removeprefix('[train] ')}.",
+        )
+    for key, value in (
         ("[lora]", recipe.lora),
         ("[train] ema", train.ema),
         ("[train] average_last", train.average_last),
     ):
         yield (
-            learner and changed,
+            learner and value,
             f"{key}: a [learner] is fitted once, without training steps. Remove {key}.",
         )
-    yield (
-        recipe.lora and frozen,
-        "[lora] trains additions to the backbone, but [backbone] frozen = true keeps it fixed."
-        " Remove one of the two.",
-    )
 
 
 def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
@@ -218,15 +196,12 @@ def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
             f'[augmentation] mix = "{augmentation.mix}" gives items two labels, but a [{table}]'
             " needs one label per item. Remove one of the two.",
         )
-    for where, section in (
-        ("[optimizer]", recipe.optimizer),
-        ("[generator_optimizer]", recipe.generator_optimizer),
-    ):
+    for name in ("optimizer", "generator_optimizer"):
+        section = getattr(recipe, name)
+        decays = section and section.weight_decay
         yield (
-            section
-            and section.weight_decay
-            and not takes("optimizer", section.name, "weight_decay"),
-            f"{where} weight_decay: {section and section.name} takes none.",
+            decays and not takes("optimizer", section.name, "weight_decay"),
+            f"[{name}] weight_decay: {section and section.name} takes none.",
         )
     for key, is_set in (
         ("[train] patience", train.patience),
@@ -241,7 +216,7 @@ def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
 
 def _phase(recipe: Tables, phase: Phase, has: set[str]) -> Iterator[Rule]:
     """Yield rules of one phase."""
-    where, augmentation = f"[[phase]] {phase.name}:", recipe.augmentation
+    where, views = f"[[phase]] {phase.name}:", recipe.augmentation.views
     only, generator = phase.train == ["generator"], "generator" in has
     yield not phase.train, f"{where} train must name at least one part."
     yield (
@@ -258,20 +233,14 @@ def _phase(recipe: Tables, phase: Phase, has: set[str]) -> Iterator[Rule]:
         " [generator_optimizer]. Use generator_lr.",
     )
     yield (
-        phase.generator_lr and not generator,
-        f"{where} generator_lr is of no use without a [generator]. Remove it.",
+        phase.generator_lr and not (generator and "generator" in phase.train),
+        f"{where} generator_lr is of no use unless a [generator] trains in this phase. Remove it,"
+        ' or add "generator" to train.',
     )
     yield (
-        phase.generator_lr and generator and "generator" not in phase.train,
-        f"{where} generator_lr is of no use because the generator does not train. Remove it, or add"
-        ' "generator" to train.',
-    )
-    idle = "augment" in phase.model_fields_set and not augmentation.active
-    yield idle, f"{where} augment is of no use without an [augmentation]. Remove it."
-    yield (
-        not idle and not phase.augment and augmentation.views > 1,
+        not phase.augment and views > 1,
         f"{where} augment = false makes all views of an item equal, but [augmentation] views ="
-        f" {augmentation.views} needs different ones. Remove one of the two.",
+        f" {views} needs different ones. Remove one of the two.",
     )
 
 
@@ -291,9 +260,10 @@ def _loss(recipe: Tables) -> list[str]:
         names.sort(key=lambda full_name: not full_name.startswith(same_plugin))
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
-    if combiner and not plugins.every(
-        "losses", loss, lambda f: not any(p.per_width for p in f.parameters)
-    ):
+    def every(test: Callable[[Factory], bool]) -> bool:
+        return plugins.every("losses", loss, test)
+
+    if combiner and not every(lambda f: not any(p.per_width for p in f.parameters)):
         problems.append(
             f"[combiner] {combiner} compares whole codes, but {name} trains shortened embeddings."
             " Remove one of the two."
@@ -310,12 +280,12 @@ def _loss(recipe: Tables) -> list[str]:
             for table, part in (("loss", recipe.loss), ("miner", recipe.miner))
             if part and "distance" in part.parameters
         ]
-    if generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
+    if generator and not every(lambda f: f.supports_ref_emb):
         problems.append(
             f"[generator] {generator} extends the reference set, and {name} takes no `ref_emb`. "
             f"Use a loss that does: {alternatives(lambda f: f.supports_ref_emb)}."
         )
-    elif generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
+    elif generator and not every(lambda f: f.supports_miner):
         problems.append(
             f"[generator] {generator} makes a negative for each triplet, but {name} picks its own"
             " pairs. Use a loss that takes triplets:"
@@ -329,7 +299,7 @@ def _loss(recipe: Tables) -> list[str]:
                 f'[train] mine = "after" needs a miner that picks from a reference set, but {miner}'
                 ' takes no `ref_emb`. Use mine = "before", or another miner.'
             )
-    if miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
+    if miner and not every(lambda f: f.supports_miner):
         problems.append(
             f"[miner] {miner} picks pairs or triplets, but {name} has no use for them. Remove the"
             f" [miner], or use a loss that takes them: {alternatives(lambda f: f.supports_miner)}."
@@ -339,16 +309,10 @@ def _loss(recipe: Tables) -> list[str]:
 
 def _measures(plugins: Plugins, values: Any) -> bool:
     """Return whether a loss, or else every loss that it wraps, takes a distance."""
-    wrapped: list[Any] = []
-    try:
-        factory = plugins.find(
-            "losses", str(values.get("name") if isinstance(values, dict) else values)
-        )
-    except PluginError:
-        return True  # reported already
-    if factory.takes("distance"):
+    table = values if isinstance(values, dict) else {"name": values}
+    factory = plugins.named("losses", str(table.get("name")))
+    if factory is None or factory.takes("distance"):
         return True
-    for p in factory.parameters:
-        if p.part == "losses" and isinstance(values, dict) and p.name in values:
-            wrapped += values[p.name] if isinstance(values[p.name], list) else [values[p.name]]
+    parts = [table[p.name] for p in factory.parameters if p.part == "losses" and p.name in table]
+    wrapped = [loss for part in parts for loss in (part if isinstance(part, list) else [part])]
     return bool(wrapped) and all(_measures(plugins, loss) for loss in wrapped)

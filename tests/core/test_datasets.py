@@ -15,10 +15,8 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
-from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
-from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -188,18 +186,13 @@ def test_a_bad_image_is_named_when_it_is_met(damaged):
         list(inputs(data, range(7), PRE, 2))
 
 
-def test_skip_bad_names_and_leaves_out(damaged, cache, caplog):
-    for _ in range(2):  # looked at, then remembered
-        caplog.clear()
-        data = build("image_folder", folder=damaged, skip_bad=True)
-        assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
-        assert "4 of 7 images cannot be read" in caplog.text
-        for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
-            assert name in caplog.text
-        assert torch_sum(data) == 3 * 3 * 36 * 100
-    (kept,) = (cache / "readable").iterdir()
-    kept.write_text("{broken")
-    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
+def test_skip_bad_names_and_leaves_out(damaged, caplog):
+    data = build("image_folder", folder=damaged, skip_bad=True)
+    assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
+    assert "4 of 7 images cannot be read" in caplog.text
+    for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
+        assert name in caplog.text
+    assert torch_sum(data) == 3 * 3 * 36 * 100
     picture(damaged / "b" / "text.png")  # mended
     assert len(build("image_folder", folder=damaged, skip_bad=True)) == 4
     for place in ("a/1.png", "a/2.png", "b/1.png", "b/text.png"):
@@ -209,12 +202,6 @@ def test_skip_bad_names_and_leaves_out(damaged, cache, caplog):
 
 def torch_sum(data: Dataset) -> int:
     return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
-
-
-def test_skip_bad_without_a_cache(damaged, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
-    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
 
 
 def test_csv(tmp_path):
@@ -266,10 +253,7 @@ def test_all_problems_of_a_csv_at_once(tmp_path):
     [
         (b"", "no column 'path'"),
         (b"path,label\n", "it lists no image"),
-        (b"paht,label\nx,y\n", "no column 'path' .it has: paht, label.*Rename 'paht'"),
         (b"path;label\nx;y\n", "separated by commas"),
-        (b"path,label,label\n", "names 'label' twice"),
-        (b"path,label,\n", "a column without a name.*index=False"),
         (b"path,label\n\xff\xfe,a\n", "is not UTF-8 text"),
         (b'path,label\n"x,a\n', "is not valid CSV, near line 2"),
         (b"path,label\n\0x,a\n", "list.csv"),
@@ -298,7 +282,6 @@ def test_features(tmp_path):
 
 
 GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", "a"])}
-NOT_FINITE = np.array([[1, np.nan], [1, 1], [np.inf, 0]])
 SHAPE = "features must have the shape (N, F), not "
 
 
@@ -307,8 +290,6 @@ SHAPE = "features must have the shape (N, F), not "
     [
         ({"labels": None}, ["no array 'labels' (it has: features)"]),
         ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
-        ({"features": NOT_FINITE}, ["2 rows of features hold NaN", ": 0, 2."]),
-        ({"features": np.array([[1, 0], [1, 1e300], [1, 0]])}, ["1 row of features holds", ": 1."]),
         (
             {"features": np.zeros((3, 2), complex)},
             ["features must be real numbers, not complex128"],
@@ -359,9 +340,6 @@ def test_parquet_reads_tables_and_folders_of_embeddings(tmp_path):
     assert data.splits == columns["split"] and data.roles is None
     assert data.metadata[0] == {"price": 5}
     assert (np.stack([data[place] for place in range(6)]) == values).all()
-    del columns["label"]
-    pq.write_table(pa.table(columns), tmp_path / "u.parquet")
-    refused("parquet", "6 of 6 items have no label", path=tmp_path / "u.parquet")
     refused("parquet", "is not a folder of embeddings", path=tmp_path)
     refused("parquet", "does not exist", path=tmp_path / "none")
 
@@ -444,31 +422,8 @@ def test_csv_of_oml(tmp_path):
     refused("csv", r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is", manifest=file)
 
 
-def test_check_says_how_deep_it_read(tmp_path):
-    for number in range(16):
-        name = f"{'ab'[number % 2]}/{'cd'[number // 2 % 2]}/{number}.png"
-        picture(tmp_path / "photos" / name, 10 * number)
-    data = {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
-    recipe = {
-        "name": "deep",
-        "data": {**data, "levels": ["brand", "model"], "label": "brand"},
-        "split": {"by": "item", "validation": 0},
-        "sampler": {"classes": 2, "items": 2},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
-        "loss": {"name": "pml.triplet_margin"},
-        "train": {"epochs": 1},
-    }
-    notes = [line for line in run_one_batch(read_recipe(recipe)) if line.startswith("note: ")]
-    assert any("2 levels of folders (brand/model)" in note for note in notes)
-
-
 def test_csv_skip_bad(damaged):
     names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
     manifest = damaged / "list.csv"
     manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
     assert build("csv", manifest=manifest, skip_bad=True).keys == ["a/1.png", "a/2.png", "b/1.png"]
-
-
-def test_csv_that_is_not_there(tmp_path):
-    refused("csv", r"does not exist\. Relative paths start at", manifest=tmp_path / "list.csv")
-    refused("csv", "cannot be read", manifest=tmp_path)

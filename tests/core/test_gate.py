@@ -17,7 +17,7 @@ from PIL import Image
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import is_missing, usable
 from retrieval.data.splits import sides
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError
 from retrieval.run.build import build_dataset
 from retrieval.serving.index.sources import collect
 
@@ -53,15 +53,15 @@ def refused(read: Write, folder: Path, says: str, **columns: Any) -> None:
 def test_vectors_that_are_not_finite_are_refused(read, tmp_path):
     vectors, large = VECTORS.copy(), VECTORS.astype(float)
     vectors[5, 1], vectors[7, 0], large[3, 0] = np.nan, np.inf, 1e300
-    says = r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem"
+    says = r"features hold NaN, infinity or numbers too large for 32 bits in 2 rows: 5, 7\. Rem"
     refused(read, tmp_path, says, features=vectors)
-    refused(read, tmp_path, "1 row of features holds NaN", features=large)
+    refused(read, tmp_path, "for 32 bits in 1 rows: 3", features=large)
 
 
 def test_null_inside_a_vector_is_refused(tmp_path):
     rows: list[list[float | None]] = VECTORS.tolist()
     rows[4][2] = None
-    refused(parquet, tmp_path, r"1 row of features holds NaN.*: 4", features=rows)
+    refused(parquet, tmp_path, "features hold NaN.* in 1 rows: 4", features=rows)
 
 
 @both
@@ -76,13 +76,13 @@ def test_missing_labels_of_a_table_are_refused(missing, tmp_path):
     if isinstance(missing, float):
         labels = [float(label) for label in labels]
     labels[2] = labels[9] = missing
-    says = r"2 of 12 items have no label: v/2, v/9\. Give each one"
+    says = r"2 of 12 items have no label: v/2, v/9\. Label them"
     refused(parquet, tmp_path, says, label=labels)
 
 
 def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path):
     labels = np.array([float("nan"), *LABELS[1:]])
-    refused(npz, tmp_path, "1 of 12 items has no label: 0", label=labels)
+    refused(npz, tmp_path, "1 of 12 items have no label: 0", label=labels)
     items = collect([tmp_path / "v.npz"], "features").items
     assert [items[0].label, items[1].label] == [None, "class 1"]
 
@@ -106,7 +106,7 @@ def test_hugging_face_labels_pass_the_gate(tmp_path):
         features = datasets.Features({"image": datasets.Image(), "label": feature})
         table = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
         table.save_to_disk(str(tmp_path / name))
-        with pytest.raises(DataError, match="1 of 4 items has no label: 2"):
+        with pytest.raises(DataError, match="1 of 4 items have no label: 2"):
             retrieval.create("dataset", "core.huggingface", source=str(tmp_path / name), test=None)
 
 
@@ -124,12 +124,12 @@ class Own(retrieval.plugin.Dataset):
 
 
 def test_a_plugins_own_dataset_passes_it_too():
-    says = r"(?s)has 2 problems.*1 of 5 items has no label: z.*'x' is the key of 2"
+    says = r"(?s)has 2 problems.*1 of 5 items have no label: z.*'x' is the key of 2"
     with pytest.raises(DataError, match=says):
         usable(Own(), "The dataset own")
     parts = {"backbone": {"name": "core.features"}, "loss": {"name": "pml.triplet_margin"}}
     recipe = retrieval.read_recipe({"data": Own(), "split": {"by": "item"}, **parts})
-    with pytest.raises(PluginError, match="2 items have the key 'x'"):
+    with pytest.raises(DataError, match="'x' is the key of 2 items"):
         build_dataset(recipe)
 
 
@@ -144,7 +144,7 @@ def test_long_arrays_are_looked_through_in_blocks():
     vectors = np.zeros((200_000, 2), np.float32)
     vectors[199_999, 1] = np.inf
     data = ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features")
-    with pytest.raises(DataError, match="32 bits: 199999"):
+    with pytest.raises(DataError, match="32 bits in 1 rows: 199999"):
         usable(data, "x")
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from retrieval.data.augment import Changes, Drawing
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
-from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.run.check_data import font_of, preview
 from torch import Tensor
@@ -80,20 +80,6 @@ def test_every_transform_follows_from_the_seed_alone(name, channels):
     assert len({each.numpy().tobytes() for each in first}) > 1
 
 
-def test_what_an_own_subclass_draws_late_follows_from_the_seed_too():
-    from torchvision.transforms import v2
-
-    class Late(v2.RandomInvert):
-        def transform(self, pixels, params):
-            return pixels + torch.randint(5, pixels.shape).to(torch.uint8)
-
-    transform, pixels, found = Late(1.0), noise(1), []
-    for _ in range(2):
-        with Drawing(3):
-            found.append(transform(pixels))
-    assert torch.equal(*found) and not torch.equal(found[0], pixels)
-
-
 def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
     """The model's dropout draws from the global generator meanwhile."""
     transform, pixels, stop = built("RandAugment"), noise(3), threading.Event()
@@ -118,25 +104,6 @@ def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
         for thread in threads:
             thread.join()
     assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
-
-
-@pytest.mark.parametrize("crop", [None, (0.5, 1.0)])
-def test_batches_are_the_same_wherever_a_run_goes_on(digits, crop):
-    transforms = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
-    changes = Augmentation(crop_scale=crop, transforms=transforms)
-    sampler = Sampler(classes=4, items=3, batches=4)
-
-    def inputs(augmentation, **options) -> list[Tensor]:
-        return [rows for rows, _ in batches(digits, sampler, augmentation).epoch(2, **options)]
-
-    whole = inputs(changes)
-    resumed = inputs(changes, start=2)
-    assert all(torch.equal(a, b) for a, b in zip(whole[2:], resumed, strict=True))
-    shares = (inputs(changes, rank=rank, world=2) for rank in (0, 1))
-    for *parts, batch in zip(*shares, whole, strict=True):
-        assert torch.equal(torch.cat(parts), batch)
-    plain = inputs(Augmentation(crop_scale=crop))
-    assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 
 class TestViews:
@@ -173,62 +140,22 @@ class TestViews:
         said = problems(augmentation={"positives": "item", "horizontal_flip": 0.5})
         assert "Set views to 2" in said and "Set items = 1" in said
 
-    def test_a_net_learns_from_views_alone(self, tmp_path):
-        """SimCLR's loss, Chen et al., ICML 2020."""
-        from retrieval import train
-
-        recipe = Recipe(
-            data={"name": "core.digits"},
-            backbone={"name": "core.convnet", "width": 16, "depth": 2, "size": 8},
-            split={"by": "item"},
-            sampler={"classes": 64, "items": 1, "batches": 20},
-            augmentation={
-                "transforms": [
-                    {
-                        "name": "RandomAffine",
-                        "degrees": 15,
-                        "translate": [0.15, 0.15],
-                        "scale": [0.7, 1.1],
-                    }
-                ],
-                "views": 2,
-                "positives": "item",
-            },
-            head={"embedding_size": 16},
-            loss={"name": "pml.nt_xent", "temperature": 0.2},
-            optimizer={"lr": 0.003},
-            train={"epochs": 2},
-        )
-        run = train(recipe, tmp_path / "run", progress=False)
-        few = {
-            "optimizer": {"lr": 1e-12},
-            "sampler": {"classes": 64, "items": 1, "batches": 1},
-            "train": {"epochs": 1},
-        }
-        before = read_recipe({**recipe.model_dump(exclude_unset=True), **few})
-        untrained = train(before, tmp_path / "untrained", progress=False)
-        trained, raw = (
-            each.evaluate(progress=False).metrics["trained"]["map_at_r"]
-            for each in (run, untrained)
-        )
-        assert trained > raw + 0.1
-
 
 class TestFaults:
     def message(self, transform):
         changes = Changes(Augmentation(transforms=["X"]), (transform,))
-        draws = changes.draw(0, 0, 0, 1)
+        draws = changes.draw(0, 0, 0, 1)[0]
         with pytest.raises(DataError) as failed:
-            changes.transformed(np.zeros((1, 3, 8, 8), np.uint8), draws)
+            changes.transformed(np.zeros((3, 8, 8), np.uint8), draws)
         return str(failed.value)
 
     def test_a_transform_that_changes_size_type_or_kind(self):
         assert re.search(
-            r"transforms\.0 \(function\) gives uint8 \(3, 4, 8\).*uint8 \(3, 8, 8\)",
+            r"transforms\.0 \(function\) gives a tensor of shape \(3, 4, 8\).*shape \(3, 8, 8\)",
             self.message(lambda x: x[:, :4]),
         )
-        assert "gives float32 (3, 8, 8)" in self.message(lambda x: x / 255)
-        assert "gives ndarray instead of a tensor" in self.message(lambda x: x.numpy())
+        assert "shape (3, 8, 8) and type float32" in self.message(lambda x: x / 255)
+        assert "gives a numpy array" in self.message(lambda x: x.numpy())
 
     def test_a_transform_that_fails(self):
         assert "transforms.0 (function) fails: ZeroDivisionError" in self.message(
@@ -237,7 +164,7 @@ class TestFaults:
 
     def test_what_could_not_be_repeated(self):
         said = self.message(lambda x: (x + torch.rand_like(x.float())).to(torch.uint8))
-        assert "calls torch.rand_like" in said and "Use torch.rand(x.shape)." in said
+        assert "calls torch.rand_like" in said and "Use torch.rand," in said
 
     def test_names_and_parameters(self):
         with pytest.raises(RecipeError) as refused:
@@ -303,13 +230,3 @@ class TestPreview:
             assert sheet.height == 2 * (84 + 18) + 4
         wrong = cli("data", "show", str(recipe), "--output", str(tmp_path / "sheet.jpg"))
         assert wrong.code == 2 and ".png" in wrong.err
-
-    def test_vectors_are_refused(self):
-        tables = {
-            **RECIPE,
-            "data": {"name": "core.features", "file": "x.npz"},
-            "backbone": {"name": "core.features"},
-        }
-        recipe = Recipe(**tables)
-        with pytest.raises((RecipeError, DataError)):
-            preview(recipe)

@@ -1,4 +1,3 @@
-import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from PIL import Image
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
-from retrieval.host.files import cache_folder
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import Preprocessing
 from torch import Tensor
@@ -193,16 +191,6 @@ def test_features_must_be_finite_rows(data, tmp_path):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
 
 
-def test_cache_folder(monkeypatch, data, tmp_path):
-    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "here"))
-    assert cache_folder() == tmp_path / "here"
-    compute(Net(), data, None)
-    assert (tmp_path / "here" / "features").is_dir()
-    monkeypatch.delenv("RETRIEVAL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert "retrieval" in str(cache_folder())
-
-
 def test_a_cache_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="set RETRIEVAL_CACHE to another folder"):
@@ -218,15 +206,14 @@ def test_a_disk_that_fills_up(data, tmp_path):
     assert 0 < net.items < 37
 
 
-def test_two_at_once_compute_once(data, tmp_path, caplog):
+def test_two_at_once_compute_once(data, tmp_path):
     class Slow(Net):
         def __call__(self, x):
             time.sleep(0.05)
             return super().__call__(x)
 
     nets = [Slow(), Slow()]
-    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda net: compute(net, data, tmp_path), nets)
     assert sorted(net.items for net in nets) == [0, 37]
     np.testing.assert_array_equal(first, second)
-    assert "Waiting for another process" in caplog.text

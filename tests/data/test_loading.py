@@ -12,7 +12,7 @@ from batches import batches as batches_of
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
-from retrieval.data.augment import crop_box, draw_changes
+from retrieval.data.augment import Changes, MixedLabels, crop_box
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import RawInputs, TrainBatches, inputs
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
@@ -76,16 +76,6 @@ def test_batches_are_p_classes_of_m_items(digits):
         assert [by_pixels[image] for image in images] == [classes[k] for k in y]
 
 
-def test_a_small_class_repeats_its_items():
-    data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
-    loader = batches(data, None, Sampler(classes=3, items=2, batches=4))
-    assert len(loader) == 4
-    for x, y in loader.epoch(0):
-        assert x.dtype == torch.float32 and x.shape == (6, 1)
-        assert x[y == 0].flatten().tolist() == [0.0, 0.0]
-        assert len(set(x[y == 1].flatten().tolist())) == 2
-
-
 def test_epochs_and_seeds_differ_and_repeat(digits):
     loader = batches(digits)
     assert assert_same(loader.epoch(2), batches(digits).epoch(2)) == len(loader)
@@ -95,30 +85,43 @@ def test_epochs_and_seeds_differ_and_repeat(digits):
     assert not torch.equal(first, next(batches(digits, seed=-6).epoch(0))[0])
 
 
-@pytest.mark.parametrize(
-    "augmentation", [Augmentation(), Augmentation(horizontal_flip=0.5), CHANGES]
-)
-def test_an_epoch_goes_on_from_any_batch(digits, augmentation):
-    loader = batches(
-        digits, augmentation=augmentation, sampler=Sampler(classes=4, items=3, batches=25)
-    )
-    whole = list(loader.epoch(3))
-    starts = [0, 24, 25, *random.Random(1).sample(range(1, 24), 6)]
-    for start in starts:
-        assert assert_same(iter(whole[start:]), loader.epoch(3, start=start)) == 25 - start
+TRANSFORMS = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
+CHANGED = {
+    "nothing": NOTHING,
+    "mirror": Augmentation(horizontal_flip=0.5),
+    "crop": CHANGES,
+    "transforms": Augmentation(transforms=TRANSFORMS),
+    "crop and transforms": Augmentation(crop_scale=(0.5, 1.0), transforms=TRANSFORMS),
+    "mixup": Augmentation(mix="mixup", horizontal_flip=0.5),
+}
 
 
-def test_shares_make_up_the_batch(photos):
-    loader = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES)
-    whole = list(loader.epoch(1))
-    shares = [list(loader.epoch(1, start=1, rank=rank, world=3)) for rank in range(3)]
-    for i, (x, y) in enumerate(whole[1:]):
-        assert torch.equal(x, torch.cat([share[i][0] for share in shares]))
-        assert torch.equal(y, torch.cat([share[i][1] for share in shares]))
+@pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
+def test_an_epoch_goes_on_from_any_batch_and_shares_make_up_the_batch(digits, photos, changes):
+    def epoch(dataset, preprocessing, **options) -> list[list[Tensor]]:
+        sampler = Sampler(classes=4, items=3, batches=25 if dataset is digits else 3)
+        loader = batches(dataset, preprocessing, sampler, changes)
+        rows = []
+        for x, y in loader.epoch(3, **options):
+            mixed = isinstance(y, MixedLabels)
+            rows.append([x, y.own, y.other, torch.full([len(x)], y.weight)] if mixed else [x, y])
+        return rows
+
+    for dataset, preprocessing in ((digits, GREY8), (photos, Preprocessing((12, 10)))):
+        whole = epoch(dataset, preprocessing)
+        for start in (1, len(whole) // 2, len(whole) - 1, len(whole)):
+            again = epoch(dataset, preprocessing, start=start)
+            assert len(again) == len(whole) - start
+            for one, other in zip(whole[start:], again, strict=True):
+                assert all(map(torch.equal, one, other))
+        shares = [epoch(dataset, preprocessing, rank=rank, world=3) for rank in range(3)]
+        for batch, *parts in zip(whole, *shares, strict=True):
+            for tensor, *pieces in zip(batch, *parts, strict=True):
+                assert torch.equal(tensor, torch.cat(pieces))
     with pytest.raises(
         DataError, match=r"12 rows \(classes × items × views\) cannot be shared equally by 5 proc"
     ):
-        loader.epoch(0, world=5)
+        epoch(digits, GREY8, world=5)
 
 
 def test_worker_processes_give_the_same_batches(photos):
@@ -242,7 +245,10 @@ def test_a_crop_sees_the_whole_image(tmp_path):
 def test_crops_are_distributed_as_torchvisions(height, width):
     scale, ratio = (0.2, 1.0), (0.75, 4 / 3)
     ours = np.array(
-        [crop_box(row, height, width, scale, ratio) for row in draw_changes(0, 0, 0, 6000)]
+        [
+            crop_box(row, height, width, scale, ratio)
+            for row in Changes(NOTHING).draw(0, 0, 0, 6000).uniform
+        ]
     )
     transform = v2.RandomResizedCrop(8, scale=scale, ratio=ratio)
     image = torch.zeros(1, height, width)
@@ -311,17 +317,3 @@ def test_bad_images_end_in_a_sentence(tmp_path):
         data = FileDataset([tmp_path / name], ["a"], advice="Do this.")
         with pytest.raises(DataError, match=rf"(?s){name}{said}.*Do this\.$"):
             list(inputs(data, [0], GREY8, 1))
-
-
-@pytest.mark.parametrize(
-    ("array", "kind", "sentence"),
-    [
-        (np.zeros((2, 4, 4), np.float32), "image", "uint8 of shape"),
-        (np.zeros((2, 4, 4, 2), np.uint8), "image", "uint8 of shape"),
-        (np.zeros((2, 4), np.int64), "features", "floats of shape"),
-        (np.zeros((3, 4), np.float32), "features", "3 items and 2 labels"),
-    ],
-)
-def test_arrays_that_do_not_fit(array, kind, sentence):
-    with pytest.raises(DataError, match=sentence):
-        ArrayDataset(array, ["a", "b"], kind=kind)

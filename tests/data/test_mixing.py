@@ -81,22 +81,6 @@ def test_weights_follow_their_distribution_and_boxes_stay_inside(mix):
             assert 0 <= rows.start <= rows.stop <= 20 and 0 <= columns.start <= columns.stop <= 30
 
 
-def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike():
-    def epoch(**options):
-        return batches("mixup", transforms=[], horizontal_flip=0.5).epoch(2, **options)
-
-    whole = list(epoch())
-    for rank in (0, 1):
-        share = slice(6 * rank, 6 * rank + 6)
-        for (inputs, labels), (rows, every) in zip(epoch(rank=rank, world=2), whole, strict=True):
-            assert isinstance(labels, MixedLabels) and isinstance(every, MixedLabels)
-            assert torch.equal(inputs, rows[share]) and labels.weight == every.weight
-            assert torch.equal(labels.own, every.own[share])
-            assert torch.equal(labels.other, every.other[share])
-    for (inputs, _), (again, _) in zip(whole[3:], epoch(start=3), strict=True):
-        assert torch.equal(inputs, again)
-
-
 def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run

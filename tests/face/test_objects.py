@@ -133,7 +133,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache, tmp_path):
     retrieval.train(TABLES, half[1], **quiet, **objects())
     resume = {"resume": True, **quiet}
     wrong = refusal(DataError, retrieval.train, *half, **resume, **objects(margin=0.4))
-    assert "another loss: margin was 0.2" in wrong
+    assert "another loss: its margin was 0.2" in wrong
     resumed = retrieval.train(*half, **resume, **objects())
     same(whole.model.state_dict(), resumed.model.state_dict())
 

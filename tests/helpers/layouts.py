@@ -1,7 +1,6 @@
 """Small folders in the layouts of published data sets, with real pictures in them."""
 
 import itertools
-import json
 import struct
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -48,7 +47,6 @@ def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int 
         "images": [path for _, path in items],
         "image_class_labels": [c for c, _ in items],
         "bounding_boxes": ["2.0 3.0 10.0 5.0"] * len(items),
-        "train_test_split": [i % 2 for i in range(1, len(items) + 1)],
     }.items():
         lines(root / f"{name}.txt", (f"{i} {row}" for i, row in enumerate(rows, 1)))
     return root
@@ -157,13 +155,6 @@ def inat(root: Path) -> Path:
             picture(root / files[-1], len(files))
             rows.append(f"Inaturalist/{files[-1]}")
         lines(root / "Inat_dataset_splits" / f"Inat_{side}_set1.txt", rows)
-    for name, ids in (("train", (1, 3, 5, 7)), ("val", (2, 4, 6, 8))):
-        categories = {i: int(files[i - 1].split("/")[2]) for i in ids}
-        content = {
-            "images": [{"id": i, "file_name": files[i - 1]} for i in ids],
-            "annotations": [{"image_id": i, "category_id": c} for i, c in categories.items()],
-        }
-        (root / f"{name}2018.json").write_text(json.dumps(content))
     return root
 
 
@@ -178,7 +169,6 @@ def landmarks(root: Path) -> Path:
     index = images("index", range(20, 26))
     tables = {
         "train_clean": ["landmark_id,images", f"7,{train[0]} {train[1]}"],
-        "train": ["id,url,landmark_id"],
         "index_image_to_landmark": ["id,landmark_id"],
         "retrieval_solution_v2.1": [
             "id,images,Usage",
@@ -188,7 +178,6 @@ def landmarks(root: Path) -> Path:
         ],
     }
     tables["train_clean"].append(f"9,{train[2]} {train[3]}")
-    tables["train"] += [f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train)]
     tables["index_image_to_landmark"] += [f"{name},{3 + i % 2}" for i, name in enumerate(index)]
     for name, rows in tables.items():
         lines(root / f"{name}.csv", rows)

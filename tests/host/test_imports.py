@@ -38,7 +38,6 @@ MOST_ENTRIES, MOST_INNER = 16, 10
 # A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is
 # here.
 INNER = {
-    "retrieval.data.pairs": {"find_pairs", "read_people"},
     "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},

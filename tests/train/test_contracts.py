@@ -55,7 +55,7 @@ FAULTS = {
         "two": ["gave a tuple of 2", "it must give (anchor, positive, negative) or"],
         "high": ["indices from 12 to 15, but the 12 items are numbered"],
         "floats": ["type float32"],
-        "lengths": ["lengths 4, 3, 4", "of equal length"],
+        "lengths": ["shape (3,)", "of equal length"],
         "device": ["on meta (the codes are on cpu)"],
     },
     ("backbone", "same"): {

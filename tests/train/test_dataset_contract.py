@@ -58,9 +58,9 @@ GAVE = "it must give a vector"
         (
             "image",
             lambda x: torch.zeros(1, 8, 8),
-            r"tensor of shape \(1, 8, 8\) and type float32; .*to_pil",
+            r"tensor of shape \(1, 8, 8\) and type float32; it must",
         ),
-        ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .*round\(\)"),
+        ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .* from 0 to 255"),
         ("image", lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
         ("image", cut_short, "cannot read it: "),
         ("image", lambda x: 1 / 0, r"ZeroDivisionError: division by zero \(.*, line \d+\)"),
@@ -81,7 +81,6 @@ def test_what_is_no_image_or_vector_is_one_sentence_that_names_the_item(kind, ma
 
 
 NAMES = [str(i % 4) for i in range(40)]
-NOT_FINITE = np.full((40, 2), np.nan)
 LONGER = type("Longer", (Items,), {"__len__": lambda self: 50})
 
 
@@ -116,11 +115,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ({"__class__": LONGER}, "differ in length: 40 labels, 40 keys, 50 by len"),
         (
             {"arrays": PIXELS[:, 0, 0], "kind": "features"},
-            r"arrays has the shape \(40,\), and must",
-        ),
-        (
-            {"keys": [f"d/{i // 2}" for i in range(40)]},
-            "2 items have the key 'd/0', and 19 more keys are not unique",
+            r"shape \(40,\) .* must be float32 of shape \(N, F\)",
         ),
         (
             {"metadata": ["price"] * 40},
@@ -128,10 +123,6 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ),
         ({"files": ["a.png"] * 40}, "files has a str for item 0, and must have a pathlib.Path"),
         ({"arrays": PIXELS / 255}, "arrays has the type float64, and pixels must be uint8, from 0"),
-        (
-            {"arrays": NOT_FINITE, "kind": "features"},
-            "arrays holds NaN or infinity in 40 rows, first in row 0",
-        ),
     ],
 )
 def test_columns_that_break_the_contract_are_one_sentence(columns, says):

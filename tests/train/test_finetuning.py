@@ -134,7 +134,6 @@ STEPS = 'a share from 0 to below 1, "500 steps" or "2 epochs"'
         ({"schedule": PLATEAU, **UNVALIDATED}, "ReduceLROnPlateau needs a validation part"),
         ({"schedule": {**PLATEAU, "options": {"mode": "min"}}}, "takes no such argument"),
         ({"lora": {}, **FROZEN}, r"\[lora\] .*frozen"),
-        ({"phase": [{"augment": False}]}, r"augment is of no use without an \[augmentation\]"),
         ({**LEARNER, "train": {"ema": 0.9}}, r"\[train\] ema: a \[learner\] is fitted once"),
     ],
 )
