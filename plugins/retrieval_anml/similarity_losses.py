@@ -18,7 +18,7 @@ Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
 """A similarity, or `None` for no threshold; recipes write "none", because TOML has no null."""
 Positive = Annotated[float, Field(gt=0)]
-# The threshold of negatives may exceed that of positives by this much: by .01 to .03 in the paper.
+# Largest excess of the negatives' threshold over that of positives; .01 to .03 in the paper.
 OVERLAP = 0.1
 
 
@@ -50,13 +50,13 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds as numbers or `None`; raise a `ValueError` if q is well above p."""
+    """Return numbers or `None`; raise a `ValueError` if the second is well above the first."""
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
             f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}:"
-            " between the two, both positives and negatives would count as good. Thresholds are"
-            " similarities: write 1 − λ for a distance λ = 1 − cosine"
+            " a pair with a similarity between the two would hardly count, positive or negative."
+            " Thresholds are similarities: write 1 − λ for a distance λ = 1 − cosine"
         )
     return p, q
 
@@ -124,21 +124,21 @@ class DANMLoss(SimilarityLoss):
     batch; the thresholds p and q stabilise the gap. A positive that is more similar than p and a
     negative that is less similar than q hardly count.
 
-    The paper's λ can be read in two ways. Equation 22 reads them as distances 1 − cosine: p = 1 −
-    λ₁, q = 1 − λ₂. The values in the experiments (λ₁ of .5 to .65, λ₂ .01 to .03 more) suggest
-    similarities: p = λ₁, q = λ₂.
+    The paper's λ₁ and λ₂ can be read in two ways. In equation 22 they are distances 1 − cosine: p =
+    1 − λ₁, q = 1 − λ₂. Their values in the experiments (λ₁ from .5 to .65, λ₂ larger by .01 to .03)
+    suggest similarities: p = λ₁, q = λ₂.
 
     With ℓ(x) = x and p = q, the loss is Multi-Similarity minus a constant that depends on the
-    number of pairs. An anchor without any pair has loss 0. Without a threshold for positives, so
-    has an anchor without positives; likewise for negatives. A distance D of a combiner becomes s =
-    1 − D²/2.
+    number of pairs. An anchor without any pair has loss 0. If p is "none", an anchor without
+    positives has loss 0 too; if q is "none", so does one without negatives. A distance D of a
+    combiner becomes s = 1 − D²/2.
 
     Args:
         gamma1: γ₁. The larger |γ₁|, the more the least similar positives count; 0 averages all. The
             sign, which is negative in the paper, has no effect.
         gamma2: γ₂. The larger it is, the more the most similar negatives count.
-        positive_threshold: p, a similarity added to the positives; "none" disables it.
-        negative_threshold: q, a similarity added to the negatives; "none" disables it.
+        positive_threshold: p, the similarity of one extra positive; "none" leaves it out.
+        negative_threshold: q, the similarity of one extra negative; "none" leaves it out.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
         distance: how two embeddings are compared; the cosine by default.
@@ -205,17 +205,17 @@ class ImprovedLiftedLoss(SimilarityLoss):
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
           + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    where s is the cosine. An anchor without any pair has loss 0. Without a threshold for positives,
-    so has an anchor without positives; likewise for negatives. A distance D of a combiner becomes s
-    = 1 − D²/2.
+    where s is the cosine. An anchor without any pair has loss 0. If p is "none", an anchor without
+    positives has loss 0 too; if q is "none", so does one without negatives. A distance D of a
+    combiner becomes s = 1 − D²/2.
 
     Args:
         gamma1: γ₁. The larger it is, the more the least similar positives count.
         gamma2: γ₂. The larger it is, the more the most similar negatives count.
-        positive_threshold: p, the paper's λ₁, a similarity added to the positives; "none" disables
-            it.
-        negative_threshold: q, the paper's λ₂, a similarity added to the negatives; "none" disables
-            it.
+        positive_threshold: p, the paper's λ₁, the similarity of one extra positive; "none" leaves
+            it out.
+        negative_threshold: q, the paper's λ₂, the similarity of one extra negative; "none" leaves
+            it out.
         margin: margin of the hinge.
         distance: how two embeddings are compared; the cosine by default.
         reducer: reduces the anchors' losses to one number; the mean by default.
@@ -282,9 +282,9 @@ class ImprovedNPairLoss(SimilarityLoss):
 
     with one pair per class, where s is the inner product of the unscaled embeddings. The first two
     items of each class in the batch are the pairs of a first round, the next two those of a second
-    round, and so on. An odd item is left out. With a reference set, i⁺ comes from that set.
-    With a miner, each positive pair (i, i⁺) is compared with the miner's negatives of anchor i. A
-    distance D becomes s = 1 − D²/2.
+    round, and so on. An item without a partner is left out. With a reference set, i⁺ comes from
+    that set. With a miner, each positive pair (i, i⁺) is compared with the miner's negatives of
+    anchor i. A distance D becomes s = 1 − D²/2.
 
     Args:
         gamma: γ. The larger it is, the more the most similar negatives count.
@@ -360,7 +360,7 @@ class ImprovedNPairLoss(SimilarityLoss):
 
 
 class NPairLoss(ImprovedNPairLoss):
-    """N-pair loss: softmax of the similarity of a pair against a positive of each other class.
+    """N-pair loss: softmax over similarities to the positive and to one item of each other class.
 
     Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
     equation 28 of Song, Nie, Han & Li. This is `anml.improved_npair` with γ = 1 and λ = 0; see
@@ -410,10 +410,11 @@ class ImprovedProxyNCALoss(DANMLoss):
 
     Args:
         gamma1: γ₁. The larger |γ₁|, the faster the proxy of the class stops counting once it is
-            nearer than the threshold. The sign has no effect; without a threshold, γ₁ has none.
+            nearer than the threshold. Its sign has no effect. With `positive_threshold` "none", its
+            size has no effect either.
         gamma2: γ₂. The larger it is, the more the nearest proxies of other classes count.
-        positive_threshold: cosine that is added to that of the class's proxy; "none" disables it.
-        negative_threshold: cosine that is added to those of other proxies; "none" disables it.
+        positive_threshold: cosine of one extra proxy of the item's class; "none" leaves it out.
+        negative_threshold: cosine of one extra proxy of another class; "none" leaves it out.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
         distance: distance or similarity of embeddings and proxies; the cosine by default.

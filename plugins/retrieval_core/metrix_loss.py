@@ -30,8 +30,8 @@ class Metrix(CheckedLoss):
         [d(a, p) − m₊]₊,  [m₋ − d(a, n)]₊,  w λ [d(a, v) − m₊]₊,  w (1 − λ) [m₋ − d(a, v)]₊
 
     Each term is averaged over its numbers above 0, and the loss is the sum of the four averages.
-    One λ per batch is drawn from Beta(α, α). Without a miner, all triplets are listed: use it for
-    small batches only (1,024 items with 8 per class need more than 6 GB).
+    One λ per batch is drawn from Beta(α, α). Without a miner, all triplets are listed, so large
+    batches need a miner (1,024 items with 8 per class need more than 6 GB without one).
 
     Args:
         positive_margin: m₊, the distance up to which a positive costs nothing.
@@ -65,11 +65,11 @@ class Metrix(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
-        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
-        rest, cosine = 1 - part, unit @ unit.T
+        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
+        rest, cosine = 1 - lam, unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
-        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, lam)
         distance = _distance(mixed)
         losses: dict[str, tuple[Tensor, tuple[Tensor, Tensor], float | Tensor]] = {
             "positive": (_distance(cosine[a, p]) - self.positive_margin, (a, p), 1.0),
@@ -77,7 +77,7 @@ class Metrix(CheckedLoss):
             "mixed_positive": (
                 distance - self.positive_margin,
                 (anchor, positive),
-                self.weight * part,
+                self.weight * lam,
             ),
             "mixed_negative": (
                 self.negative_margin - distance,
@@ -106,9 +106,9 @@ class MetrixMultiSimilarity(CheckedLoss):
 
         1/β log(1 + Σ_p exp(−β (s_ap − m))) + 1/γ log(1 + Σ_n exp(γ (s_an − m)))
 
-    over its positives p and negatives n, where s is the cosine. To this loss is added w times the
-    same loss over its mixtures v, where exp(−β (s_av − m)) is multiplied by λ, and exp(γ (s_av −
-    m)) by 1 − λ (equations 4 and 9). The mixtures are those of `core.metrix`.
+    over its positives p and negatives n, where s is the cosine. Its mixtures v, which are those of
+    `core.metrix`, add w times the same loss, with exp(−β (s_av − m)) multiplied by λ, and
+    exp(γ (s_av − m)) by 1 − λ (equations 4 and 9).
 
     Without a miner, all triplets are listed, as in `core.metrix`.
 
@@ -138,17 +138,17 @@ class MetrixMultiSimilarity(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of the anchors (B,)."""
-        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
+        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
         cosine = unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
-        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, lam)
         total = cosine.new_zeros(len(cosine))
         for weight, rows, values, share, scale in (
             (1.0, a, cosine[a, p], 1.0, self.scales[0]),
             (1.0, b, cosine[b, n], 1.0, self.scales[1]),
-            (self.weight, anchor, mixed, part, self.scales[0]),
-            (self.weight, anchor, mixed, 1 - part, self.scales[1]),
+            (self.weight, anchor, mixed, lam, self.scales[0]),
+            (self.weight, anchor, mixed, 1 - lam, self.scales[1]),
         ):
             powers = share * (scale * (values - self.base)).exp()
             sums = torch.zeros_like(total).index_add(0, rows, powers)
@@ -167,9 +167,9 @@ class MetrixProxyAnchor(CheckedLoss):
 
         mean_z⁺ log(1 + Σ_p exp(−γ (s_zp − δ))) + mean_z log(1 + Σ_n exp(γ (s_zn + δ)))
 
-    has a mean over the proxies z⁺ of the batch's classes, and a mean over all proxies. To this loss
-    is added w times the same loss over the mixtures v of each p and each n of the proxies z⁺, where
-    the exponentials are multiplied by λ and 1 − λ.
+    has a mean over the proxies z⁺ of the batch's classes, and a mean over all proxies. The mixtures
+    v of each p with each n of a proxy z⁺ add w times the same loss, with the first exponential
+    multiplied by λ, the second by 1 − λ, and both means over z⁺.
 
     Args:
         classes: number of training classes; the framework sets it.
@@ -203,7 +203,7 @@ class MetrixProxyAnchor(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the loss as one number."""
-        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
+        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
         cosine = functional.normalize(self.proxies).to(unit) @ unit.T
         proxy = torch.arange(len(cosine), device=labels.device)[:, None].expand_as(cosine)
         same = proxy == labels
@@ -214,13 +214,13 @@ class MetrixProxyAnchor(CheckedLoss):
             cosine[anchor, positive],
             cosine[anchor, negative],
             (unit @ unit.T)[positive, negative],
-            part,
+            lam,
         )
         total = (
             self._sums(cosine[same], proxy[same], 1.0, -1)[present].mean()
             + self._sums(cosine[~same], proxy[~same], 1.0, 1).mean()
-            + self.weight * self._sums(mixed, anchor, part, -1)[present].mean()
-            + self.weight * self._sums(mixed, anchor, 1 - part, 1)[present].mean()
+            + self.weight * self._sums(mixed, anchor, lam, -1)[present].mean()
+            + self.weight * self._sums(mixed, anchor, 1 - lam, 1)[present].mean()
         )
         return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
 
@@ -234,14 +234,15 @@ class MetrixProxyAnchor(CheckedLoss):
 
 def _draw(embeddings: Tensor, alpha: float) -> Tensor:
     """Draw λ from Beta(α, α)."""
-    part: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
-    return part
+    lam: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+    return lam
 
 
 def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
     """Return anchors and positives, anchors and negatives, and triplets.
 
-    The triplets are those of a miner, or all that the pairs with the same anchor form.
+    A miner's triplets are kept. Otherwise, each positive pair forms a triplet with each negative
+    pair of the same anchor.
     """
     if indices is None:
         a, p, b, n = indices_utils.get_all_pairs_indices(labels)
@@ -254,14 +255,14 @@ def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Ten
     return a, p, b, n, a[with_positive], p[with_positive], n[with_negative]
 
 
-def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) -> Tensor:
-    """Return the cosines of anchors and their mixtures λ p + (1 − λ) n, where λ is `part`.
+def _mixed(positive: Tensor, negative: Tensor, between: Tensor, lam: Tensor) -> Tensor:
+    """Return the cosines of anchors and their mixtures λ p + (1 − λ) n, where λ is `lam`.
 
     They are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖; `between` are the cosines of p and n.
     """
-    rest = 1 - part
-    length = part**2 + rest**2 + 2 * part * rest * between
-    return (part * positive + rest * negative) / length.clamp(min=1e-6).sqrt()
+    rest = 1 - lam
+    length = lam**2 + rest**2 + 2 * lam * rest * between
+    return (lam * positive + rest * negative) / length.clamp(min=1e-6).sqrt()
 
 
 def _distance(cosine: Tensor) -> Tensor:

@@ -133,8 +133,8 @@ DIMENSIONS = 128
 
 _FEATURE_BYTES = 1 << 28
 """Largest size of the float32 features that whitening is fitted on."""
-_RANK = 1e-9
-"""A direction with less than this share of the largest variance is float32 noise."""
+_NOISE_SHARE = 1e-9
+"""A direction whose variance is below this share of the largest is float32 noise."""
 _SMALL = 1e-6
 """Share of the largest variance that is added to each variance.
 
@@ -177,9 +177,9 @@ def whitening_head(
     mean = features.mean(axis=0, dtype=np.float64)
     _, values, directions = np.linalg.svd(features - mean, full_matrices=False)
     variance = values**2 / (photos - 1)
-    # Rounding alone makes equal features of this size vary by `noise`.
+    # Rounding to float32 can make equal features of this size differ by `noise`.
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
-    varied = int((variance > max(_RANK * variance[0], noise**2)).sum())
+    varied = int((variance > max(_NOISE_SHARE * variance[0], noise**2)).sum())
     if varied < outputs:
         raise DataError(
             f"The features of the {photos:,} photos vary in only {varied:,} directions, fewer than"
@@ -259,7 +259,8 @@ class BackboneEncoder(Encoder):
             dimensions: dimension of whitened vectors, by default 128 or the backbone's number of
                 features if that is smaller.
             photos: files and folders of photos that verify the bundle, by default those of
-                `whiten`. With the int8 variant, half of them calibrate it instead.
+                `whiten`. With the int8 variant, half of them calibrate that variant, and only the
+                other half verify the bundle.
             variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
 
         Returns:
@@ -268,23 +269,23 @@ class BackboneEncoder(Encoder):
         Raises:
             DataError: photos are missing, cannot be read, are too few for the dimensions, or are
                 all alike.
-            BundleError: the arguments do not fit together, or `export_model` raises the error.
+            BundleError: the arguments do not fit together, or `export_model` raises it.
         """
         refuse_existing(Path(output), replace)
-        fitted = _photos(whiten)
-        checked = _photos(photos) or fitted
-        if dimensions is not None and fitted is None:
+        photos_to_fit = _photos(whiten)
+        photos_to_check = _photos(photos) or photos_to_fit
+        if dimensions is not None and photos_to_fit is None:
             raise BundleError(
                 "Dimensions apply only to whitened vectors: name photos for the whitening too."
             )
-        if "int8" in variants and checked is None:
+        if "int8" in variants and photos_to_check is None:
             raise BundleError(
                 "The int8 variant is calibrated on photos: name some with photos or whiten."
             )
         built = Model(self.model.backbone, nn.Identity())
-        if fitted is not None:
-            built.head = _whitening(built, fitted, dimensions)
-        items, calibration = _items(built, checked, "int8" in variants)
+        if photos_to_fit is not None:
+            built.head = _whitening(built, photos_to_fit, dimensions)
+        items, calibration = _items(built, photos_to_check, "int8" in variants)
         export_model(
             built,
             items,
@@ -349,7 +350,7 @@ def _items(
 def named_backbone(
     plugins: Plugins, name: str, parameters: Mapping[str, Any], random_weights: bool
 ) -> Backbone:
-    """Return an image backbone by name, and refuse random weights.
+    """Return an image backbone by name; refuse random weights unless `random_weights` is true.
 
     The backbone is built with two seeds; weights that differ are random. This check misses the
     random weights of a factory that seeds torch itself.

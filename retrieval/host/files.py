@@ -47,7 +47,7 @@ def whole_file(
         error: error class to raise instead of OSError.
         private: whether only the owner may read the file.
         shared: whether other processes may write the same file at the same time. Each then uses
-            its own temporary file.
+            its own temporary file, which a killed process leaves behind.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; `error` instead, if it is set.
@@ -136,9 +136,9 @@ def rename_whole(
             raise
     elif not replace:
         raise exists_error
-    elif _exchanged(finished, output):
-        # The new folder is in place, even if parts of the old one cannot be removed. With these
-        # rights, `scratch_folder` removes what a crash leaves of it.
+    elif _exchange(finished, output):
+        # The new folder is in place, even if parts of the old one cannot be removed. Mode 0700 lets
+        # a later `scratch_folder` remove what a crash leaves of the old one.
         with contextlib.suppress(OSError):
             finished.chmod(0o700)
         shutil.rmtree(finished, ignore_errors=True)
@@ -182,7 +182,7 @@ def _umask() -> int:
     return mask
 
 
-def _exchanged(first: Path, second: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two folders' names by Linux's renameat2; return False if that is not possible."""
     try:
         rename = ctypes.CDLL(None).renameat2
@@ -207,7 +207,7 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
         handle = _locked(path, wait=True)
-        # Before the lock, another process may have taken the folder for a leftover.
+        # Before this process had the lock, another may have removed the folder as a leftover.
         if path.is_dir():
             break
         _close(handle)
@@ -233,7 +233,7 @@ def _clear(parent: Path, pattern: str) -> None:
 
 
 def _locked(folder: Path, *, wait: bool) -> int | None:
-    """Return a handle that locks a folder; None if another process does, or locks do not work."""
+    """Lock a folder and return its handle; None if another process holds it, or locks fail."""
     if sys.platform == "win32":
         return None
     handle = None

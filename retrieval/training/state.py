@@ -63,7 +63,9 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
     try:
         for entry, key, shard in _divided(state, step):
             if len(entry[key]) != shard.whole:
-                raise ValueError(f"{key} has {len(entry[key])} rows there, and {shard.whole} here")
+                raise ValueError(
+                    f"{key} has {len(entry[key])} rows in the checkpoint, but {shard.whole} here"
+                )
             entry[key] = entry[key][shard.start : shard.stop].clone()
         load_weights(run.model, state, standing.file)
         for name, values in state["modules"].items():
@@ -88,7 +90,7 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
 
 
 def _divided(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any], Any, Shard]]:
-    """Yield where a state holds rows of divided parameters: a dictionary, its key, and the shard.
+    """Yield a dictionary, a key and the shard for each place where rows of a divided parameter are.
 
     Raises:
         DataError: the optimiser keeps something that is not divided like the parameter.
@@ -118,7 +120,7 @@ def _divided(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any]
 
 
 def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Tensor:
-    """Return all processes' rows on the CPU of the main process, which receives them in turn."""
+    """Return all processes' rows in the main process, on the CPU, and its own rows in another."""
     if not accelerator.is_main_process:
         distributed.send(rows.contiguous(), 0)
         return rows

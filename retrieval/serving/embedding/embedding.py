@@ -29,7 +29,8 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.store.items import FEATURES, Item, widths_of
 
-_SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000  # items, items, number of parts to aim for
+_SMALLEST_PART, _LARGEST_PART = 256, 8192  # items of a part
+_PARTS = 1000  # number of parts to aim for
 _FAULTS_SHOWN = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
@@ -208,25 +209,26 @@ def _embed_missing(
             return [result for source in part for result in embedded([source])]
 
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
-    bad = {number: faults for number, faults in states.items() if faults is not None}
-    resumed = sum(len(plan.rows(number)) for number in bad)
+    bad_of_part = {number: bad for number, bad in states.items() if bad is not None}
+    missing = [number for number in states if number not in bad_of_part]
+    resumed = sum(len(plan.rows(number)) for number in bad_of_part)
     shown_faults = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            for number in (number for number in states if number not in bad):
+            for number in missing:
                 rows = plan.rows(number)
                 part = sources.items[rows.start : rows.stop]
-                bad[number] = write_part(folder, plan, number, part, embedded(part))
-                for entry in bad[number][: max(0, _FAULTS_SHOWN - shown_faults)]:
+                bad_of_part[number] = write_part(folder, plan, number, part, embedded(part))
+                for entry in bad_of_part[number][: max(0, _FAULTS_SHOWN - shown_faults)]:
                     meter.say(f"bad: {entry['fault']}")
-                shown_faults += len(bad[number])
+                shown_faults += len(bad_of_part[number])
                 meter.update(len(part))
     finally:
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
-            for entry in (entry for number in sorted(bad) for entry in bad[number]):
+            for entry in (entry for number in sorted(bad_of_part) for entry in bad_of_part[number]):
                 printable = {name: shown(value) for name, value in entry.items()}
                 file.write(json.dumps(printable, ensure_ascii=False) + "\n")
-    total = sum(map(len, bad.values()))
+    total = sum(map(len, bad_of_part.values()))
     if total == plan.items:
         raise DataError(f"None of the {plan.items:,} items can be used. {folder / BAD} says why.")
     write_text(folder / PLAN, replace(plan, complete=True, bad=total).text(), DataError)

@@ -104,7 +104,7 @@ class Audit:
     def recording(self, change: Change) -> Iterator[None]:
         """Context manager that records the change that its block makes.
 
-        Writing blocks, so use this in a thread.
+        Use this in a thread, because it waits for the disk.
 
         Raises:
             RequestError: 503 if the first line cannot be written; the block then does not run.

@@ -45,7 +45,7 @@ _CHECKPOINT_PAGES = 4000  # length of the write-ahead log at which SQLite moves 
 _CACHE_KIB = 65_536  # page cache of a connection
 _IDLE_CONNECTIONS = 16  # maximum number of connections that are kept for reuse
 _FORK_SECONDS = 1.0  # time that a fork waits for connections in use
-_ACKNOWLEDGED = struct.Struct("<8sQI")  # `_MAGIC`, number of the transaction, CRC-32
+_ACKNOWLEDGED_FORMAT = struct.Struct("<8sQI")  # `_MAGIC`, number of the transaction, CRC-32
 _MAGIC = b"retriev1"
 _WAL_HEADER, _FRAME_HEADER = 32, 24  # bytes, as in SQLite's file format
 
@@ -74,10 +74,10 @@ create table unsynced (n integer primary key, file text not null, start integer 
 """SQL of the record's tables.
 
 An item that changes gets a new number `n`; `removed` holds the old number. `g` is the number of a
-generation, the arrays of all items under one bundle. `runs` maps the rows of a generation to item
-numbers, in ascending order: `count` rows from `row` on have the numbers from `n` on. `sums` holds
-checksums of the blocks of a generation's files. `unsynced` holds copies of small pieces that were
-written to these files since they were last synced.
+generation, the arrays of all items under one bundle. `runs` gives the item numbers of a
+generation's rows, which ascend: the `count` rows from `row` on have the consecutive numbers from
+`n` on. `sums` holds checksums of the blocks of a generation's files. `unsynced` holds copies of
+small pieces that were written to these files since they were last synced.
 """
 
 
@@ -99,9 +99,9 @@ class Record:
         self.lent = 0  # number of connections in use
         self._lending = threading.Condition()
         self._idle: list[apsw.Connection] = []
-        self._watch = threading.Lock()
+        self._watch_lock = threading.Lock()
         self._watching: apsw.Connection | None = None
-        self._acknowledged: int | None = None
+        self._acknowledged_handle: int | None = None
         _register()
 
     @classmethod
@@ -135,7 +135,7 @@ class Record:
 
     def check(self) -> None:
         """Raise a `StoreError` unless the record is complete and of this version."""
-        acknowledged = _acknowledged(self.folder)  # read first: the record can only be newer
+        acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
             path = self.folder / name  # SQLite would wait for a pipe, and follow a link
             if name == FILE and not os.path.lexists(path):
@@ -218,7 +218,7 @@ class Record:
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         if fault := self.replaced():
-            connection.close()  # the new file's items do not belong to these vectors
+            connection.close()  # the new file does not match the vectors that this index has open
             raise StoreError(fault)
         connection.execute(
             f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
@@ -237,11 +237,11 @@ class Record:
 
         This takes microseconds. It needs no disk access, unless the index is read-only.
         """
-        with self._watch:
+        with self._watch_lock:
             self.require_open()
             if (connection := self._watching) is not None:
                 return connection, connection.execute("pragma data_version").get
-        with self.faults("read"), self._watch:
+        with self.faults("read"), self._watch_lock:
             self.require_open()
             if self.read_only:
                 status = self.path.stat()
@@ -258,15 +258,15 @@ class Record:
             )
             self._lending.wait_for(lambda: not self.lent)
         self._close_idle()
-        if self._acknowledged is not None:
-            os.close(self._acknowledged)
-            self._acknowledged = None
+        if self._acknowledged_handle is not None:
+            os.close(self._acknowledged_handle)
+            self._acknowledged_handle = None
 
     def _close_idle(self) -> None:
         """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
-        with self._watch:
+        with self._watch_lock:
             if self._watching is not None:
                 self._watching.close()
             self._watching = None
@@ -299,7 +299,7 @@ class Record:
 
     @contextmanager
     def writing(self) -> Iterator[tuple[apsw.Connection, int]]:
-        """Context manager that yields a connection in a write transaction, and the latter's number.
+        """Context manager of a write transaction that yields its connection and its number.
 
         On exit the transaction is committed and synced. After an error it is rolled back.
         """
@@ -312,7 +312,10 @@ class Record:
 
     @contextmanager
     def locked(self) -> Iterator[apsw.Connection]:
-        """Context manager that yields a connection with the write lock; it needs no disk space."""
+        """Context manager that yields a connection with the write lock.
+
+        Taking the lock needs no disk space.
+        """
         self.require_open()
         if self.read_only:
             raise StoreError(
@@ -334,10 +337,12 @@ class Record:
         """
         content = _MAGIC + struct.pack("<Q", seq)
         with suppress(OSError):
-            if self._acknowledged is None:
+            if self._acknowledged_handle is None:
                 flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-                self._acknowledged = os.open(self.folder / ACKNOWLEDGED, flags, 0o666)
-            os.pwrite(self._acknowledged, content + struct.pack("<I", zlib.crc32(content)), 0)
+                self._acknowledged_handle = os.open(self.folder / ACKNOWLEDGED, flags, 0o666)
+            os.pwrite(
+                self._acknowledged_handle, content + struct.pack("<I", zlib.crc32(content)), 0
+            )
 
     @contextmanager
     def faults(self, action: str) -> Iterator[None]:
@@ -367,7 +372,7 @@ class Record:
             with suppress(FileNotFoundError):
                 sync(self._log)
             sync(self.folder)
-            with suppress(PermissionError):  # then another user created the index, and synced it
+            with suppress(PermissionError):  # another user created the index, and synced its parent
                 sync(self.folder.absolute().parent)
 
     def checkpoint(self) -> None:
@@ -390,15 +395,15 @@ def _file_id(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _acknowledged(folder: Path) -> int:
+def _acknowledged_seq(folder: Path) -> int:
     """Return the number of the last transaction that the record must hold, or 0 if unknown."""
     try:
-        content = read_plain(folder / ACKNOWLEDGED, _ACKNOWLEDGED.size)
+        content = read_plain(folder / ACKNOWLEDGED, _ACKNOWLEDGED_FORMAT.size)
     except OSError:
         return 0
-    if len(content) != _ACKNOWLEDGED.size:
+    if len(content) != _ACKNOWLEDGED_FORMAT.size:
         return 0
-    magic, number, checksum = _ACKNOWLEDGED.unpack(content)
+    magic, number, checksum = _ACKNOWLEDGED_FORMAT.unpack(content)
     return int(number) if magic == _MAGIC and checksum == zlib.crc32(content[:-4]) else 0
 
 
@@ -516,7 +521,7 @@ def served(connection: apsw.Connection) -> Generation:
 
 
 def upto_of(connection: apsw.Connection, g: int) -> int:
-    """Return the item number up to which generation number `g` has the arrays of all items."""
+    """Return the item number up to which generation `g` has the arrays of every item."""
     return int(value(connection, "select upto from generations where g = ?", (g,)))
 
 
@@ -553,7 +558,7 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
 
 
 def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> None:
-    """Delete items by number; from transaction `seq` on, their rows are masked."""
+    """Delete items by number. From transaction `seq` on, searches skip their rows."""
     if not numbers:
         return
     text = json.dumps(list(numbers))
