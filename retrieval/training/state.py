@@ -120,7 +120,7 @@ def _divided(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any]
 
 
 def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Tensor:
-    """Return all processes' rows in the main process, on the CPU, and its own rows in another."""
+    """Send the rows to the main process, which returns all processes' rows, on the CPU."""
     if not accelerator.is_main_process:
         distributed.send(rows.contiguous(), 0)
         return rows
