@@ -23,13 +23,13 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     """Triplet loss: an anchor's positive should be nearer than its negative by a margin.
 
     Schroff, Kalenichenko & Philbin, FaceNet, CVPR 2015; Weinberger & Saul, JMLR 2009. `swap` is
-    from Balntas et al., BMVC 2016. It works with a reference set, for which pytorch-metric-learning
-    confuses indices.
+    from Balntas et al., BMVC 2016. With a reference set, pytorch-metric-learning's `swap` reads
+    distances of the wrong items; this one reads the right ones.
 
     Args:
         margin: distance by which the negative should be farther than the positive.
-        swap: whether to compare the negative with the positive instead of the anchor if that
-            violates the margin more.
+        swap: whether to measure the negative's distance from the positive instead of the anchor,
+            if the positive is nearer.
         smooth_loss: whether the loss is log(1 + exp(violation)) instead of max(0, violation).
         triplets_per_anchor: number of random triplets per anchor, or "all". If there is a miner,
             its triplets are used instead.
@@ -39,12 +39,12 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name; all triplets give one number, without a list."""
+        """Return the losses by name; where possible, add up all triplets without listing them."""
         mat = self.distance(embeddings, ref_emb)
         reducer = self.reducer.inner if isinstance(self.reducer, Sums) else self.reducer
         if isinstance(reducer, reducers.MultipleReducers):
             reducer = dict(reducer.reducers).get("loss", reducer.default_reducer)
-        if indices_tuple is None and self.rows_by_labels and type(reducer) in _BOUNDED:
+        if indices_tuple is None and self.rows_by_labels and type(reducer) in _SUMMABLE:
             return self._all_triplets(mat, labels, ref_labels, reducer)
         triplets = loss_and_miner_utils.convert_to_triplets(
             indices_tuple, labels, ref_labels, t_per_anchor=self.triplets_per_anchor
@@ -62,7 +62,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
 
     @property
     def rows_by_labels(self) -> bool:
-        """Whether labels alone define the triplets: all are used."""
+        """Whether the loss adds up all triplets from the labels alone, without their indices."""
         return not (self.swap or self.smooth_loss) and self.triplets_per_anchor == "all"
 
     @property
@@ -84,16 +84,17 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         return reduced(total / count.clamp(min=1) if mean else total)
 
 
-_BOUNDED = (
+_SUMMABLE = (
     reducers.AvgNonZeroReducer,
     reducers.ThresholdReducer,
     reducers.MeanReducer,
     reducers.SumReducer,
 )
+"""Reducers that need only the sum and the number of the losses between their bounds, if any."""
 
 
 class _AllTriplets(torch.autograd.Function):
-    """The sum of max(0, d(a, p) − d(a, n) + margin) over all triplets, and their number."""
+    """Sum and number of the triplets' losses max(0, d(a, p) − d(a, n) + margin) between bounds."""
 
     @staticmethod
     def forward(
@@ -131,26 +132,26 @@ class _AllTriplets(torch.autograd.Function):
             if low is not None or high is not None:
                 loss *= kept
             total += loss.sum(dtype=torch.float64)
-            share = (loss > 0).to(distances.dtype)
-            slope[rows, other[part]] += share.sum(1)
-            slope.index_add_(0, rows, share, alpha=-1)
+            active = (loss > 0).to(distances.dtype)
+            slope[rows, other[part]] += active.sum(1)
+            slope.index_add_(0, rows, active, alpha=-1)
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(counted)
         return total, counted
 
     @staticmethod
-    def backward(ctx: Any, total: Tensor, counted: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the distances, constant wherever the loss is differentiable."""
+    def backward(ctx: Any, of_total: Tensor, of_counted: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient with respect to `distances`, from the slopes that `forward` saved."""
         (slope,) = ctx.saved_tensors
-        return total.to(slope.dtype) * slope, None, None, None, None, None
+        return of_total.to(slope.dtype) * slope, None, None, None, None, None
 
 
 class MarginLoss(losses.MarginLoss):
     """Margin loss: positives below and negatives above a boundary distance that may be learned.
 
     Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; for
-    use with the miner `pml.distance_weighted`. With the default reducer, `pml.divisor`, all
-    triplets need only memory for the pairs.
+    use with the miner `pml.distance_weighted`. With all triplets and the default reducer,
+    `pml.divisor`, memory grows with the number of pairs, not of triplets.
 
     Args:
         margin: distance that pairs should have from the boundary.
@@ -161,7 +162,7 @@ class MarginLoss(losses.MarginLoss):
         learn_beta: whether the boundary is learned.
         per_class: whether each training class has its own boundary.
         reducer: reduces the losses of the triplets to one number; by default their sum divided by
-            the number of pairs with a loss above 0.
+            the number of pairs with a loss above 0. A pair counts once for each of its triplets.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class MarginLoss(losses.MarginLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name; all triplets give one number, without a list."""
+        """Return the losses by name; where possible, add up all triplets without listing them."""
         by_name = dict(self.reducer.reducers)
         divided = all(
             isinstance(by_name.get(name, self.reducer.default_reducer), reducers.DivisorReducer)
@@ -196,11 +197,11 @@ class MarginLoss(losses.MarginLoss):
         push = F.relu(self.distance.margin(edge, mat) + self.margin) * negative
         # A pair counts once for each of its triplets.
         divisor = ((pull > 0) * negatives + (push > 0) * positives).sum()
-        share = (divisor > 0) / divisor.clamp(min=1)
+        scale = (divisor > 0) / divisor.clamp(min=1)
         penalty = self.compute_reg_loss(beta, None, divisor)
         if self.learn_beta and len(beta) > 1:
-            penalty = reduced((edge * triplets).sum() * self.nu * share)["loss"]
-        total = (pull * negatives + push * positives).sum() * share
+            penalty = reduced((edge * triplets).sum() * self.nu * scale)["loss"]
+        total = (pull * negatives + push * positives).sum() * scale
         return {
             **losses_of(total, None, "already_reduced", "margin_loss"),
             "beta_reg_loss": penalty,
@@ -250,7 +251,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
         self.register_buffer("hist_", histogram)
 
     def _bins(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bins of differences (T,), and the share of each that the next bin gets."""
+        """Return each difference's bin (T,), and the share (T,) of it that the next bin gets."""
         place = ((data.detach() - self.min_val) / self.delta).clamp(0, self.num_bins - 1)
         return place.floor().long(), place.frac()
 
@@ -265,7 +266,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
         self.hist_ = mixed / mixed.sum()
 
     def weigh_loss(self, data: Tensor) -> Tensor:
-        """Return the differences (T,), each times the share of differences that are not larger."""
+        """Multiply each difference (T,) by the histogram's share of differences up to its bin."""
         return torch.cumsum(self.hist_, 0)[self._bins(data)[0]] * data
 
 

@@ -11,9 +11,10 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
-# Options of only one protocol: "retrieval" or "verification".
 SEARCH = {"metrics", "clusters", "bundle"}
+"""Options of the protocol "retrieval" only."""
 PAIRS = {"pairs", "draw", "seed"}
+"""Options of the protocol "verification" only."""
 
 
 @click.command()
@@ -29,7 +30,7 @@ PAIRS = {"pairs", "draw", "seed"}
     "side",
     type=Choice(["test", "validation"]),
     default="test",
-    help="The side whose items are queries or form pairs.",
+    help="Side of the split whose items are the queries, or form the pairs.",
 )
 @click.option(
     "--metric",
@@ -49,7 +50,8 @@ PAIRS = {"pairs", "draw", "seed"}
 @click.option(
     "--draw",
     type=click.IntRange(4),
-    help="Verification: most random pairs, half of them same. By default 6,000.",
+    help="Verification: largest number of random pairs, by default 6,000. Half of them are of one"
+    " class.",
 )
 @click.option("--seed", default=0, help="Verification: seed of pairs and folds.")
 @click.option(
@@ -57,15 +59,19 @@ PAIRS = {"pairs", "draw", "seed"}
     is_flag=True,
     help="Also evaluate the raw inputs (pixels, or vectors), which need no training.",
 )
-@click.option("--bundle", type=PATH, help="Also evaluate this bundle, searched as a server does.")
-@click.option("--gallery", type=PATH, help="For a folder of embeddings: another one to search in.")
+@click.option("--bundle", type=PATH, help="Also evaluate this bundle, and search as a server does.")
+@click.option(
+    "--gallery",
+    type=PATH,
+    help="If RUN is a folder of embeddings: search another such folder instead of RUN itself.",
+)
 @JSON
 @ALLOW_OPTION
 def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **options: Any) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
-    RUN may also be a folder of 'retrieval embed' whose items have labels. Metrics then use its
-    vectors and Euclidean distance, and the folder may be larger than the memory.
+    RUN may also be a folder that 'retrieval embed' wrote, if its items have labels. Metrics then
+    use the folder's vectors and Euclidean distance. The folder may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 
@@ -80,12 +86,12 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
         from retrieval.evaluation.pairwise import evaluate_vectors
 
         metrics = options["metrics"] or DEFAULT_METRICS
-        vectors = evaluate_vectors(run, gallery=gallery, metrics=metrics)
+        evaluation = evaluate_vectors(run, gallery=gallery, metrics=metrics)
         if as_json:
             names = ("values", "queries", "gallery", "singletons")
-            say_json({name: getattr(vectors, name) for name in names})
+            say_json({name: getattr(evaluation, name) for name in names})
         else:
-            say(vectors.table())
+            say(evaluation.table())
         return
     refuse_options("with a run, which has its own gallery", {"gallery"})
     other = SEARCH if protocol == "verification" else PAIRS
@@ -102,7 +108,7 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option("--output", type=PATH, default=Path("report.html"), help="File to write or replace.")
-@click.option("--sample", default=600, help="Most test items on the map and in pairs.")
+@click.option("--sample", default=600, help="Largest number of test items for the map and pairs.")
 @click.option(
     "--map", "method", type=Choice(["tsne", "pca", "none"]), default="tsne", help="Kind of map."
 )

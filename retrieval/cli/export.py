@@ -36,15 +36,15 @@ OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
     multiple=True,
     type=PATH,
     metavar="PHOTOS",
-    help="With --model: fit PCA whitening on this folder or file of photos without labels;"
+    help="With --model: fit PCA whitening on this photo or folder of photos, which need no labels;"
     " repeatable.",
 )
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
-    help="Dimension of the vectors. For a run: keep only the first numbers of its embedding, as"
-    " training with core.matryoshka allows; by default all. With --whiten: by default 128, or the"
-    " backbone's number of features if smaller.",
+    help="Dimension of the vectors. A run's vectors are cut to this many numbers, which suits"
+    " runs trained with core.matryoshka; by default they stay whole. Whitened vectors have 128 by"
+    " default, or the backbone's number of features if that is smaller.",
 )
 @click.option(
     "--photos",
@@ -81,7 +81,7 @@ OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
     "--tolerance",
     default=1e-4,
     type=Number(0, min_open=True),
-    help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
+    help="Largest difference to allow between torch and ONNX Runtime, on vectors of length 1.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing bundle.")
 @PLUGIN_OPTION
@@ -98,8 +98,9 @@ def export_command(
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Export a run's best weights, or a pretrained backbone, as a bundle that needs no torch: ONNX
-    graphs, compared with torch, and a manifest.
+    """Export a run's best weights, or a pretrained backbone, as a bundle, which runs without torch.
+
+    A bundle is a manifest and ONNX graphs. The command checks that the graphs agree with torch.
 
     \b
     Example:  retrieval export runs/digits --output digits.bundle --variant int8
@@ -107,7 +108,7 @@ def export_command(
         retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
     """
     if (run is None) == (model is None):
-        raise click.UsageError("Name a run, or a backbone with --model: one of them.")
+        raise click.UsageError("Name either a run or, with --model, a backbone.")
     if run is not None:
         refuse_options("without --model", OF_BACKBONES)
         from retrieval.data.kept import KeptInputs
@@ -141,14 +142,17 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
     return parameters
 
 
-def _report(bundle: Bundle, items: str) -> None:
-    """Print sizes, how far torch and ONNX Runtime differ on `items`, and how far variants do."""
+def _report(bundle: Bundle, what: str) -> None:
+    """Print sizes and differences: of torch and ONNX Runtime, and of each variant and the encoder.
+
+    `what` names the inputs on which torch and ONNX Runtime were compared.
+    """
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     verified = manifest.verified
     say(
         f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by"
-        f" {verified.largest_difference:.1g} at most on {verified.items:,} {items} (tolerance"
+        f" {verified.largest_difference:.1g} at most on {verified.items:,} {what} (tolerance"
         f" {verified.tolerance:g})."
     )
     for name, variant in manifest.variants.items():

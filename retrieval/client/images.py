@@ -32,7 +32,7 @@ class NewItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """Return the item without its image as a JSON object."""
+        """Return the item as a JSON object, without the image."""
         vector = None if self.vector is None else numbers_of(self.vector)
         return without_none(
             id=self.id, label=self.label, metadata=self.metadata or None, vector=vector
@@ -43,7 +43,7 @@ _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
-"""File format that stores each Pillow mode unchanged, so that only the server converts images."""
+"""File format that stores each of these Pillow modes unchanged: the server converts the image."""
 
 
 def image_bytes(image: Image) -> bytes:
@@ -102,18 +102,18 @@ def _of_array(array: Any) -> Picture:
 
 
 async def form_of(images: Iterable[Image], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return a form with images, as arguments of httpx; a thread reads and encodes the images."""
+    """Return httpx's arguments for a form with images, which a thread reads and encodes."""
     files = await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
     return {"files": [("image", ("image", content)) for content in files], "data": fields}
 
 
 def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON body, as arguments of httpx."""
+    """Return httpx's arguments for a JSON body."""
     return {"content": dumps(body), "headers": {"Content-Type": "application/json"}}
 
 
 def id_parameter(id: str, **options: str) -> dict[str, Any]:
-    """Return the URL parameters that name an item, as an argument of httpx."""
+    """Return httpx's argument for the URL parameters that name an item."""
     if str(id) == "":
         raise DataError("An id must have at least one character.")
     return {"params": {"id": str(id), **options}}

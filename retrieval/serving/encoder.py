@@ -28,7 +28,7 @@ class Encoder(ABC):
             images: one image or a list of images. An image is a path, an encoded image's bytes, a
                 Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or
                 a tensor of such pixels with channels first. An array (N, H, W, 3) or a tensor
-                (N, 3, H, W) is N images. A model of features takes rows (N, F).
+                (N, 3, H, W) is N images. An encoder trained on vectors takes rows (N, F).
             batch: number of items per batch.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
@@ -67,7 +67,7 @@ class BundleEncoder(Encoder):
         return nullcontext(self.path)
 
 
-def as_rows(features: Any) -> Embeddings:
+def as_rows(features: Any) -> NDArray[np.float32]:
     """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
     rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))

@@ -130,8 +130,8 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "Name a run, or a backbone"),
-        (["runs/a", "--model", "core.pixels"], "one of them"),
+        ([], "Name either a run or"),
+        (["runs/a", "--model", "core.pixels"], "Name either a run or"),
         (["--model", "core.pixels"], "needs --output"),
         (["runs/a", "--whiten", "photos"], "Leave --whiten out without --model"),
         (["runs/a", "--random-weights"], "Leave --random-weights out without"),

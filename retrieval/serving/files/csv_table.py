@@ -20,7 +20,7 @@ from retrieval.errors import DataError, listed
 Row = dict[str, str]
 
 KNOWN = ("path", "label", "split", "role", "key", "id")
-"""Columns with a meaning; upper and lower case are equal in them, so `Path` is `path`."""
+"""Columns with a meaning. Their names may have capitals: `Path` is `path`."""
 
 # Numbers with a leading zero ("007") stay text. So do numbers of more than 15 digits, which a
 # reader of JSON may round.
@@ -44,7 +44,7 @@ class CsvTable:
 
     Attributes:
         columns: names of the columns; those in `KNOWN` are spelled as there.
-        rows: pairs of a row's first line number and the row.
+        rows: pairs of the number of a row's first line, and the row.
         problems: pairs of a line number and why the row in this line cannot be used.
 
     Raises:
@@ -86,9 +86,10 @@ class CsvTable:
         )
 
     def files(self, root: Path | None, column: str = "path") -> None:
-        """Convert backslashes in paths, and move rows whose path is not local to `problems`.
+        """Convert backslashes in paths, and turn rows whose path is not local into problems.
 
-        Such a path is an address, or has a Windows drive. All rows of one kind share one problem.
+        Such a path is an address, or has a Windows drive. All addresses share one problem, and so
+        do all paths with a drive.
 
         Args:
             root: folder that relative paths start from. `None` leaves backslashes as they are.
@@ -124,7 +125,7 @@ def _not_local(path: str) -> str:
 
 
 def _slashes(path: str, root: Path) -> str:
-    """Return a path with backslashes as slashes, unless this machine has a file of that name."""
+    """Return a path with slashes for backslashes, unless a file exists at the path as given."""
     windows = "\\" in path and os.sep == "/"
     return path.replace("\\", "/") if windows and not os.path.exists(root / path) else path  # noqa: PTH110
 

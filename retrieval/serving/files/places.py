@@ -22,13 +22,12 @@ _ADVICE = {
     "bundle": "Create one with 'retrieval export' (in Python run.export()).",
     "index": "Create one with 'retrieval index create' (in Python retrieval.Index.create).",
 }
-"""What to do if a folder is not of the required kind, by that kind."""
+"""How to get a folder of each kind."""
 _INSTEAD = {
     ("run", "bundle"): "Create its bundle with: retrieval export {0} (in Python run.export())",
-    (
-        "run",
-        "index",
-    ): "Create its bundle with 'retrieval export {0}', and an index with the bundle.",
+    ("run", "index"): (
+        "Create its bundle with 'retrieval export {0}', then create an index with that bundle."
+    ),
     ("bundle", "index"): (
         "Create an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
         " retrieval.Index.create)"
@@ -37,11 +36,11 @@ _INSTEAD = {
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
-"""What to do, by the actual and the required kind of the folder {0}."""
+"""How to get a folder of the second kind from the folder {0}, which is of the first kind."""
 
 
 def no_such(path: StrPath) -> str:
-    """Return the error message for a file or folder that does not exist, or is an address."""
+    """Return the error message for a path that does not exist, such as an address (s3://…)."""
     text = os.fsdecode(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         return (
@@ -57,7 +56,10 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def instead(path: Path, kind: Kind) -> str:
-    """Return a space and advice: what `path` is, and how to get a folder of `kind`."""
+    """Return advice to append to an error: what `path` is, and how to get a folder of `kind`.
+
+    The advice begins with a space.
+    """
     actual = kind_of(path)
     inside = path / kind
     what = f"an {actual}" if actual == "index" else f"a {actual}"
