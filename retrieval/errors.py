@@ -65,7 +65,7 @@ class StoreError(RetrievalError):
 
 
 class MissingDependency(RetrievalError):
-    """A required package is not installed, or two packages exclude each other."""
+    """A required package is not installed, or two installed packages cannot be used together."""
 
 
 class ServerError(RetrievalError):

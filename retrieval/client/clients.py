@@ -58,9 +58,9 @@ class SearchOptions(TypedDict, total=False):
 class AsyncClient(Sender):
     """Asynchronous client of a search server.
 
-    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every
-    method may raise `DataError` for an invalid argument, and `ServerError` if the server refuses
-    the request, fails or cannot be reached.
+    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3 or 4).
+    Every method may raise `DataError` for an invalid argument, and `ServerError` if the server
+    refuses the request, fails or cannot be reached.
 
     Args:
         url: address of the server, such as "https://search.example.com".

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
-    """A file's path, its bytes, a Pillow image, or uint8 pixels (H, W) or (H, W, 3)."""
+    """A file's path, its bytes, a Pillow image, or uint8 pixels (H, W) or (H, W, 3 or 4)."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ def _of_array(array: Any) -> Picture:
     shape = array.shape if isinstance(array, np.ndarray) else ()
     if (len(shape) == 2 or shape[2:] in ((3,), (4,))) and array.dtype == np.uint8 and array.size:
         return pillow.fromarray(array)
+    described = (str(getattr(array, name)) for name in ("dtype", "shape") if hasattr(array, name))
     raise DataError(
-        "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not"
-        f" {type(array).__name__} {getattr(array, 'dtype', '')} {getattr(array, 'shape', '')}."
+        "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3 or 4), not"
+        f" {' '.join([type(array).__name__, *described])}."
     )
 
 

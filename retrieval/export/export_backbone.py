@@ -171,8 +171,7 @@ def whitening_head(
     if photos <= outputs:
         raise DataError(
             f"{photos:,} photos are too few to whiten {outputs:,} dimensions: whitening needs more"
-            " photos than dimensions. Name more photos, or choose fewer dimensions, such as"
-            f" {max(1, photos // 4)}."
+            " photos than dimensions. Name more photos, or choose fewer dimensions."
         )
     mean = features.mean(axis=0, dtype=np.float64)
     _, values, directions = np.linalg.svd(features - mean, full_matrices=False)

@@ -144,8 +144,9 @@ def rename_whole(
         shutil.rmtree(finished, ignore_errors=True)
     else:
         # If the names cannot be exchanged, no folder has the final name for a moment. A crash at
-        # that moment leaves the old folder under its hidden name.
+        # that moment leaves the old folder under its hidden name, until the next replacement.
         aside = output.with_name(f".{output.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
         output.rename(aside)
         try:
             finished.rename(output)

@@ -64,7 +64,7 @@ def report(
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
         output: the file to write; an existing file is replaced.
-        sample: most test items on the map and in pairs, 10 to 3,000.
+        sample: number of test items that the map shows and that form pairs, 10 to 3,000.
         map: kind of map: "tsne", "pca" or "none".
         label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).

@@ -79,7 +79,8 @@ class CsvTable:
         if len(values) == len(self.columns):
             self.rows.append((line, dict(zip(self.columns, map(str.strip, values), strict=True))))
             return
-        comma = "ends with a comma, so that it " if not values[-1].strip() else ""
+        ends = len(values) > len(self.columns) and not values[-1].strip()
+        comma = "ends with a comma, so that it " if ends else ""
         count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
         self.problems.append(
             (line, f"it {comma}has {count}; the header names {len(self.columns)} columns.")

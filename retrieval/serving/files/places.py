@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -71,4 +72,4 @@ def instead(path: Path, kind: Kind) -> str:
         )
     if actual is None or actual == kind:
         return f" {_ADVICE[kind]}"
-    return f" It is {what}. {_INSTEAD[actual, kind].format(path)}"
+    return f" It is {what}. {_INSTEAD[actual, kind].format(shlex.quote(str(path)))}"

@@ -237,10 +237,6 @@ class Record:
 
         This takes microseconds. It needs no disk access, unless the index is read-only.
         """
-        with self._watch_lock:
-            self.require_open()
-            if (connection := self._watching) is not None:
-                return connection, connection.execute("pragma data_version").get
         with self.faults("read"), self._watch_lock:
             self.require_open()
             if self.read_only:
