@@ -1,16 +1,18 @@
 """Work that hangs in a real server: deadlines, turns, clients that leave, and an end in time."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import wire
 from retrieval.serving.http.turns import WAITING_PER_WORKER
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index, open_index
 
 LIVE = wire.get("/livez")
 
@@ -148,8 +150,8 @@ def test_it_ends_in_time_whatever_hangs(sleepy, photos):
         connection.close()
 
 
-# SIGTERM while items are written: what was accepted is finished, and what a client was told is
-# there is there.
+# SIGTERM while items or a snapshot are written: what was accepted is finished, and what a client
+# was told is there is there.
 
 
 @pytest.fixture
