@@ -59,9 +59,10 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "me
 """
 
 
-def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(tmp_path, process):
+@pytest.mark.parametrize("side", [5_008, 20_000])  # just beyond the limit, and far
+def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_path, process):
     path = tmp_path / "bomb.png"
-    path.write_bytes(png(1, 0, np.zeros((20_000, 2_500), np.uint8)))  # compressed to almost nothing
+    path.write_bytes(png(1, 0, np.zeros((side, side // 8), np.uint8)))  # almost nothing
     done = process("-W", "error", "-c", DECODE, path)
     assert done.code == 0, done.err
     assert "bomb.png" in done.out and "25,000,000" in done.out
@@ -91,10 +92,11 @@ def jpeg() -> bytes:
         ("truncated.jpg", jpeg()[:1500], "is damaged and cannot be decoded"),
         ("empty.png", b"", "is empty"),
         ("text.png", b"not an image at all, but text\n" * 20, "is not an image in a known format"),
+        ("cut.png", encoded(Image.fromarray(gradient()))[:70], "is damaged and cannot be"),
         ("header.png", encoded(Image.fromarray(gradient()))[:20], "damaged|known format"),
         ("page.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "known format"),
     ],
-    ids=["jpeg", "empty", "text", "header", "eps"],
+    ids=["jpeg", "empty", "text", "cut", "header", "eps"],
 )
 def test_a_bad_image_is_one_sentence_that_names_it(name, content, says, tmp_path):
     path = tmp_path / name

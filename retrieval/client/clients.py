@@ -151,7 +151,7 @@ class AsyncClient(Sender):
         elif keep is not None:
             raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
-            numbers = numbers_of(vector or ())
+            numbers = numbers_of(() if vector is None else vector)
             content = json_of(without_none(vector=numbers, label=label, metadata=metadata))
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 

@@ -32,6 +32,7 @@ except ImportError:
 
 T = TypeVar("T")
 
+MAX_ANSWER_BYTES = 256_000_000
 _MAX_TEXT = 2000
 """Largest number of characters of a server's message that is shown."""
 _TEMPORARY = {408, 429, 502, 503, 504}
@@ -165,7 +166,7 @@ class Sender:
             try:
                 async with asyncio.timeout(left):
                     wait = min(seconds or self._timeout, left)
-                    response = await self._http.request(method, url, timeout=wait, **content)
+                    response = await self._once(method=method, url=url, timeout=wait, **content)
                 if response.is_success or (response.status_code == 404 and gone_is_done and done):
                     return self._parsed(response, answer)
                 retry_after = _retry_after(response)
@@ -189,6 +190,20 @@ class Sender:
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
             done += 1
             await asyncio.sleep(pause)
+
+    async def _once(self, **request: Any) -> httpx.Response:
+        content = bytearray()
+        async with self._http.stream(**request) as response:
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError(
+                        f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
+                    )
+        response.headers.pop("content-encoding", None)  # so that httpx does not decompress it
+        return httpx.Response(
+            response.status_code, headers=response.headers, content=bytes(content)
+        )
 
     def _parsed(self, response: httpx.Response, answer: type[T]) -> T:
         if answer is bytes:

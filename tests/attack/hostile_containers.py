@@ -51,9 +51,14 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     big = zlib.compress(bytes(100_000_000), 9)
     deflate = {"t259": (3, 1, 8)}
 
-    places = {"t324": (4, 1, 1024), "t325": (4, 1, len(big))}
-    tile = {"t322": (4, 1, 32_768), "t323": (4, 1, 32_768)}
-    yield "tiff: one huge tile", _tiff(_plain(16, 16, **tile, **deflate, **places), big)
+    for name, width, height, data in (
+        ("one huge tile", 32_768, 32_768, big),
+        ("one huge tile of a gigabyte", 65_536, 16_384, big * 10),
+        ("a tile of 4 megapixels", 2048, 2048, big),
+    ):
+        tile = {"t322": (4, 1, width), "t323": (4, 1, height)}
+        places = {"t324": (4, 1, 1024), "t325": (4, 1, len(data))}
+        yield f"tiff: {name}", _tiff(_plain(16, 16, **tile, **deflate, **places), data)
     many = 90_000
     tables = struct.pack("<I", 1024 + 8 * many) * many + struct.pack("<I", len(zeros)) * many
     strips = {"t273": (4, many, 1024), "t279": (4, many, 1024 + 4 * many), "t278": (4, 1, 1)}
@@ -72,6 +77,7 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
     yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
     yield "tiff: entries that share bytes", metadata(60_000, 10_000_000)
+    yield "tiff: 4,000 entries that share bytes", metadata(4_000, 10_000_000)
     strip = {"t273": (4, 1, 1024), "t279": (4, 1, len(big))}
     for name, width, height, more in (
         ("25 megapixels", 5000, 5000, deflate),

@@ -121,12 +121,19 @@ def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> 
 def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     plain = saved(Image.effect_noise((64, 64), 50), "JPEG")
     start, rest = plain[:20], plain[20:]  # after JFIF's own segment
+    yield "jpeg: 1,000 scans in 10 KB", _with_scans((2000, 2000), 1_000)
     yield "jpeg: 20,000 scans in 200 KB", _with_scans((1000, 1000), 20_000)
+    yield "jpeg: 25 megapixels, 40 scans", _with_scans((5000, 5000), 40)
     yield "jpeg: arithmetic coding, 60 scans", _with_scans((4000, 4000), 60, arithmetic=True)
     yield "jpeg: 25 megapixels", saved(Image.new("CMYK", (5000, 5000)), "JPEG", progressive=True)
     yield "jpeg: 65,500 × 380", saved(Image.new("L", (65_500, 380)), "JPEG")
+    comment = _segment(0xFE, bytes(65_533))
+    yield "jpeg: 20 MB of comments", start + comment * 300 + rest
     yield "jpeg: 4 million comments", start + _segment(0xFE, b"") * 4_000_000 + rest
+    yield "jpeg: comments between scans", plain[:-2] + _segment(0xFE, b"") * 4_000_000 + b"\xff\xd9"
     yield "jpeg: 20 MB of fill bytes", start + b"\xff" * 19_000_000 + rest
+    yield "jpeg: 20 MB of junk", start + noise.randbytes(1000).replace(b"\xff", b"") * 19_000 + rest
+    yield "jpeg: 20 MB of EXIF", start + _segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 300 + rest
     yield (
         "jpeg: EXIF that shares bytes",
         start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest,
@@ -141,6 +148,7 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "jpeg: many pictures in one", start + _segment(0xE2, mpf) + rest
     table = plain[plain.index(b"\xff\xc4") : plain.index(b"\xff\xda")]
     yield "jpeg: 20 MB of tables", start + table * (19_000_000 // len(table)) + rest
+    yield "jpeg: 20 MB after its end", plain + noise.randbytes(1_000) * 19_000
 
 
 # PNG
@@ -184,9 +192,14 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "png: 169 megapixels", _png(13_000, 13_000, depth=1)
     yield "png: 25 megapixels of one bit", _png(5000, 5000, depth=1)
     yield "png: 25 megapixels, transparent", _png(5000, 5000, colour=6)
+    yield "png: 25 megapixels of sixteen bits", _png(5000, 5000, depth=16)
     yield "png: one line", _png(24_000_000, 1, depth=1)
     yield "png: 1.6 million chunks", _png(8, 8, _chunk(b"prVt", b"") * 1_600_000)
     whole = _png(8, 8)
+    empty = _chunk(b"IDAT", b"") * 1_600_000
+    yield "png: 1.6 million chunks of pixels", whole[:33] + empty + whole[33:]
+    texts = _chunk(b"tEXt", b"a\0b") * 1_200_000
+    yield "png: chunks after the pixels", whole[:-12] + texts + whole[-12:]
     yield "png: text that grows", _png(8, 8, _chunk(b"iTXt", b"a\0\1\0\0\0" + bomb))
     yield "png: many texts that grow", _png(8, 8, _chunk(b"zTXt", b"a\0\0" + megabyte) * 10_000)
     yield "png: a colour profile that grows", _png(8, 8, _chunk(b"iCCP", b"a\0\0" + bomb))
@@ -215,8 +228,10 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "gif: 25 megapixels in 60 bytes", _gif(5000, 5000)
     yield "gif: a frame beyond its canvas", _gif(1, 1, frame=(65_535, 65_535, 65_535, 65_535))
     yield "gif: 800,000 frames", _gif(1, 1, frame * 800_000)
+    yield "gif: 20 MB of comment", _gif(1, 1, b"!\xfe" + (b"\xff" + bytes(255)) * 75_000 + b"\0")
     yield "gif: a comment of single bytes", _gif(1, 1, b"!\xfe" + b"\1a" * 9_000_000 + b"\0")
     yield "gif: 6 million extensions", _gif(1, 1, b"!\1\0" * 6_000_000)
+    yield "gif: no block at all", _gif(1, 1, b"\1" * 19_000_000)
     yield (
         "gif: codes that go on",
         _gif(100, 100)[:-2] + (b"\xff" + noise.randbytes(255)) * 75_000 + b"\0;",
@@ -226,15 +241,20 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 # BMP
 
 
-def _run_lengths(width: int, height: int, codes: bytes) -> bytes:
-    colours = b"".join(bytes((n, 255 - n, n, 0)) for n in range(256))
-    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(codes), 0, 0, 256, 0)
+def _run_lengths(width: int, height: int, codes: bytes, bits: int = 8) -> bytes:
+    count, kind = 1 << bits, {8: 1, 4: 2}[bits]
+    colours = b"".join(bytes((n, 255 - n, n, 0)) for n in range(count))
+    sizes = (40, width, height, 1, bits, kind, len(codes))
+    header = struct.pack("<IiiHHIIiiII", *sizes, 0, 0, count, 0)
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + len(colours)) + header + colours + codes
 
 
 def _bmps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "bmp: run lengths of one line", _run_lengths(25_000_000, 1, b"\1\1\0\0\0\1")
-    yield "bmp: run lengths of 25 megapixels", _run_lengths(5000, 5000, b"\1\1\0\0" * 5000)
+    for size, width, height in (("25", 5000, 5000), ("6", 3000, 2000)):  # refused, and decoded
+        name, four = f"bmp: run lengths of {size} megapixels", b"\xff\x12" * (width * height // 252)
+        yield name, _run_lengths(width, height, b"\1\1\0\0" * height)
+        yield f"{name} in four bits", _run_lengths(width, height, four, bits=4)
     yield "bmp: run lengths that write nothing", _run_lengths(100, 100, b"\0\2\0\0" * 4_900_000)
     yield "bmp: run lengths beyond their line", _run_lengths(2400, 2400, b"\xff\1" * 6_000_000)
     for name, width, height, bits in (
@@ -254,12 +274,16 @@ def _bmps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
 def _ppms(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "ppm: a header that never ends", b"P6\n#" + b"x" * 19_000_000
     yield "ppm: a header of comments", b"P6\n" + b"#\n" * 9_000_000 + b"2 2 255\n" + bytes(12)
+    yield "ppm: a header of spaces", b"P6\n" + b" " * 19_000_000
     yield "ppm: numbers of a million digits", b"P6 " + b"9" * 1_000_000 + b" 1 255\n"
     yield "ppm: 12 megapixels of 100 levels", b"P6 2000 2000 100\n" + bytes(12_000_000)
     yield "ppm: 25 megapixels in ten bytes", b"P5 5000 5000 255\n"
+    yield "ppm: 2 megapixels of 100 levels", b"P6 1400 1400 100\n" + bytes(5_880_000)
     yield "ppm: decimal numbers", b"P3 2000 1600 255\n" + b"1 " * 9_600_000
+    yield "ppm: 6 million decimal numbers", b"P3 1400 1400 255\n" + b"1 " * 5_880_000
     yield "ppm: comments among the numbers", b"P2 2000 2000 255\n" + b"#\n" * 8_000_000
     yield "ppm: bits", b"P1 5000 4900\n" + b"1" * 19_000_000
+    yield "ppm: spaces among the numbers", b"P2 10 10 255\n" + b" " * 19_000_000
     yield "ppm: floats", b"Pf 5000 5000 -1.0\n" + bytes(1000)
 
 
@@ -285,6 +309,7 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
         "webp: 25 megapixels, lossless",
         saved(Image.new("RGBA", (5000, 5000), (1, 2, 3, 4)), "WEBP", lossless=True),
     )
+    yield "webp: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "WEBP", method=0)
     yield "webp: a canvas of 2 ** 24", _riff(_vp8x(1 << 24, 1 << 24), picture)
     yield "webp: a canvas larger than its picture", _riff(_vp8x(5000, 5000), picture)
     yield "webp: 2 million chunks", _riff(_vp8x(8, 8, 0x2C), picture, *[(b"JUNK", b"")] * 2_000_000)

@@ -175,6 +175,14 @@ class WritingGenerator(Generator):
             ]
             body = _parts(images) + b"--b--\r\n"
             return Request("batch", named("POST", path, post(body, FORM)))
+        if chance.random() < 0.2:
+            many = chance.choice([50, 5000])
+            nested = b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}"
+            kind = chance.choice(["application/json", FORM, "image/png"])
+            body = chance.choice(
+                [b'{"queries":[' * many, nested, form(self.sound) * min(many, 200)]
+            )
+            return Request("batch", named("POST", path, post(body, kind)))
         kinds = [{"vector": [0.5] * self._width}, {"id": "item/1"}, {"id": "nobody"}]
         kinds += [{}, {"vector": [1]}]
         reply = {

@@ -14,7 +14,7 @@ def test_an_attack_costs_others_nothing(tmp_path):
         attacked.attack(generator, 10**6).run(50, 16)
         result = attacked.attack(generator).run(300, 16)
     finally:
-        broken = attacked.whole()
+        broken = attacked.whole(attack.GRACE)
     text = attack.report(result)
     assert not result.faults, text
     assert not result.honest.wrong, text

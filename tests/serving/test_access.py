@@ -3,6 +3,8 @@
 import json
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,9 +55,10 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         assert "Authorization: Bearer KEY" in answer.error
     assert len(wire.found(search(port, reader))) == 1
     assert wire.ask(port, wire.get("/v1/index", f"authorization: bearer  {reader}")).status == 200
-    answer = get(port, "/v1/items/x", reader, "PUT")
-    assert answer.status == 403 and "has the role read" in answer.error
-    assert "needs a key with the role write" in answer.error
+    for method in ("PUT", "DELETE", "PATCH"):
+        answer = get(port, "/v1/items/x", reader, method)
+        assert answer.status == 403 and "has the role read" in answer.error, method
+        assert "needs a key with the role write" in answer.error, method
     refused = get(port, "/metrics", reader)
     assert refused.status == 403 and "role admin" in refused.error
     admin = made(keys, "admin", "admin")
@@ -112,14 +115,21 @@ def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, k
         remove_key(keys, "gone")
         new = made(keys, "new")
         wire.until(lambda: search(port, gone).status == 401 and search(port, new).status == 200)
+        sound = keys.read_bytes()
+        keys.write_bytes(b"")
+        keys.write_bytes(sound[: len(sound) // 2])
         server.process.send_signal(signal.SIGHUP)
+        time.sleep(1.5)  # it looks twice a second
+        keys.write_bytes(sound)
+        last = made(keys, "last", "write")
+        wire.until(lambda: search(port, last).status == 200)
     finally:
         stop.set()
         client.join()
     assert not failed and done > [10]
     server.process.terminate()
     log = server.process.communicate(timeout=20)[1]
-    assert "it has 2 keys" in log and steady not in log
+    assert "The keys stay as they were" in log and "it has 3 keys" in log and steady not in log
 
 
 def test_without_keys_it_is_for_this_machine_only(served, index_path, keys, cli):
@@ -203,3 +213,26 @@ def test_names_that_no_request_can_have_are_refused(index_path, served, cli):
     port = served(index_path, "--allow-host", "Photos.example.").port
     for host in ("photos.example", "photos.example.:80"):
         assert wire.ask(port, wire.get("/v1/index", host=host)).status == 200
+
+
+def test_nobody_fills_the_server_with_wrong_keys(served, index_path, keys):
+    honest = made(keys, "honest")
+    server = served(index_path, "--keys", str(keys))
+
+    def flood(number: int) -> list[int]:
+        fakes = (f"rk_{turn:06x}{number:06x}_{'A' * 43}" for turn in range(150))
+        sources = (f"127.0.{number}.{turn % 250 + 1}" for turn in range(150))
+        return [
+            search(server.port, fake, source=source).status
+            for fake, source in zip(fakes, sources, strict=True)
+        ]
+
+    with ThreadPoolExecutor(3) as pool:
+        floods = [pool.submit(flood, number) for number in range(1, 4)]
+        while not all(attack.done() for attack in floods):
+            assert search(server.port, honest).status == 200
+    answers = [status for attack in floods for status in attack.result()]
+    assert set(answers) == {401} and len(answers) == 450
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    assert server.process.stderr.read() == ""

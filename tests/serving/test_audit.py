@@ -1,10 +1,12 @@
 """A real server's record of changes: what it holds, and no change without it."""
 
+import errno
 import json
 import os
 import resource
 import signal
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,7 +87,7 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
         assert client.delete("/v1/items/b").status_code == 503
         assert client.get("/v1/items/a").status_code == 404
         assert client.post("/v1/search", json=VECTOR).status_code == 200
-        assert audit.stat().st_size == size + room
+        assert audit.stat().st_size == size
     for id, rotate in (
         ("a", lambda: os.truncate(audit, 0)),  # as logrotate's copytruncate does
         ("b", lambda: audit.rename(tmp_path / "audit.1")),
@@ -136,6 +138,28 @@ def test_many_threads_and_processes_write_whole_lines(tmp_path):
     assert len(written) == 160
     done = {ids[0] for outcome, ids in written if outcome == "done"}
     assert done == {f"{n}.{t}" for n in range(4) for t in range(20)}
+
+
+def test_a_failed_line_takes_no_other_processes_line_with_it(tmp_path, monkeypatch):
+    path, fsync = tmp_path / "audit.jsonl", os.fsync
+    failing, other = Audit(path), Audit(path)  # two processes have a file description each
+
+    def make_change() -> None:
+        with other.recording(change("put", ["b"])):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def fail(file: int) -> None:
+            monkeypatch.setattr(os, "fsync", fsync)
+            pool.submit(make_change)
+            time.sleep(0.3)
+            raise OSError(errno.EIO, "a broken disk")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(RequestError), failing.recording(change("put", ["a"])):
+            pass
+    assert events(path) == [("begun", ["b"]), ("done", ["b"])]
 
 
 def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):

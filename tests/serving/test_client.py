@@ -88,6 +88,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert (added.added, added.replaced) == (1, 1)
         twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]
         assert [(entry.added, entry.replaced) for entry in twice] == [(1, 0), (0, 1)]
+        assert client.put("y", vector=np.array(vector)).replaced is True
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
         assert client.delete_where("id in ('x', 'y')") == 2

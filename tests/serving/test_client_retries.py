@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import gzip
 import json
 import threading
 import time
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.client import AsyncClient, Client, Retries
+from retrieval.client import AsyncClient, Client, Retries, sending
 from retrieval.errors import DataError, ServerError
 
 SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
@@ -23,8 +24,8 @@ FINE = (200, {}, FOUND)
 class Server(ThreadingHTTPServer):
     """Does, request by request, what `script` says, and its last entry from then on.
 
-    An entry is (status, headers, JSON) or one word: "drop", "hang", "half"; "drip" sends a body
-    byte by byte.
+    An entry is (status, headers, JSON) or one word: "drop", "hang", "half", "endless"; "drip"
+    sends a body byte by byte, "header" a header that never ends.
     """
 
     daemon_threads = True
@@ -63,10 +64,14 @@ class Handler(BaseHTTPRequestHandler):
                 return
             case "hang":
                 server.over.wait(30)
+            case "header":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                while not server.over.wait(0.05):
+                    self.wfile.write(b"y")
             case str():
                 self.answer(200, {"Content-Length": "1000000000"})
-                while what == "drip" and not server.over.wait(0.05):
-                    self.wfile.write(b" ")
+                while what != "half" and not server.over.wait(0.05 if what == "drip" else 0):
+                    self.wfile.write(b" " * (1 if what == "drip" else 1_000_000))
             case status, headers, reply:
                 content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.answer(status, {**headers, "Content-Length": str(len(content))})
@@ -116,7 +121,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(ask):
         assert len(server.seen) == 2
 
 
-@pytest.mark.parametrize("what", ["drip", "hang"])
+@pytest.mark.parametrize("what", ["drip", "header", "hang"])
 def test_all_tries_together_are_bounded_in_time(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server(what) as server:
@@ -167,7 +172,13 @@ def test_a_deletion_whose_answer_was_lost_is_done():
         assert waiting(server.url, lambda client: client.delete("a")) is None
 
 
-def test_no_answer_is_misread_and_no_redirect_followed():
+def test_no_answer_is_too_large_or_misread_and_no_redirect_followed(monkeypatch):
+    monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
+    with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
+        waiting(server.url, lambda client: client.image("a"))
+    small = {"Content-Encoding": "gzip"}  # grows to more than the limit
+    with Server((200, small, gzip.compress(bytes(6_000_000)))) as server:
+        assert len(waiting(server.url, lambda client: client.image("a"))) < 5_000_000
     for reply in (b"<html>", b"[" * 100_000, {"results": "none"}):
         with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of the /v1"):
             waiting(server.url, search_id)

@@ -1,16 +1,18 @@
 """Work that hangs in a real server: deadlines, turns, clients that leave, and an end in time."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import wire
 from retrieval.serving.http.turns import WAITING_PER_WORKER
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index, open_index
 
 LIVE = wire.get("/livez")
 
@@ -148,8 +150,8 @@ def test_it_ends_in_time_whatever_hangs(sleepy, photos):
         connection.close()
 
 
-# SIGTERM while items are written: what was accepted is finished, and what a client was told is
-# there is there.
+# SIGTERM while items or a snapshot are written: what was accepted is finished, and what a client
+# was told is there is there.
 
 
 @pytest.fixture
@@ -193,3 +195,71 @@ def test_what_was_accepted_is_written(writing):
     # written, and the answer was cut off
     assert len(stored - acknowledged) <= len(writing.threads)
     assert writing.server.process.stderr.read() == ""
+
+
+@pytest.fixture
+def snapshotting(served, bundle_path, photos, tmp_path):
+    """A server whose snapshot stands still at a file that is a terminal, until somebody types."""
+    create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
+    typed, terminal = os.openpty()
+    (bundle,) = (tmp_path / "i" / "bundles").iterdir()
+    (bundle / "slow").symlink_to(os.ttyname(terminal))
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    answers: list[httpx.Response | None] = []
+
+    def start(*options):
+        server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(copies), *options)
+
+        def ask():
+            try:
+                answers.append(httpx.post(f"{server.url}/v1/snapshots", timeout=60))
+            except httpx.TransportError:
+                answers.append(None)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wire.until(lambda: [path for path in copies.rglob("slow") if path.stat().st_size == 0])
+        server.process.send_signal(signal.SIGTERM)
+        return SimpleNamespace(process=server.process, asking=asking)
+
+    yield SimpleNamespace(
+        start=start,
+        typed=typed,
+        copies=copies,
+        answers=answers,
+        count=len(list((photos / "1").iterdir())),
+    )
+    os.close(typed)
+    os.close(terminal)
+
+
+def visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
+
+
+def test_a_snapshot_that_was_begun_is_finished(snapshotting):
+    server = snapshotting.start()
+    time.sleep(0.5)
+    assert server.process.poll() is None and visible(snapshotting.copies) == []
+    os.write(snapshotting.typed, b"\x04")  # the end of the file
+    assert server.process.wait(15) == 0
+    server.asking.join(15)
+    (answer,) = snapshotting.answers
+    assert answer.status_code == 201
+    (copy,) = visible(snapshotting.copies)
+    assert copy.name == answer.json()["snapshot"]
+    with open_index(copy, threads=1) as index:
+        assert len(index) == snapshotting.count
+    assert server.process.stderr.read() == ""
+
+
+def test_a_snapshot_beyond_the_grace_is_given_up_and_none_appears(snapshotting):
+    server = snapshotting.start()
+    began = time.monotonic()
+    assert server.process.wait(15) == 0
+    assert time.monotonic() - began < 11
+    server.asking.join(15)
+    (answer,) = snapshotting.answers
+    assert answer is None or answer.status_code == 503
+    assert visible(snapshotting.copies) == []

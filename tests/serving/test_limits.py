@@ -109,6 +109,36 @@ def test_a_file_whose_bytes_resemble_the_boundary_is_read_whole():
     assert read_form(Body("form", wire.FORM, wire.form(image)), (), 10**6) == ([image], {})
 
 
+PART = b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n'
+IMAGE = PART % (b"image", b'; filename="x"') + b"\x89PNG\r\n"
+END = b"--b--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "its end is missing"),
+        (IMAGE, "its end is missing"),
+        (IMAGE + b"--b\r\n", "its end is missing"),
+        (IMAGE[:-2] + END, "its end is missing"),
+        (IMAGE * 2 + END, "Too many files"),
+        (b"--b\r\n\r\n\r\n" * 100_000 + END, "too many parts; the limit is 3"),
+        (b"--b\r\n" + b"X: y\r\n" * 100_000 + b"\r\n" + END, "header"),
+        (PART % (b"k", b"") + b"1" * 65_537 + b"\r\n" + IMAGE + END, "more than 65,536 bytes"),
+        (PART % (b"k", b"") + b"\xff\r\n" + IMAGE + END, "not text in UTF-8"),
+        ((PART % (b"k", b"") + b"1\r\n") * 2 + IMAGE + END, 'repeats its field "k"'),
+        (b"--b\r\n\r\nx\r\n" + IMAGE + END, "unknown field"),
+        (PART % (b"k", b'; filename="x"') + b"1\r\n" + IMAGE + END, "takes no other file"),
+        (b"--c" + IMAGE + END, "cannot be read"),
+    ],
+)
+def test_a_form_beyond_its_bounds_is_refused(content, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        read_form(Body("form", wire.FORM, content), ("k",), 10**6)
+    assert caught.value.status == 400
+    assert read_form(Body("form", wire.FORM, IMAGE + END), ("k",), 10**6) == ([b"\x89PNG"], {})
+
+
 def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_proxys(port):
     """nginx keeps its connections for 60 seconds, Caddy for 120."""
     assert KEEP_ALIVE_SECONDS > 120

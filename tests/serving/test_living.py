@@ -142,6 +142,8 @@ def test_filters(living, photos, served):
     assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
+        ({}, 400, "empty object"),
+        ("(" * 9000, 400, "filter"),
         ([], 400, "must be text or an object"),
         ({"lable": "3"}, 422, "No item of this index has a field 'lable'"),
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
@@ -150,7 +152,7 @@ def test_filters(living, photos, served):
         answer = post(server, filter=where)
         assert answer.status_code == status, (where, answer.text)
         assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
-    for where in ('{"label": "3", "label": "4"}', '{"a":' * 5000, b"\xff"):
+    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
         assert form(where).status_code == 400, where
     nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
     kind = {"Content-Type": "application/json"}
@@ -171,6 +173,18 @@ def test_an_empty_index_is_ready(empty, served, photos):
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
     wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
+
+
+def test_damage_is_said_without_a_path(living, served):
+    (segment,) = (living / "arrays").glob("*.vector")
+    content = bytearray(segment.read_bytes())
+    content[500] ^= 1
+    segment.write_bytes(content)
+    server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
+    wire.until(lambda: "damaged" in server.client.get("/readyz").text)
+    answer = server.client.get("/readyz")
+    assert answer.status_code == 503
+    assert str(living) not in answer.text and segment.name not in answer.text
 
 
 def test_damage_found_while_serving(empty, served):

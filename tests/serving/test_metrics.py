@@ -75,3 +75,21 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
     series = [{name: set(values) for name, values in now.items()} for now in (before, after)]
     assert series[0] == series[1]
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
+
+
+def test_changes_have_their_stages(empty, served, photos):
+    server = served(empty, "--open", "write")
+    client = server.client
+    picture = {"image": (photos / "3" / "0003.png").read_bytes()}
+    batch = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
+    assert client.put("/v1/items/a", files=picture).status_code == 200
+    assert client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
+    for _ in range(2):
+        assert client.post("/v1/items", json=batch).status_code == 200
+    assert client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
+    assert client.delete("/v1/items/b").json() == {"deleted": 1}
+    now = scrape(server.port)
+    stages = now["retrieval_stage_seconds_count"]
+    assert stages["write",] == 5 and now["retrieval_stage_seconds_sum"]["write",] > 0
+    assert stages["decode",] == stages["encode",] == now["retrieval_encode_batch_sum"][()] == 1
+    assert stages["read",] == 5

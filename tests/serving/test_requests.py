@@ -57,9 +57,11 @@ def test_ambiguous_framing_is_refused(port):
             assert answer.error.endswith("."), name
             assert answer.headers["connection"] == "close", name
     with wire.connect(port) as connection:
-        connection.sendall(LIVE * 499 + wire.get("/livez", "Connection: close"))
+        connection.sendall(LIVE * 50)
         answers = b"".join(iter(lambda: connection.recv(65_536), b""))
-    assert answers.count(b"HTTP/1.1 200 OK") == 500
+    assert answers.count(b"HTTP/1.1 200 OK") <= 10
+    assert b"without waiting for responses" in answers
+    assert wire.ask(port, LIVE).status == 200
 
 
 def test_a_large_trailer_ends_the_connection(port):

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from retrieval.errors import MissingDependency
+from retrieval.errors import MissingDependency, StoreError
 from retrieval.serving.http.app import Application
 from retrieval.serving.http.monitoring import traced
 from retrieval.serving.index.index import open_index
@@ -58,4 +58,12 @@ def test_nothing_is_traced_unless_asked_for(environment):
 def test_an_exporter_that_is_not_there_is_a_sentence(environment):
     environment.setenv("OTEL_TRACES_EXPORTER", "nobodys")
     with pytest.raises(MissingDependency, match=r"TRACES_EXPORTER .*'nobodys'.*retrieval\[otel\]"):
+        traced(object())
+
+
+def test_an_exporter_that_cannot_be_set_up_is_a_sentence(environment):
+    pytest.importorskip("opentelemetry.instrumentation.asgi", reason="needs the extra otel")
+    environment.setenv("OTEL_TRACES_EXPORTER", "console")
+    environment.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
+    with pytest.raises(StoreError, match=r"'console' cannot be set up: .*queue"):
         traced(object())

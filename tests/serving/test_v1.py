@@ -178,6 +178,8 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     assert client.put(a, json=vector).json()["replaced"] is True
     assert now() == (None, {}, "nothing")
     wire.refused(client.patch("/v1/items/b", json={"label": "x"}), 404, "no such item")
+    for id in ("%FF", "x" * 1001, "%00"):
+        wire.refused(client.patch(f"/v1/items/{id}", json={"label": "x"}), 404, "no such item")
     wire.refused(client.patch(a, json=vector), 400, "JSON must be")
     wire.refused(client.patch(a, files={"image": image}), 415, "application/json")
 

@@ -91,3 +91,15 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
     other = makers.make_bundle(tmp_path / "other", seed=5)
     done = cli("index", "migrate", empty, other)
     assert done.code == 2 and "a/b" in done.err
+
+
+def test_a_picture_of_which_no_small_one_can_be_made_changes_nothing(served, empty):
+    server = served(empty, "--open", "write", "--max-pixels", "100000")
+    for content in (photo(1), photo(2, (300, 200))[:5000], b"\x89PNG\r\n\x1a\n" + bytes(100)):
+        answer = server.client.put(
+            "/v1/items/a",
+            files={"image": content},
+            data={"keep": "thumbnail"},
+        )
+        assert answer.status_code == 422, answer.text
+    assert server.client.get("/v1/index").json()["items"] == 0

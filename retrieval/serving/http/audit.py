@@ -1,10 +1,9 @@
 """The record of changes: a file with one line before and one line after each change.
 
 The first line is on the disk before the change is made, and the second before the response is
-sent. A first line without a second has one of four causes:
+sent. A first line without a second has one of three causes:
 
 - The change is under way.
-- The first line could not be synced, so no change was made. The server logs this as an error.
 - The second line could not be written. The server logs this as an error.
 - The server was killed, and may or may not have made the change.
 """
@@ -18,9 +17,10 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,23 @@ class Audit:
         return True
 
     def _append(self, content: bytes) -> None:
-        """Append to the file and sync it."""
+        """Append to the file and sync it; on failure, leave the file as it was."""
         file = os.open(self._path, _FLAGS, 0o600)
         try:
-            state = os.fstat(file)
-            if not stat.S_ISREG(state.st_mode):
+            if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            if state.st_size and os.pread(file, 1, state.st_size - 1) != b"\n":
-                content = b"\n" + content  # a power cut or a full disk cut off the last line
-            if os.write(file, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file)
+            with suppress(OSError):  # some file systems have no locks
+                flock(file, LOCK_EX)  # until it is closed, so that no other line can be cut off
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                content = b"\n" + content  # a power cut left the last line incomplete
+            try:
+                if os.write(file, content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file, size)
+                raise
         finally:
             os.close(file)

@@ -106,8 +106,17 @@ def _hash(salt: str, secret: str) -> str:
 
 def _problems(error: ValidationError) -> str:
     """Describe pydantic's errors without the values, because a value may be a misplaced key."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, fault['loc'][:1]))}: {fault['msg']}" for fault in faults)
+    faults = error.errors(include_url=False, include_context=False, include_input=False)[:5]
+    problems = []
+    for fault in faults:
+        member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
+        if member == "name" and fault["type"] == "string_pattern_mismatch":
+            message = (
+                "it must have at most 64 characters, only letters, digits and . _ @ -, and begin"
+                " with a letter or digit"
+            )
+        problems.append(f"{member}: {message}")
+    return "; ".join(problems)
 
 
 # The file
@@ -194,9 +203,11 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, keys: Iterable[Key]) -> None:
     """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
     real_path = Path(os.path.realpath(path))
+    lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
+    text = "\n".join([_HEAD, *lines, ""]).encode()
+    parse_keys(text, str(path))  # a file that is too large could not be read again
     with whole_file(real_path, RetrievalError, private=True) as temporary:
-        lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
-        temporary.write_text("\n".join([_HEAD, *lines, ""]), encoding="utf-8")
+        temporary.write_bytes(text)
         if real_path.exists() and os.name == "posix":
             state = real_path.stat()
             if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
@@ -220,14 +231,19 @@ class KeySource:
 
     def __init__(self, path: Path | None, text: str = "") -> None:
         self._path = path
-        self._last_stamp = self._stamp()
+        self._read_stamp = self._seen_stamp = self._stamp()
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read the file again if it has changed. Reading blocks, so call this in a thread."""
-        before, self._last_stamp = self._last_stamp, self._stamp()
-        if self._path is None or self._last_stamp == before:
+        """Read the file again if it has changed.
+
+        A changed file may be half written, so a call reads it only if the previous call found it in
+        the same state. Reading blocks, so call this in a thread.
+        """
+        before, self._seen_stamp = self._seen_stamp, self._stamp()
+        if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
             return
+        self._read_stamp = self._seen_stamp
         try:
             self.keys = read_keys(self._path)
         except RetrievalError as error:

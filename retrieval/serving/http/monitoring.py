@@ -240,6 +240,7 @@ def traced(app: Any) -> Any:
 
     Raises:
         MissingDependency: a package of the extra `otel`, or the exporter, is not installed.
+        StoreError: the exporter cannot be set up.
     """
     variable = next(filter(os.environ.get, _TRACES), None)
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -259,7 +260,10 @@ def traced(app: Any) -> Any:
             f" it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
         ) from None
     provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(exporter.load()()))
+    try:
+        provider.add_span_processor(BatchSpanProcessor(exporter.load()()))
+    except Exception as error:
+        raise StoreError(f"The trace exporter '{name}' cannot be set up: {error}") from None
     return OpenTelemetryMiddleware(
         app,
         tracer_provider=provider,

@@ -17,6 +17,7 @@ from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem_
 HEADER_SECONDS = 15.0
 HEADER_BYTES = 32_768
 HEADER_LINES = 64
+PIPELINED_REQUESTS = 8
 _UPGRADES = (b"upgrade", b"connection", b"http2-settings")
 _SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
@@ -105,6 +106,9 @@ class Protocol(HttpToolsProtocol):
             self._fail(400, sentence)
         if any(names.count(name) > 1 for name in _SINGLE_HEADERS):
             self._fail(400, "The request repeats a header that is allowed only once.")
+        # Each response lets the server read more, so without a limit they would fill its memory.
+        if len(self.pipeline) >= PIPELINED_REQUESTS:
+            self._fail(400, "Too many requests were sent without waiting for responses.")
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
