@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,6 +67,9 @@ class Worker:
 class Parallel(Worker):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
+    lost: type[Exception] = BrokenExecutor
+    """The error of a job whose process was lost."""
+
     def __init__(self, meter: Meter) -> None:
         super().__init__(meter)
         self.stopped = False
@@ -96,6 +99,8 @@ class Parallel(Worker):
         except Exception as error:
             if self.stopped:
                 raise Interrupted(STOPPED) from None
+            if not isinstance(error, self.lost):
+                raise
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise DataError(
                 f"A process that trains was lost, perhaps for lack of memory: {reason}. The same"
@@ -150,7 +155,7 @@ class OnRay(Parallel):
 
     def __init__(self, ray: Any, device: str, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
-        self.ray, self.refs = ray, list[Any]()
+        self.ray, self.refs, self.lost = ray, list[Any](), ray.exceptions.RayError
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
         cpus = min([MOST_CORES, *(int(n["CPU"]) for n in nodes if n.get("CPU", 0) >= 1)])
