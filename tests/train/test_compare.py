@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
-from retrieval.training.comparison.workers import Parallel
+from retrieval.training.comparison.workers import OnRay, Parallel
 from scipy.stats import kstest
 
 SLOW = '''
@@ -259,6 +260,45 @@ def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
         future.set_exception(error)
         with pytest.raises(kind or type(error)):
             worker._result(future)
+
+
+class DeafRay:
+    """As much of Ray as a comparison calls, whose one task ends only if it is killed."""
+
+    exceptions = SimpleNamespace(RayError=OSError)
+
+    def __init__(self) -> None:
+        self.task: Future[Any] = Future()
+        self.reference = SimpleNamespace(future=lambda: self.task)
+
+    def nodes(self) -> list[Any]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}]
+
+    def remote(self, function: Any) -> Any:
+        return SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda *_: self.reference)
+        )
+
+    def cancel(self, reference: Any, *, force: bool = False) -> None:
+        if force:
+            self.task.set_exception(OSError("killed"))
+
+    def wait(self, references: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        return [], references
+
+
+def test_a_task_of_a_cluster_that_does_not_stop_is_killed(tmp_path):
+    def training(do: Any) -> None:
+        do([Job("seed", {}, tmp_path / "run", tmp_path / "run.json")])
+
+    def interrupted(do: Any) -> None:
+        while not worker.refs:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    worker = OnRay(DeafRay(), "cpu", tmp_path, Meter("comparing", 1, "runs"))
+    with pytest.raises(KeyboardInterrupt):
+        worker.all([interrupted, training])
 
 
 RANGES = {

@@ -174,13 +174,15 @@ class OnRay(Parallel):
             return future
 
     def stop(self) -> None:
-        """Cancel the tasks, and wait up to `PATIENCE` for their checkpoints."""
+        """Cancel the tasks, and kill those that take longer than `PATIENCE`."""
         with self.lock:
-            for ref in self.refs:
+            running = [*self.refs]
+        for force in (False, True):
+            for ref in running:
                 with contextlib.suppress(Exception):
-                    self.ray.cancel(ref)
-        if self.refs:
-            self.ray.wait(self.refs, num_returns=len(self.refs), timeout=PATIENCE)
+                    self.ray.cancel(ref, force=force)
+            if running and not force:
+                _, running = self.ray.wait(running, num_returns=len(running), timeout=PATIENCE)
 
 
 @contextlib.contextmanager
