@@ -110,9 +110,7 @@ def compare(
     """
     _refuse_too_few(seeds, splits, search=(search, 0), folds=(folds, 2), repeats=(repeats, 1))
     if not 1 <= workers <= MOST_WORKERS or (ray is not None and workers != 1):
-        raise DataError(
-            f"Use 1 to {MOST_WORKERS} workers on this machine, or ray on a cluster; not both."
-        )
+        raise DataError(f"Use 1 to {MOST_WORKERS} workers here, or ray on a cluster; not both.")
     if search and find_spec("optuna") is None:
         raise MissingDependency(
             "A search needs optuna, which is not installed. Install it: pip install"
