@@ -28,8 +28,10 @@ class MlflowRun:
     def __init__(self) -> None:
         """Load the package and open its store in the calling thread."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
-        # MLflow's own 7 tries would hold up training for four minutes.
+        # Training waits: MLflow's own 7 tries take four minutes, or 120 seconds each if a server
+        # accepts connections and never answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()

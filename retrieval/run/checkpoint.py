@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retrieval.errors import DataError
@@ -39,13 +41,23 @@ _BLANK = "0" * 64
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """A large tensor on the CPU, written without a copy, and loaded as a view of the file.
+
+    A process that needs some of its rows therefore reads only these into memory.
+    """
+
+    tensor: Tensor
+
+
 def save(path: Path, state: Any, previous: Path | None = None) -> None:
     """Write a nested state atomically: a crash at any moment leaves the old file or the new one.
 
     Args:
         path: the file.
-        state: nested dicts (with text or integer keys), lists and tuples of tensors, numbers, text
-            and `None`.
+        state: nested dicts (with text or integer keys), lists and tuples of tensors, `Mapped`
+            tensors, numbers, text and `None`.
         previous: where to keep the replaced file; `None` discards it.
 
     Raises:
@@ -69,6 +81,8 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
 def load(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
     """Return the nested state of a file that `save` wrote, with its tensors on the CPU.
 
+    `Mapped` tensors are views of the file: copy what is used, and drop the rest.
+
     Args:
         path: the file.
         advice: last sentence of the error for a damaged file.
@@ -79,14 +93,17 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
     if not path.is_file():
         raise DataError(f"There is no checkpoint {path}.")
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         metadata = _verified(content)
         if metadata.get("format") != FORMAT:
             raise DataError(
                 f"{path} is not a checkpoint of this program (its format is"
                 f" {metadata.get('format', 'unstated')!r})."
             )
-        return _unflatten(json.loads(metadata["state"]), load_tensors(content))
+        views = '{"mapped": ' in metadata["state"]
+        tensors = load_file(path) if views else load_tensors(content[:])
+        return _unflatten(json.loads(metadata["state"]), tensors, views)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"it holds no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
@@ -108,7 +125,7 @@ def _seal(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _verified(content: bytes) -> dict[str, Any]:
+def _verified(content: mmap.mmap) -> dict[str, Any]:
     """Check the checksum of a file's content, and return the metadata in its header.
 
     Raises:
@@ -147,6 +164,9 @@ def _keep(path: Path, previous: Path) -> None:
 
 
 def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Mapped):
+        tensors[place] = value.tensor
+        return {"mapped": place}
     if isinstance(value, Tensor):
         tensors[place] = value.detach().cpu().contiguous().clone()
         return {"tensor": place}
@@ -162,13 +182,17 @@ def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"{place} holds a {type(value).__name__}, which a checkpoint cannot hold")
 
 
-def _unflatten(node: Any, tensors: dict[str, Tensor]) -> Any:
+def _unflatten(node: Any, tensors: dict[str, Tensor], views: bool) -> Any:
+    """Return the state of a skeleton; `views` says that the tensors are views of the file."""
+    if "mapped" in node:
+        return tensors[node["mapped"]]
     if "tensor" in node:
-        return tensors[node["tensor"]]
+        tensor = tensors[node["tensor"]]
+        return tensor.clone() if views else tensor
     if "dict" in node:
-        return {k: _unflatten(v, tensors) for k, v in node["dict"]}
+        return {k: _unflatten(v, tensors, views) for k, v in node["dict"]}
     if "list" in node:
-        items = [_unflatten(v, tensors) for v in node["list"]]
+        items = [_unflatten(v, tensors, views) for v in node["list"]]
         return tuple(items) if node["tuple"] else items
     return node["value"]
 

@@ -119,15 +119,16 @@ def _divided(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any]
                 yield entry, key, shard
 
 
-def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Tensor:
+def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Any:
     """Send the rows to the main process, which returns all processes' rows, on the CPU."""
     if not accelerator.is_main_process:
         distributed.send(rows.contiguous(), 0)
         return rows
-    parts = [rows.cpu()]
+    whole = torch.empty(shard.whole, *rows.shape[1:], dtype=rows.dtype)
+    whole[: len(rows)] = rows
     for rank in range(1, accelerator.num_processes):
         share = Shard.of(shard.whole, rank, accelerator.num_processes)
         part = rows.new_empty(share.stop - share.start, *rows.shape[1:])
         distributed.recv(part, rank)
-        parts.append(part.cpu())
-    return torch.cat(parts)
+        whole[share.start : share.stop] = part
+    return checkpoint.Mapped(whole)

@@ -21,6 +21,7 @@ from retrieval.host.plugin_calls import failure
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
+from retrieval.run.checkpoint import python_random_kept
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
@@ -86,8 +87,9 @@ class Tracking:
     def retrieval_run_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Log the best validation metrics, and a sheet of hits to trackers that accept images."""
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
+        takes = any(hasattr(tracker, "image") for tracker in self._trackers.values())
         drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
-        if drawn and any(hasattr(tracker, "image") for tracker in self._trackers.values()):
+        if self._folder is not None and takes and drawn:
             from retrieval.evaluation.plot import validation_sheet
 
             try:
@@ -119,7 +121,8 @@ class Tracking:
         """Make a call to a tracker; if it fails, report that and forget the tracker."""
         what = f"The tracker {full}"
         try:
-            call()
+            with python_random_kept():  # which MLflow's retries draw from
+                call()
             return
         except SystemExit:
             sentence = f"{what} failed: it tried to end the process"

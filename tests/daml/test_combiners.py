@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from discriminator_by_loops import affine, gamma, local_distances
+from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.plugins import load_plugins
 from torch import Tensor, nn
@@ -37,6 +38,19 @@ def items(number: int, seed: int = 1) -> Tensor:
     return torch.randn(
         number, F, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
+
+
+def test_one_metric_is_the_distance_of_pmls_losses_bit_for_bit():
+    torch.manual_seed(0)
+    for combiner in (Discriminator(F, D, 1), UniformMetrics(D, 1)):
+        codes = combiner.build_head(F)(torch.randn(40, F)).detach()
+        values = []
+        for options in ({"distance": combiner}, {}):
+            x = codes.clone().requires_grad_()
+            loss = losses.TripletMarginLoss(**options)(x, torch.arange(40) % 5)
+            loss.backward()
+            values.append((loss, x.grad))
+        assert all(map(torch.equal, *values))
 
 
 # --- plain loops

@@ -197,6 +197,16 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
         OAHU.load(path)
 
 
+def test_copies_learn_apart():
+    triplets = stream_of(clouds(), 20)
+    left = OAHU(**SMALL).partial_fit(triplets[:10])
+    two = copy.deepcopy(left)
+    kept = two.layers_.copy()
+    left.partial_fit(triplets[10:])
+    assert np.array_equal(two.layers_, kept)
+    same(two.partial_fit(triplets[10:]), left)
+
+
 @pytest.mark.parametrize("k", [1, 3, 200])
 def test_the_three_uses_are_those_of_plain_loops(k):
     x, y = clouds(apart=0.7)

@@ -12,7 +12,10 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,12 @@ from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
+from retrieval.serving.progress import Meter
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
+from retrieval.training.comparison.workers import OnRay, Parallel
 from scipy.stats import kstest
 
 SLOW = '''
@@ -248,6 +253,54 @@ def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
         time.sleep(0.02)
 
 
+def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
+    worker = Parallel(Meter("comparing", 1, "runs"))
+    for error, kind in ((BrokenProcessPool("killed"), DataError), (ZeroDivisionError(), None)):
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        with pytest.raises(kind or type(error)):
+            worker._result(future)
+
+
+class DeafRay:
+    """As much of Ray as a comparison calls, whose one task ends only if it is killed."""
+
+    exceptions = SimpleNamespace(RayError=OSError)
+
+    def __init__(self) -> None:
+        self.task: Future[Any] = Future()
+        self.reference = SimpleNamespace(future=lambda: self.task)
+
+    def nodes(self) -> list[Any]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}]
+
+    def remote(self, function: Any) -> Any:
+        return SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda *_: self.reference)
+        )
+
+    def cancel(self, reference: Any, *, force: bool = False) -> None:
+        if force:
+            self.task.set_exception(OSError("killed"))
+
+    def wait(self, references: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        return [], references
+
+
+def test_a_task_of_a_cluster_that_does_not_stop_is_killed(tmp_path):
+    def training(do: Any) -> None:
+        do([Job("seed", {}, tmp_path / "run", tmp_path / "run.json")])
+
+    def interrupted(do: Any) -> None:
+        while not worker.refs:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    worker = OnRay(DeafRay(), "cpu", tmp_path, Meter("comparing", 1, "runs"))
+    with pytest.raises(KeyboardInterrupt):
+        worker.all([interrupted, training])
+
+
 RANGES = {
     "loss.margin": Range(low=0.01, high=1.0, log=True),
     "loss.n": Range(low=1, high=9),
@@ -371,6 +424,8 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
         ({"seeds": 1}, "at least two seeds or two splits"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
         ({"folds": 1}, "folds is 1, and must be at least 2"),
+        ({"workers": 0}, "1 to 64 workers"),
+        ({"workers": 65}, "1 to 64 workers"),
     ):
         refused(good, write("proxy"), out=out, says=says, **options)
     (tmp_path / "full").mkdir()

@@ -12,6 +12,7 @@ from retrieval import create
 from retrieval.errors import RecipeError
 from retrieval.model.shards import Shard
 from retrieval.recipe.read import to_toml
+from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 from torch import Tensor, nn
 from trained_weights import STEADY, difference, load, summary
@@ -100,6 +101,25 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
     train(tmp_path / "one", made, resume=True)
     assert difference(state(tmp_path / "one"), alone) < 2e-5
     assert summary(tmp_path / "one")["steps"] == 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's figures")
+def test_a_process_reads_only_its_rows_into_memory(tmp_path):
+    def memory() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    path, rows = tmp_path / "last.safetensors", torch.arange(1 << 24).reshape(-1, 64)
+    checkpoint.save(path, {"rows": checkpoint.Mapped(rows), "model": torch.ones(3)})
+    before = memory()
+    state = checkpoint.load(path)
+    half = state["rows"][len(rows) // 4 : len(rows) // 2].clone()
+    assert memory() - before < rows.nbytes / 2
+    assert torch.equal(half, rows[len(rows) // 4 : len(rows) // 2])
+    del state["rows"]
+    assert str(path) not in Path("/proc/self/maps").read_text(), "the file is let go"
+    assert torch.equal(state["model"], torch.ones(3))
 
 
 def test_what_it_cannot_do_is_refused(make):

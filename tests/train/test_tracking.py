@@ -14,12 +14,13 @@ from retrieval.run.open import Run
 from retrieval.training.comparison.compare import compare
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
-from trained_weights import SMALL, lines_of, same, summary
+from trained_weights import SMALL, lines_of, load, same, same_state, summary
 
 PLUGIN = '''
 """Trackers that write down what they are told, and some that cannot."""
 import json
 import os
+import random
 from pathlib import Path
 from retrieval.plugin import hookimpl
 
@@ -35,6 +36,7 @@ class Notes:
         return run.key or f"key-{run.name}", "a file"
 
     def note(self, **line):
+        random.random()
         with TOLD.open("a") as file:
             file.write(json.dumps(line) + "\\n")
 
@@ -100,6 +102,7 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(make, acme, tmp_path):
     fit(made, tracked, "acme.notes", tell=lines.append)
     fit(made, alone)
     assert same(tracked, alone, "best")
+    same_state(load(tracked), load(alone))
     found = told(tmp_path)
     assert [line["hook"] for line in found] == ["begin", "metrics", "metrics", "metrics", "end"]
     begun = {"hook": "begin", "name": "test", "group": None, "key": None, "seed": 0}

@@ -25,6 +25,7 @@ from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
 from retrieval.training.tracking import failures, full_name
 
+MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
 """Backbone of frozen features, if it is installed and the recipe's own has no weights."""
 
@@ -108,8 +109,8 @@ def compare(
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
     _refuse_too_few(seeds, splits, search=(search, 0), folds=(folds, 2), repeats=(repeats, 1))
-    if workers < 1 or (ray is not None and workers != 1):
-        raise DataError("Use one or more workers on this machine, or ray on a cluster; not both.")
+    if not 1 <= workers <= MOST_WORKERS or (ray is not None and workers != 1):
+        raise DataError(f"Use 1 to {MOST_WORKERS} workers here, or ray on a cluster; not both.")
     if search and find_spec("optuna") is None:
         raise MissingDependency(
             "A search needs optuna, which is not installed. Install it: pip install"

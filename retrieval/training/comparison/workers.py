@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,6 +67,9 @@ class Worker:
 class Parallel(Worker):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
+    lost: type[Exception] = BrokenExecutor
+    """The error of a job whose process was lost."""
+
     def __init__(self, meter: Meter) -> None:
         super().__init__(meter)
         self.stopped = False
@@ -96,6 +99,8 @@ class Parallel(Worker):
         except Exception as error:
             if self.stopped:
                 raise Interrupted(STOPPED) from None
+            if not isinstance(error, self.lost):
+                raise
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise DataError(
                 f"A process that trains was lost, perhaps for lack of memory: {reason}. The same"
@@ -150,7 +155,7 @@ class OnRay(Parallel):
 
     def __init__(self, ray: Any, device: str, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
-        self.ray, self.refs = ray, list[Any]()
+        self.ray, self.refs, self.lost = ray, list[Any](), ray.exceptions.RayError
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
         cpus = min([MOST_CORES, *(int(n["CPU"]) for n in nodes if n.get("CPU", 0) >= 1)])
@@ -169,13 +174,15 @@ class OnRay(Parallel):
             return future
 
     def stop(self) -> None:
-        """Cancel the tasks, and wait up to `PATIENCE` for their checkpoints."""
+        """Cancel the tasks, and kill those that take longer than `PATIENCE`."""
         with self.lock:
-            for ref in self.refs:
+            running = [*self.refs]
+        for force in (False, True):
+            for ref in running:
                 with contextlib.suppress(Exception):
-                    self.ray.cancel(ref)
-        if self.refs:
-            self.ray.wait(self.refs, num_returns=len(self.refs), timeout=PATIENCE)
+                    self.ray.cancel(ref, force=force)
+            if running and not force:
+                _, running = self.ray.wait(running, num_returns=len(running), timeout=PATIENCE)
 
 
 @contextlib.contextmanager
