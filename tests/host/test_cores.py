@@ -59,6 +59,13 @@ def test_the_quota_of_a_cgroup(groups, files, expected, tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
+def test_without_cgroups_the_affinity_counts_and_nothing_is_set(tmp_path):
+    assert cores(tmp_path) == 16
+    limit_threads(tmp_path)
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.usefixtures("machine")
 def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     half = tree(tmp_path, "0::/\n", {"cpu.max": "800000 100000"})
     limit_threads(half)
