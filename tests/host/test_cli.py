@@ -206,3 +206,12 @@ def test_version(cli):
     from importlib.metadata import version
 
     assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
+
+
+def test_the_version_of_a_source_tree_that_was_never_installed(cli, monkeypatch):
+    def lacking(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("retrieval.host.version.version", lacking)
+    monkeypatch.setattr("importlib.metadata.version", lacking)
+    assert cli("--version").out == "retrieval, version 0\n"
