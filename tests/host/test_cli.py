@@ -14,6 +14,7 @@ from retrieval.cli.app import COMMANDS
 
 COMMAND = '''
 import os, signal, time
+from importlib.metadata import PackageNotFoundError, version
 import click
 from retrieval.plugin import hookimpl
 
@@ -203,8 +204,6 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
 
 
 def test_version(cli):
-    from importlib.metadata import version
-
     assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
 
 
