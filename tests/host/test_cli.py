@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from retrieval.cli.app import COMMANDS
 
 COMMAND = '''
 import os, signal, time
-from importlib.metadata import PackageNotFoundError, version
 import click
 from retrieval.plugin import hookimpl
 
