@@ -220,7 +220,13 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
         yield path / "content"
     finally:
         _close(handle)  # first, as NFS keeps a deleted file until it is closed
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a scratch folder, its lock last: without it, a killed removal is not taken up."""
+    shutil.rmtree(path / "content", ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear(parent: Path, pattern: str) -> None:
@@ -234,7 +240,7 @@ def _clear(parent: Path, pattern: str) -> None:
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             handle = _locked(parent / name / _LOCK, wait=False) if ours else None
             if handle is not None:
-                shutil.rmtree(parent / name, ignore_errors=True)
+                _remove(parent / name)
             _close(handle)
 
 

@@ -190,6 +190,18 @@ def test_a_folder_in_use_stays_where_folders_cannot_be_locked(tmp_path):
     assert names(living) == ["half"]
 
 
+def test_a_removal_that_was_killed_is_taken_up_by_the_next(tmp_path, killed, monkeypatch):
+    def die() -> None:
+        with scratch_folder(tmp_path, ".a.", ".part") as content:
+            (content / "large").mkdir()
+            monkeypatch.setattr(os, "rmdir", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+    killed(die)
+    assert len(list(tmp_path.glob(".a.*.part/content"))) == 1
+    write(tmp_path / "other")
+    assert names(tmp_path) == ["other"]
+
+
 def test_without_locks_no_folder_is_taken_for_a_leftover(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
