@@ -59,6 +59,22 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
 }
 
 
+class DivisorReducer(reducers.DivisorReducer):
+    """The sum of the losses divided by a number that the loss defines.
+
+    Use it for `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, for which
+    it is the default; other losses define none.
+    """
+
+    def unpack_loss_info(self, loss_info: dict[str, Any]) -> Any:
+        """Return the losses, their indices, their kind and the divisor."""
+        if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
+            raise ValueError(
+                "this loss defines no divisor for pml.divisor; use pml.mean or pml.sum"
+            )
+        return super().unpack_loss_info(loss_info)
+
+
 class PerAnchorReducer(reducers.PerAnchorReducer):
     """The mean over an anchor's pairs or triplets, then another reducer over the anchors.
 
@@ -127,14 +143,7 @@ def multiple(
 REDUCERS: Mapping[str, Callable[..., Any]] = {
     "avg_non_zero": offer(reducers.AvgNonZeroReducer, "The mean of the losses above 0."),
     "class_weighted": class_weighted,
-    "divisor": offer(
-        reducers.DivisorReducer,
-        """The sum of the losses divided by a number that the loss defines.
-
-        Use it for `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, for
-        which it is the default; other losses define none.
-        """,
-    ),
+    "divisor": offer(DivisorReducer),
     "mean": offer(reducers.MeanReducer, "The mean of the losses."),
     "multiple": multiple,
     "per_anchor": offer(PerAnchorReducer),

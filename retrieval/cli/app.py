@@ -90,6 +90,14 @@ class App(Group):
         load_plugins().notify("retrieval_commands", app=self)
 
 
+def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
+    if is_set:
+        from retrieval.host.version import installed_version
+
+        click.echo(f"retrieval, version {installed_version()}")
+        ctx.exit()
+
+
 @click.group(
     cls=App,
     context_settings={
@@ -98,7 +106,14 @@ class App(Group):
         "show_default": True,
     },
 )
-@click.version_option(package_name="embedding-retrieval", prog_name="retrieval")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of errors.")
 @click.pass_context
 def app(ctx: click.Context, debug: bool) -> None:

@@ -38,18 +38,33 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return how many cores' time the process's cgroups (version 2) allow; infinity for no limit.
+    """Return how many cores' time the process's cgroups allow; infinity for no limit.
 
     A parent's limit holds for its children. In a container, a path may be that of the host and not
     exist.
     """
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
+    except OSError:  # not Linux, or no /proc
+        return math.inf
     limits = [math.inf]
-    with suppress(OSError):  # not Linux, or no /proc
-        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        names = [n for line in groups if line.startswith("0::") for n in line[3:].split("/") if n]
-        for depth in range(len(names) + 1):
-            file = root.joinpath("sys/fs/cgroup", *names[:depth], "cpu.max")
-            with suppress(OSError, ValueError, ZeroDivisionError):  # "max" means no limit
-                quota, period = map(int, file.read_text(encoding="utf-8").split())
-                limits.append(quota / period)
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 2 names no controllers. Its mount is a subfolder if version 1 is mounted as well.
+        names = [name for name in path.split("/") if name]
+        for mount in (controllers, "cpu" if controllers else "unified"):
+            base = root / "sys/fs/cgroup" / mount
+            limits += [_limit(base.joinpath(*names[:depth])) for depth in range(len(names) + 1)]
     return min(limits)
+
+
+def _limit(folder: Path) -> float:
+    """Return how many cores' time one cgroup (version 2 or 1) allows."""
+    for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # "max" means no limit
+            text = " ".join((folder / name).read_text(encoding="utf-8") for name in files)
+            quota, period = map(int, text.split()[:2])
+            return quota / period if quota > 0 else math.inf
+    return math.inf

@@ -20,6 +20,8 @@ from retrieval.errors import RetrievalError
 if sys.platform != "win32":
     import fcntl
 
+_LOCK = ".retrieval.lock"  # in a scratch folder
+
 
 def cache_folder() -> Path:
     """Return the cache folder: `RETRIEVAL_CACHE` if set, otherwise the platform's user cache."""
@@ -102,8 +104,9 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `path` at the end.
 
-    The hidden folder `.NAME.XXXXXXXX.part` lies beside `path`; its content is synced before the
-    rename. A killed process leaves the hidden folder; the next call in that parent removes it.
+    The hidden folder lies in a scratch folder `.NAME.XXXXXXXX.part` beside `path`; its content is
+    synced before the rename. A killed process leaves the scratch folder; the next call in that
+    parent removes it.
 
     Args:
         path: the folder to write. Its parents are created; an existing empty folder is replaced.
@@ -137,10 +140,7 @@ def rename_whole(
     elif not replace:
         raise exists_error
     elif _exchange(finished, output):
-        # The new folder is in place, even if parts of the old one cannot be removed. Mode 0700 lets
-        # a later `scratch_folder` remove what a crash leaves of the old one.
-        with contextlib.suppress(OSError):
-            finished.chmod(0o700)
+        # The new folder is in place, even if parts of the old one cannot be removed.
         shutil.rmtree(finished, ignore_errors=True)
     else:
         # If the names cannot be exchanged, no folder has the final name for a moment. A crash at
@@ -195,11 +195,13 @@ def _exchange(first: Path, second: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Context manager that yields an empty private folder `PREFIXxxxxxxxxSUFFIX`, then removes it.
+    """Context manager that yields an empty folder in a private one, `PREFIXxxxxxxxxSUFFIX`.
 
-    This process holds a lock on the folder, which the operating system releases when the process
-    ends, even by a crash. Each call first removes this user's leftover folders in `parent` that
-    nobody holds and whose name has the same first character and suffix.
+    It removes both at the end. This process holds a lock on a file in the private folder, which the
+    operating system releases when the process ends, even by a crash. Each call first removes this
+    user's leftover folders in `parent` that have such a file, which nobody holds, and whose name
+    has the same first character and suffix. (Network file systems pass on locks on files, but not
+    those on folders.)
 
     Raises:
         OSError: the folder cannot be created.
@@ -207,16 +209,25 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
     _clear(parent, rf"{re.escape(prefix[:1])}.*[a-z0-9_]{{8}}{re.escape(suffix)}")
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
-        handle = _locked(path, wait=True)
-        # Before this process had the lock, another may have removed the folder as a leftover.
+        handle = _locked(path / _LOCK, wait=True)
+        if handle is None:  # no locks: nobody may take the folder for a leftover
+            (path / _LOCK).unlink(missing_ok=True)
+        # Before the lock, another process may have taken the folder for a leftover.
         if path.is_dir():
             break
         _close(handle)
     try:
-        yield path
+        (path / "content").mkdir()
+        yield path / "content"
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        _close(handle)
+        _close(handle)  # first, as NFS keeps a deleted file until it is closed
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a scratch folder, its lock last: without it, a killed removal is not taken up."""
+    shutil.rmtree(path / "content", ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear(parent: Path, pattern: str) -> None:
@@ -225,21 +236,26 @@ def _clear(parent: Path, pattern: str) -> None:
     with contextlib.suppress(OSError):
         names = [entry.name for entry in parent.iterdir() if re.fullmatch(pattern, entry.name)]
     for name in names:
-        handle = _locked(parent / name, wait=False)
-        if handle is not None:
-            status = os.fstat(handle)
-            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700:
-                shutil.rmtree(parent / name, ignore_errors=True)
-        _close(handle)
+        with contextlib.suppress(OSError):
+            status = (parent / name).lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            handle = _locked(parent / name / _LOCK, wait=False) if ours else None
+            if handle is not None:
+                _remove(parent / name)
+            _close(handle)
 
 
-def _locked(folder: Path, *, wait: bool) -> int | None:
-    """Lock a folder and return its handle; None if another process holds it, or locks fail."""
+def _locked(file: Path, *, wait: bool) -> int | None:
+    """Return a handle that locks a file; None if another process does, or locks do not work.
+
+    Whoever waits for the lock also creates the file.
+    """
     if sys.platform == "win32":
         return None
     handle = None
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        handle = os.open(file, flags | (os.O_CREAT if wait else 0), 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         _close(handle)

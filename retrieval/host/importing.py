@@ -28,6 +28,9 @@ from retrieval.host import hookspecs
 PREFIX = "retrieval_file_plugin_"
 """Prefix of a file or folder plugin's module name, so that the plugin hides no other module."""
 
+MAX_FILES, MAX_BYTES = 1_000, 64 << 20
+"""Most files and bytes of a plugin folder, which is read into memory and copied into each run."""
+
 
 def is_file_plugin(item: str) -> bool:
     """Return whether a plugin is named as a file (`x.py`) or folder (`x/`), not as a module."""
@@ -72,6 +75,7 @@ class FilePlugin:
         if not self.is_folder:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
+        size = 0
         for place, folders, names in os.walk(self.path):
             folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")))
             for name in sorted(names):
@@ -79,6 +83,12 @@ class FilePlugin:
                 hidden = name.startswith(".") or name.endswith((".pyc", ".tmp"))
                 if not hidden and file.is_file():
                     files[file.relative_to(self.path).as_posix()] = file
+                    size += file.stat().st_size
+                if len(files) > MAX_FILES or size > MAX_BYTES:
+                    raise PluginError(
+                        f"The plugin folder {self.path} holds more than {MAX_FILES:,} files or"
+                        f" {MAX_BYTES >> 20} MB. Keep data elsewhere: a run copies the folder."
+                    )
         return files
 
     @cached_property

@@ -117,6 +117,11 @@ class Plugins:
             try:
                 if isinstance(make, PluginError):
                     raise make
+                if not name.partition(".")[2].isidentifier():
+                    raise PluginError(
+                        f"The plugin '{plugin}' offers '{name}' in retrieval_{kind}; a part's name"
+                        " must be a Python identifier."
+                    )
                 if isinstance(make, str):
                     make = _guarded(plugin, kind, partial(resolve_name, make))
                 self._read[kind, name] = Factory.read(kind, name, make)

@@ -104,6 +104,20 @@ class TestSphere:
             head[0].weight[:, 0] *= 3
         assert (generator(*built) - before).abs().max() > 1e-3
 
+    def test_under_a_hidden_layer_it_is_nearly_the_best(self):
+        torch.manual_seed(0)
+        head = build_head(5, 4, hidden=[32])
+        a, p, n = (x.float() for x in points(rows=200))
+
+        def cost(code: Tensor) -> float:
+            both = (head(a) - code).square() + 0.5 * (head(n) - code).square()
+            return float(both.detach().sum(1).mean())
+
+        best = nn.functional.normalize(2 * head(a) + head(n))  # of all points of the sphere
+        reached = cost(head(bound(head)(a, p, n)))
+        assert reached < cost(head((2 * a + n) / 3)) < 0.6 * cost(head(n))
+        assert reached < cost(head(a)) and reached < 1.3 * cost(best)
+
     def test_opposite_codes_and_zero_codes_stay_finite(self):
         head = nn.Sequential(Normalize())
         a = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])

@@ -227,6 +227,24 @@ class TestReachesTheLearnersOptimum:
             actual / np.trace(actual), expected / np.trace(expected), rtol=1e-4, atol=1e-6
         )
 
+    def test_features_that_are_not_white_are_whitened_by_it(self):
+        x, y = features()
+        mix = np.array([[2.0, 1, 0, 0], [0, 0.5, 0, 1], [1, 0, 3, 0], [0, 0, 1, 1]])
+        weight = trained(x @ mix.T, y, GeometricMeanLoss(1.0, 1.0, 0.0, "fixed")).numpy()
+        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(mix.T @ weight.T @ weight @ mix, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_ridge_directions_that_part_no_classes_fade():
+    """Three classes lie in a plane: two of five directions are left, all without a ridge."""
+    x, y = features()
+    x = np.concatenate([x, np.random.default_rng(0).normal(size=(len(x), 1))], axis=1)
+    left = []
+    for ridge in (0.0, 0.1):
+        codes = torch.from_numpy(x) @ trained(x, y, GeometricMeanLoss(ridge=ridge)).T
+        left.append(int((torch.linalg.svdvals(codes - codes.mean(0)) > 1e-3).sum()))
+    assert left == [5, 2]
+
 
 def test_a_recipe_trains_end_to_end(tmp_path):
     built = check_recipe(

@@ -221,6 +221,32 @@ def test_the_optimum_solves_its_equation(alpha, beta):
     np.testing.assert_allclose(slid, along, atol=1e-4 * np.abs(along).max())
 
 
+def test_no_start_finds_less():
+    """From random metrics, an independent descent ends no lower than the search from GMML."""
+    moments = moments_of_classes(X, Y)
+    least = AML(3.0, 0.5, tol=1e-10).fit(X, Y).objective_
+    a, b = torch.tensor(moments.similar), torch.tensor(moments.dissimilar)
+    for seed in range(3):
+        root = torch.tensor(np.linalg.cholesky(spd(4, 1.0, seed)), requires_grad=True)
+        options = {"line_search_fn": "strong_wolfe", "tolerance_grad": 1e-10}
+        descent = torch.optim.LBFGS([root], max_iter=500, **options)
+
+        def value(root: Any = root) -> Any:
+            m = root @ root.T
+            inverse = torch.linalg.inv(m)
+            near = torch.linalg.solve(2 * inverse + 0.5 * m, 0.5 * m)
+            similar = torch.trace(a @ m) + 3.0 * torch.trace(near @ a @ near.T @ m)
+            return similar + (1 + 3.0 * (0.5 / 2.5) ** 2) * torch.trace(b @ inverse)
+
+        def closure(descent: Any = descent, value: Any = value) -> Any:
+            descent.zero_grad()
+            (loss := value()).backward()
+            return loss
+
+        descent.step(closure)
+        assert value().item() > least * (1 - 1e-7)
+
+
 def test_eigenvalues_are_lifted_only_where_they_must_be():
     regular = spd(4, 3.0)
     assert lifted(regular, 1.0) is regular

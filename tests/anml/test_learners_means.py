@@ -113,6 +113,9 @@ def test_theorem_3():
     assert actual == sorted(actual, reverse=True)
     for k in range(2, 10):
         assert by_loop(ordered, actual[k - 1]) == pytest.approx(sum(ordered[:k]) / k, abs=1e-10)
+        around = [by_loop(ordered, actual[k - 1] * by) for by in (0.5, 0.9, 1.1, 2)]
+        assert around == sorted(around, reverse=True)  # so no other γ has this mean
+        assert around[1] > sum(ordered[:k]) / k > around[2]
         # of the largest, with everything negated
         gamma = -gamma_for_mean_of_k_smallest(-a, k)
         assert by_loop(ordered, gamma) == pytest.approx(sum(ordered[-k:]) / k, abs=1e-10)

@@ -147,6 +147,11 @@ def test_proxies_of_labels_that_are_not_there():
         ImprovedProxyNCALoss(4, 2)(X, Y)
 
 
+def test_the_fused_loss_refuses_a_miner():
+    with pytest.raises(ValueError, match="takes no miner's indices"):
+        MinedDANMLoss()(X, Y, (Y, Y, Y))
+
+
 def test_indices_of_another_batch():
     two = torch.tensor([0, 1])
     for wrong in ((two, two, two + 5), (two, two, two, two - 1), (two, two[:1], two), (two, two)):

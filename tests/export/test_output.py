@@ -50,8 +50,8 @@ def test_a_killed_export_leaves_no_bundle_under_its_name(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "out"], **pipes)
     assert process.stdout.readline() == "written\n", process.stderr.read()
     assert visible(tmp_path / "out") == []
-    hidden = list((tmp_path / "out").glob(".*.part"))
-    assert {path.name for path in hidden[0].iterdir()} == {"encoder.onnx", "encoder_fp16.onnx"}
+    hidden = (tmp_path / "out").glob(".*.part/content/*")
+    assert {path.name for path in hidden} == {"encoder.onnx", "encoder_fp16.onnx"}
     process.kill()
     process.communicate(timeout=30)
     assert visible(tmp_path / "out") == []

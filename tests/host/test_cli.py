@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
@@ -203,6 +204,13 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
 
 
 def test_version(cli):
-    from importlib.metadata import version
-
     assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
+
+
+def test_the_version_of_a_source_tree_that_was_never_installed(cli, monkeypatch):
+    def lacking(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("retrieval.host.version.version", lacking)
+    monkeypatch.setattr("importlib.metadata.version", lacking)
+    assert cli("--version").out == "retrieval, version 0\n"

@@ -17,6 +17,11 @@ from retrieval.host.cores import cores, default_threads, limit_threads
 ROOT = Path(__file__).parents[2]
 
 
+def v1(group: str, quota: int) -> dict[str, str]:
+    """The files of a group of the first version."""
+    return {f"{group}/cpu.cfs_quota_us": f"{quota}", f"{group}/cpu.cfs_period_us": "100000"}
+
+
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
     """A file tree as the kernel shows one: /proc/self/cgroup, and files below /sys/fs/cgroup."""
     (root / "proc/self").mkdir(parents=True)
@@ -48,6 +53,10 @@ def machine(monkeypatch):
         # the path of the host, in a container that sees its own group as the root
         ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
         ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
+        ("3:memory:/\n2:cpu,cpuacct:/\n", v1("cpu,cpuacct", 250000), 3),
+        ("1:cpu:/\n0::/\n", v1("cpu", -1), 16),
+        ("1:cpuacct,cpu:/a\n", v1("cpu/a", 200000), 2),
+        ("1:cpu:/\n0::/\n", {"unified/cpu.max": "200000 100000"}, 2),
         ("0::/\n", {"cpu.max": "no numbers"}, 16),
         ("0::/\n", {"cpu.max": "100000 0"}, 16),
         ("0::/\n", {"cpu.max": ""}, 16),
@@ -56,6 +65,13 @@ def machine(monkeypatch):
 )
 def test_the_quota_of_a_cgroup(groups, files, expected, tmp_path):
     assert cores(tree(tmp_path, groups, files)) == expected
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_cgroups_the_affinity_counts_and_nothing_is_set(tmp_path):
+    assert cores(tmp_path) == 16
+    limit_threads(tmp_path)
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.usefixtures("machine")

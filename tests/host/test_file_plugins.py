@@ -142,3 +142,10 @@ def test_what_is_no_plugin_is_a_sentence(tmp_path):
     refused(tmp_path / "odd.py", r"odd\.py, line 1")
     Path(empty, "__init__.py").write_text("")
     refused(empty, r"'empty' .* marks no hook.*retrieval_losses")
+    with Path(empty, "vectors.npy").open("wb") as file:
+        file.truncate(65 << 20)
+    refused(empty, "more than 1,000 files or 64 MB")
+    Path(empty, "vectors.npy").unlink()
+    for i in range(1_001):
+        Path(empty, f"{i}.txt").touch()
+    refused(empty, "more than 1,000 files or 64 MB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -147,30 +148,72 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp
         assert sum(name.endswith(".part") for name in names(tmp_path)) == 2
         write(tmp_path / "three")
         (left,) = (path for path in tmp_path.iterdir() if path.name.endswith(".part"))
-        assert left.name.startswith(".two.") and names(left) == ["half"]
+        assert left.name.startswith(".two.") and names(left / "content") == ["half"]
         living.communicate()
         assert living.returncode == 0
     assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
 
 
 def test_nothing_else_is_cleared(tmp_path):
+    lock = files._LOCK
     for name in ("elsewhere", ".a.34567890.other", ".a.part", ".a.45678901.part"):
         (tmp_path / name).mkdir(0o700)
         (tmp_path / name / "kept").write_text("x")
-    (tmp_path / ".a.45678901.part").chmod(0o755)  # somebody's own
+    for name in ("elsewhere", ".a.34567890.other", ".a.part"):
+        (tmp_path / name / lock).touch()
     (tmp_path / ".a.12345678.part").symlink_to(tmp_path / "elsewhere")
     (tmp_path / ".a.23456789.part").write_text("a file")
-    os.mkfifo(tmp_path / ".a.56789012.part")
+    (tmp_path / ".a.56789012.part").mkdir()
+    (tmp_path / ".a.56789012.part" / lock).symlink_to(tmp_path / "elsewhere" / lock)
     if os.geteuid() == 0:  # another user's
-        (tmp_path / ".a.67890123.part").mkdir(0o700)
+        (tmp_path / ".a.67890123.part").mkdir()
+        (tmp_path / ".a.67890123.part" / lock).touch()
         os.chown(tmp_path / ".a.67890123.part", 12345, 12345)
     before = sorted(tmp_path.rglob("*"))
     with scratch_folder(tmp_path, ".b.", ".part"):
         pass
     assert sorted(tmp_path.rglob("*")) == before
-    (tmp_path / ".a.78901234.part").mkdir(0o700)
+    (tmp_path / ".a.45678901.part" / lock).touch()
     with scratch_folder(tmp_path, ".b.", ".part"):
-        assert not (tmp_path / ".a.78901234.part").exists()
+        assert not (tmp_path / ".a.45678901.part").exists()
+
+
+def test_a_folder_in_use_stays_where_folders_cannot_be_locked(tmp_path):
+    """A network file system may keep a lock on a folder to its machine; locks on files hold."""
+    living = tmp_path / "living"
+    with writer(living) as process:
+        (scratch,) = tmp_path.glob(".living.*.part")
+        handle = os.open(scratch, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds the folder itself
+        os.close(handle)
+        process.communicate()
+    assert names(living) == ["half"]
+
+
+def test_a_removal_that_was_killed_is_taken_up_by_the_next(tmp_path, killed, monkeypatch):
+    def die() -> None:
+        with scratch_folder(tmp_path, ".a.", ".part") as content:
+            (content / "large").mkdir()
+            monkeypatch.setattr(os, "rmdir", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+    killed(die)
+    assert len(list(tmp_path.glob(".a.*.part/content"))) == 1
+    write(tmp_path / "other")
+    assert names(tmp_path) == ["other"]
+
+
+def test_without_locks_no_folder_is_taken_for_a_leftover(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        living = scratch_folder(tmp_path, ".a.", ".part")
+        content = living.__enter__()
+    write(tmp_path / "other")  # as on a machine whose disk this is, and which has locks
+    assert content.is_dir()
+    living.__exit__(None, None, None)
+    assert names(tmp_path) == ["other"]
 
 
 HOLDER = """

@@ -180,6 +180,8 @@ def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
     [
         ("return [1]", ["'gives'", "returned list from retrieval_losses"]),
         ("return {'x': 3}", ["'gives.x'", "object of type int; a factory is a class"]),
+        ("return {'no-name': print}", ["'gives.no-name'", "Python identifier"]),
+        ("return {3: print}", ["'gives.3'", "Python identifier"]),
         ("return 1 / 0", ["failed in retrieval_losses", "ZeroDivisionError: division by zero"]),
         ("return {'x': 'json'}", ["'gives.x'", "object of type module"]),
         ("return {'x': 'surely_not_installed:Loss'}", ["'gives'", "surely_not_installed"]),

@@ -77,6 +77,8 @@ class TestReducers:
         assert value == pytest.approx(expected.item())
 
     def test_sentences(self):
+        with pytest.raises(ValueError, match=r"defines no divisor for pml\.divisor"):
+            make("losses", "contrastive", reducer="pml.divisor")(X, Y)
         with pytest.raises(RecipeError, match="3 weights, but 4 training classes"):
             make("reducers", "class_weighted", weights=WEIGHTS[:3])
         with pytest.raises(RecipeError, match="as many different names"):

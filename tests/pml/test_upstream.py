@@ -141,6 +141,15 @@ def test_products_of_long_embeddings_do_not_overflow():
     assert theirs(x, Y) < ours(x, Y) < torch.inf  # upstream bounds an item's loss
 
 
+@pytest.mark.parametrize("name", [*OF_PAIRS, "angular", "smooth_ap", "histogram"])
+def test_a_gradient_of_a_gradient_is_finite(name):
+    x = codes(28, 0).requires_grad_()
+    (first,) = torch.autograd.grad(OURS[name]()(x, Y), x, create_graph=True)
+    if first.requires_grad:
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        assert second.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -133,7 +133,7 @@ def test_what_a_killed_snapshot_left_goes_with_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(folder, "_copy_start", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         killed(lambda: store.snapshot(snapshots / "one"))
-    (left,) = snapshots.glob(".one.*.part")
+    (left,) = snapshots.glob(".one.*.part/content")
     assert (left / "items.sqlite").stat().st_size > 0
     store.snapshot(snapshots / "two")
     assert [path.name for path in snapshots.iterdir()] == ["two"]
