@@ -216,7 +216,7 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
 
     notes = [f"back end {summary.backend}"]
     if backend not in ("auto", summary.backend):
-        notes[0] += f"; {backend} only for segments of {MIN_ROWS:,} items or more"
+        notes[0] += f"; {backend} only from {MIN_ROWS:,} items on"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
         if summary.recall_at_10 < _LOW_RECALL:
@@ -442,7 +442,7 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @INDEX
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
-    """Merge the segments of INDEX, remove deleted items, and free their disk space."""
+    """Remove the deleted items of INDEX, free their disk space, and build its search structure."""
     from retrieval.serving.index.index import open_store
     from retrieval.serving.progress import Meter
 

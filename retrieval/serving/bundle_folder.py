@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from retrieval.errors import BundleError, RetrievalError
 from retrieval.serving.files.places import instead
 from retrieval.serving.files.plain import open_plain
+from retrieval.serving.memory import available_memory
 
 if TYPE_CHECKING:
     from retrieval.serving.manifest import FileRecord
@@ -53,6 +54,11 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
                 raise Unusable(f"has {present:,} bytes instead of {size:,}")
             if most is not None and present > most:
                 raise Unusable(f"has {present:,} bytes; the limit is {most:,}")
+            if present > (room := available_memory()):
+                raise BundleError(
+                    f"{folder / name} needs {present / 1e9:,.1f} GB of memory, but only"
+                    f" {room / 1e9:,.1f} GB are available on this machine."
+                )
             return file.read(-1 if most is None else most)
     except FileNotFoundError:
         raise Unusable("is missing") from None
@@ -106,7 +112,8 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
     """Read all recorded files of a bundle and check their sizes and SHA-256.
 
     Raises:
-        BundleError: files are missing or were altered; the message lists them.
+        BundleError: files are missing or were altered (the message lists them), or do not fit into
+            memory.
     """
     contents, problems = dict[str, bytes](), []
     for name, record in files.items():

@@ -132,6 +132,11 @@ def test_any_flipped_bit_of_any_file_is_noticed(makers, tmp_path):
     assert Bundle.open(path, threads=1).sha256 == whole
 
 
+def test_a_bundle_larger_than_the_memory_is_a_sentence(bundle_path, monkeypatch):
+    monkeypatch.setattr("retrieval.serving.bundle_folder.available_memory", lambda: 100)
+    refused("GB of memory, but only 0.0 GB are available on this machine", bundle_path)
+
+
 def test_any_change_of_the_manifest_is_noticed(bundle_path, tmp_path):
     path = copied(bundle_path, tmp_path)
     content = (path / "manifest.json").read_bytes()

@@ -197,6 +197,20 @@ def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path, process):
     assert "row 0: has more than 1,000,000 characters" in done.out, done.err[-500:]
 
 
+def test_a_small_table_of_huge_lists_is_refused(tmp_path, monkeypatch):
+    width = 1_000_001  # 4 MB of zeros for each row, some hundred bytes in the file
+    lists = pa.ListArray.from_arrays([0, width, 2 * width], np.zeros(2 * width, np.float32))
+    pq.write_table(pa.table({"features": lists}), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    with pytest.raises(DataError, match="at most 1,000,000 are allowed"):
+        collect([tmp_path / "t.parquet"], "features")
+    for limit in ("_GROUP_BYTES", "_GROUP_VALUES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"retrieval.serving.index.parquet.{limit}", 10)
+            with pytest.raises(DataError, match="Write the table with smaller row groups"):
+                collect([tmp_path / "t.parquet"], "features")
+
+
 def test_without_pyarrow_there_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet"):

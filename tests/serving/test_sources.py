@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.serving.index import adding
 from retrieval.serving.index.index import create_index, open_index
+from retrieval.serving.index.locations import stamp_of
+from retrieval.serving.index.sources import collect
+from retrieval.serving.store.local import LocalStore
 
 
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
@@ -88,6 +92,34 @@ def test_bad_features_are_sentences(arrays, says, makers, tmp_path):
     with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
         create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "f.npz"]
+
+
+def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, monkeypatch):
+    path, load = tmp_path / "f.npz", np.load
+    np.savez(path, features=np.zeros((2, 64)))
+    before = stamp_of(path)
+
+    def changing(*given, **named):
+        os.utime(path, (1, 1))
+        return load(*given, **named)
+
+    monkeypatch.setattr(np, "load", changing)
+    assert {item.stamp() for item in collect([path], "features").items} == {before}
+
+
+def test_originals_wait_for_their_write_up_to_a_size(photos, bundle_path, tmp_path, monkeypatch):
+    upsert, sizes = LocalStore.upsert, []
+
+    def counted(self, items, bundle):
+        sizes.append(len(items))
+        return upsert(self, items, bundle)
+
+    monkeypatch.setattr(LocalStore, "upsert", counted)
+    monkeypatch.setattr(adding, "_SECONDS", 3600.0)
+    for name, limit in (("i", adding._BYTES), ("j", 10)):
+        monkeypatch.setattr(adding, "_BYTES", limit)
+        create_index(tmp_path / name, bundle_path, [photos], keep="copy", batch=8, progress=False)
+    assert sizes[0] == sum(sizes[1:]) and max(sizes[1:]) == 8
 
 
 def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):

@@ -11,15 +11,24 @@ from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.local import LocalPlace
 from retrieval.serving.store.place import find_store, store_place
 
-EVERYTHING = str(Path(__file__).parents[1] / "host" / "plugins_for_tests" / "everything.py")
-CLASH = """
+SHELF = """
 from retrieval.plugin import hookimpl
 from retrieval.serving.store.local import LocalPlace
 
-@hookimpl
-def retrieval_stores():
-    return {"shelf": LocalPlace}
+class Shelf(LocalPlace):
+    def __init__(self, address, timeout: int = 1) -> None:
+        super().__init__(address)
+        self.timeout = timeout
+
+retrieval_stores = hookimpl(lambda: {"shelf": Shelf})
 """
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    """The file of a plugin with a store that takes an option."""
+    (tmp_path / "mine.py").write_text(SHELF)
+    return str(tmp_path / "mine.py")
 
 
 OPTIONS = "timeout=5&fast=true&level=strong&share=.5&big=NaN&none=null&list=[1]&empty="
@@ -92,9 +101,9 @@ def test_what_cannot_be_read_is_a_sentence(text, said):
     assert said in message and message.endswith(".") and "\x1b" not in message
 
 
-def test_a_scheme_that_is_not_there():
+def test_a_scheme_that_is_not_there(shelf):
     with pytest.raises(PluginError) as fault:
-        retrieval.Index.open("shelv://host/photos", plugins=[EVERYTHING])
+        retrieval.Index.open("shelv://host/photos", plugins=[shelf])
     for said in (
         "There is no store 'shelv' (there are: local://, ",
         " shelf://, ",
@@ -118,8 +127,8 @@ print([name for name in sys.modules if name.startswith("retrieval_") or name == 
     assert process("-c", code).out.strip() == "[]"
 
 
-def test_what_a_store_does_not_know_is_refused(tmp_path):
-    place = store_place("shelf:///x?timeout=3", [EVERYTHING])
+def test_what_a_store_does_not_know_is_refused(shelf, tmp_path):
+    place = store_place("shelf:///x?timeout=3", [shelf])
     assert place.timeout == 3 and str(place.address) == "shelf:///x?timeout=3"
     for options, said in (
         ("tmieout=3", r"shelf:///x\?tmieout=3: tmieout: .* Did you mean 'timeout'"),
@@ -127,13 +136,13 @@ def test_what_a_store_does_not_know_is_refused(tmp_path):
         ("address=y", "given by the host"),
     ):
         with pytest.raises(StoreError, match=said):
-            store_place(f"shelf:///x?{options}", [EVERYTHING])
+            store_place(f"shelf:///x?{options}", [shelf])
     other = tmp_path / "other.py"
-    other.write_text(CLASH)
-    both = [EVERYTHING, str(other)]
-    with pytest.raises(PluginError, match=r"Write everything\.shelf:// or other\.shelf://"):
+    other.write_text(SHELF)
+    both = [shelf, str(other)]
+    with pytest.raises(PluginError, match=r"Write mine\.shelf:// or other\.shelf://"):
         store_place("shelf:///x", both)
-    assert type(store_place("everything.shelf:///x", both)).__name__ == "Shelf"
+    assert type(store_place("mine.shelf:///x", both)).__name__ == "Shelf"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ def test_what_a_store_does_not_know_is_refused(tmp_path):
     [
         ("lambda: 3", "unexpected keyword argument 'address'"),
         ("lambda address: 3", "returned a int, not a retrieval.plugin.stores.StorePlace"),
-        ("3", "cannot be called"),
+        ("3", "a factory is a class or a function"),
     ],
 )
 def test_a_store_that_is_none(body, said, tmp_path):
@@ -155,19 +164,19 @@ def test_a_store_that_is_none(body, said, tmp_path):
     assert said in str(fault.value)
 
 
-def test_an_index_at_an_address_knows_where_it_is(tmp_path, plain_bundle):
+def test_an_index_at_an_address_knows_where_it_is(shelf, tmp_path, plain_bundle):
     address = f"shelf://{tmp_path}/items"
-    place = store_place(address, [EVERYTHING])
+    place = store_place(address, [shelf])
     assert not place.exists()
     place.drop()
     bundle = Bundle.open(plain_bundle, threads=1)
     place.create(bundle, widths_of(bundle), identity="mine").close()
-    with retrieval.Index.open(address, plugins=[EVERYTHING]) as index:
+    with retrieval.Index.open(address, plugins=[shelf]) as index:
         assert str(index.path) == address and index.identity == "mine"
         assert address in repr(index)
     with pytest.raises(StoreError, match=f"^The index {address} was closed"):
         index.search(b"")
-    options = {"model": plain_bundle, "plugins": [EVERYTHING]}
+    options = {"model": plain_bundle, "plugins": [shelf]}
     with pytest.raises(StoreError, match="exists already"):
         retrieval.Index.create(address, [], **options)
     with pytest.raises(DataError, match="Only an index in a folder"):

@@ -13,10 +13,12 @@ from retrieval.serving.merging import merged
 from retrieval.serving.store import masks, structure
 from retrieval.serving.store import search as distances
 from retrieval.serving.store import search as exact
-from retrieval.serving.store.contract import Candidates, Item, widths_of
+from retrieval.serving.store.contract import Candidates, Item, Store, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
+from retrieval.serving.store.testing.bench import normal, some
+from retrieval.serving.store.testing.bundles import FEATURES, opened
 from sklearn.datasets import load_digits
 
 WIDTH = 16
@@ -208,3 +210,18 @@ def test_chains_join_and_many_equal_ones_are_one_group(digits):
     chained, equal = groups["chain-00"], groups["equal-00"]
     assert len(chained.ids) == 60 and chained.largest == pytest.approx(0.01, rel=1e-3)
     assert len(equal.ids) == 40 and equal.largest == 0
+
+
+def test_a_rescorer_gets_the_same_candidates_from_every_store(tmp_path, monkeypatch):
+    bundle, queries = opened(rescorer=True), normal(60, FEATURES, 3)
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with open_index(tmp_path / "i", threads=1) as index:
+        index.upsert(some(300, bundle=bundle))
+
+        def answers():
+            hits = index.search(queries, 1, candidates=1)
+            return [[(hit.id, hit.distance) for hit in group] for group in hits]
+
+        of_a_folder = answers()
+        monkeypatch.setattr(LocalStore, "propose", Store.propose)  # as engines propose
+        assert answers() == of_a_folder

@@ -122,6 +122,33 @@ def test_a_snapshot_is_of_one_moment(store, bundle, tmp_path, monkeypatch):
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
 
 
+def test_a_snapshot_holds_the_structure_that_is_built_meanwhile(
+    store, bundle, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(structure, "MIN_ROWS", 100)
+    store.take_structure("ivf", {"lists": 4})
+    store.upsert(items(range(300)), bundle.sha256)
+    store.compact()
+    real, copied = folder.backup, []
+
+    def meanwhile(*arguments):
+        real(*arguments)
+        copied.append(1)
+        if len(copied) == 1:
+            store.upsert(items(range(300, 400)), bundle.sha256)
+            store.compact()
+
+    monkeypatch.setattr(folder, "backup", meanwhile)
+    store.snapshot(tmp_path / "copy")
+    assert check_record(tmp_path / "copy", lambda count: None) == ([], [])
+    assert len(list((tmp_path / "copy" / "arrays").glob("*.ivf"))) == 1
+    for path in (tmp_path / "i" / "arrays").glob("*.ivf"):
+        path.unlink()
+    store.snapshot(tmp_path / "without")  # a structure that is lost is built again
+    faults, rebuilt = check_record(tmp_path / "without", lambda count: None)
+    assert not faults and len(rebuilt) == 1 and len(copied) == 3
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
 def test_what_a_killed_snapshot_left_goes_with_the_next(
     store, bundle, tmp_path, killed, monkeypatch

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,37 @@ def test_an_item_that_an_older_generation_left_out_stays_out(path, split, photos
     assert check_index(path) == ([], [])
 
 
+def test_writes_and_merges_while_a_head_is_applied(path, split, photos, monkeypatch):
+    new = split("new", seed=1)
+    with opened(path) as index:
+        ids = [item.id for item in index.scan()]
+        whole = index.get(ids, arrays=True)
+        index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
+        created, genuine = [], migrating._apply_head
+
+        def applied(*given):
+            if not created:
+                index.delete(ids[:5])
+                index.upsert([replace(whole[ids[9]], id=f"late-{ids[9]}"), whole[ids[10]]])
+                index.store.compact()
+            created.append(1)
+            return genuine(*given)
+
+        monkeypatch.setattr(migrating, "_apply_head", applied)
+        done = index.migrate(new, **QUIET)
+        assert len(created) >= 2 and done.embedded == done.from_features
+        monkeypatch.undo()
+        head = Bundle.open(new, threads=1)
+        found = index.get([item.id for item in index.scan()], arrays=True)
+        assert len(found) == COUNT + 7 - 5 + 1
+        for item in found.values():
+            expected = head.encode_features(item.arrays["features"][None]).vector[0]
+            assert np.allclose(item.vector, expected, atol=1e-6)
+        hits = index.search(np.zeros(16, np.float32), 200)
+        assert sorted(hit.id for hit in hits) == sorted(found)
+    assert check_index(path) == ([], [])
+
+
 def test_another_generation_that_is_served_meanwhile_ends_it(path, split, photos, monkeypatch):
     genuine = migrating._apply_head
     with opened(path) as index:
@@ -269,3 +301,17 @@ def test_after_a_kill_the_same_call_goes_on(path, split, photos, point, killed, 
             assert [entry.state for entry in store.generations()] == ["kept", "served"]
     assert check_index(path) == ([], [])
     assert len(list((path / "arrays").iterdir())) == 4
+
+
+def test_the_backbone_runs_once_for_an_item(photos, split, tmp_path, monkeypatch):
+    counts = Counter()
+    for name in ("features", "encode"):
+        genuine = getattr(Bundle, name)
+
+        def counted(self, inputs, name=name, genuine=genuine, **more):
+            counts[name] += len(inputs)
+            return genuine(self, inputs, **more)
+
+        monkeypatch.setattr(Bundle, name, counted)
+    create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)
+    assert counts == {"features": COUNT}

@@ -64,9 +64,9 @@ def test_an_index_of_a_newer_format_says_which_version_reads_it(living, tmp_path
     file = tmp_path / "i" / "index.json"
     message = json.loads(file.read_text())
     file.write_text(json.dumps({**message, "format": message["format"] + 1, "version": "7.8.9"}))
-    says = r"has format 5, which retrieval 7\.8\.9 wrote; .* reads format 4"
+    says = r"has format 6, which retrieval 7\.8\.9 wrote; .* reads format 5"
     with pytest.raises(StoreError, match=says):
         open_index(tmp_path / "i")
-    file.write_text(json.dumps({**message, "format": 3}))
-    with pytest.raises(StoreError, match=r"index\.json has format 3"):
+    file.write_text(json.dumps({**message, "format": 4}))
+    with pytest.raises(StoreError, match=r"index\.json has format 4"):
         open_index(tmp_path / "i")

@@ -84,6 +84,15 @@ def test_filters_agree_with_the_language(index, data):
     agree(index, data)
 
 
+def test_a_call_that_runs_while_the_store_is_closed(index):
+    def interrupted(**named):
+        index.close()
+        raise RuntimeError("Cannot send a request, as the client has been closed.")
+
+    with pytest.raises(retrieval.errors.StoreError, match="was closed"):
+        index._ask(interrupted)
+
+
 def test_names_and_servers_that_are_not_there(cli):
     for name in ("a~b", "a..b", "", ".a", "a%20b", "a" * 200):
         with pytest.raises(retrieval.errors.StoreError, match="names no index"):

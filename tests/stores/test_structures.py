@@ -126,6 +126,15 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vec
             Hnsw(m=8).load(tmp_path / "links", other)
 
 
+def test_codes_find_more_where_more_is_measured_again(tmp_path, bundle, vectors):
+    found = []
+    for expand in (1, 32):
+        wanted = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
+        with created(tmp_path / f"{expand}", bundle, vectors, wanted) as index:
+            found.append(recall(index, vectors, *FILTERS[0]))
+    assert found[0] < 0.9 < found[1]
+
+
 def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path, bundle, vectors, monkeypatch
 ):

@@ -52,7 +52,9 @@ def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
         try:
             return filter_from_json(value)
         except RecursionError:
-            raise DataError("The filter nests too many objects and lists.") from None
+            raise DataError(
+                "The filter nests too many objects and lists. Use fewer levels."
+            ) from None
     raise DataError(
         f"A filter is text or an object such as {{'label': 'shoe'}}, not a {type(value).__name__}."
     )

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -415,7 +415,7 @@ def filter_from_json(value: object, where: str = "The filter") -> Filter:
         )
     if not value:
         raise DataError(f"{where} is an empty object. Omit the filter to get all items.")
-    return _joined(And, [_from_entry(key, entry, where) for key, entry in value.items()])
+    return _joined(And, (_from_entry(key, entry, where) for key, entry in value.items()))
 
 
 def _from_entry(key: object, value: object, where: str) -> Filter:
@@ -424,7 +424,7 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
     if key in ("and", "or"):
         if not isinstance(value, list | tuple) or not value:
             raise DataError(f'{where}: "{key}" takes a list of filters, not {_shown(value)}.')
-        parts = [filter_from_json(part, f'Part {n} of "{key}"') for n, part in enumerate(value, 1)]
+        parts = (filter_from_json(part, f'Part {n} of "{key}"') for n, part in enumerate(value, 1))
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
         return Not(filter_from_json(value, 'The value of "not"'))
@@ -447,7 +447,7 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
     if not isinstance(value, Mapping):
         value = {"=": value}
     try:
-        return _joined(And, [_condition(field, op, operand) for op, operand in value.items()])
+        return _joined(And, (_condition(field, op, operand) for op, operand in value.items()))
     except DataError as fault:
         raise DataError(f"The filter, at {_shown(key)}: {fault}") from None
 
@@ -461,5 +461,11 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
     return Compare(field, op, value)
 
 
-def _joined(kind: type[And | Or], parts: list[Filter]) -> Filter:
-    return kind(tuple(parts)) if len(parts) > 1 else parts[0]
+def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
+    """Return the filter that joins parts; stop at the first part that is one too many."""
+    read, conditions = list[Filter](), 0
+    for part in parts:
+        read.append(part)
+        conditions += part.size.conditions
+        _check_count("conditions", conditions, MOST_CONDITIONS)
+    return kind(tuple(read)) if len(read) > 1 else read[0]

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 _ITEMS_PER_READ = 1000
 _ROWS = 4096
+_BYTES = 64_000_000
 _SECONDS = 1.0
-"""Encoded items are written after `_ROWS` items or `_SECONDS`.
+"""Encoded items are written after `_ROWS` items, `_BYTES` of originals or `_SECONDS`.
 
 So a killed process loses at most that much work.
 """
@@ -376,7 +377,8 @@ class _Writer:
                         self._waiting.append(item)
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
-                if late or len(self._waiting) >= _ROWS:
+                size = sum(len(item.original or b"") for item in self._waiting)
+                if late or len(self._waiting) >= _ROWS or size > _BYTES:
                     self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(

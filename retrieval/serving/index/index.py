@@ -22,7 +22,7 @@ from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.hits import Hit, Hits
 from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.merging import measured, measured_alone
+from retrieval.serving.merging import measured, measured_alone, merged
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.runtime import Device
@@ -273,6 +273,8 @@ class Index:
                 continue
             if group.distances is not None:
                 group = _sorted_by_id(group)
+            elif not (pairwise or bundle.manifest.subspaces):
+                group = _cut(group, query[row], count)
             if not group.items:
                 hits.append(self._hits([], []))
                 continue
@@ -557,6 +559,16 @@ def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     # If the bundle's distance is not the store's, their orders may differ: request a few more.
     minimum = k if measured_alone(bundle) else k + MARGIN
     return max(minimum, candidates or (rescorer.candidates if rescorer else 0))
+
+
+def _cut(proposed: Candidates, query: Floats, count: int) -> Candidates:
+    """Return the `count` nearest candidates by Euclidean distance, still sorted by id."""
+    if len(proposed.items) <= count:
+        return proposed
+    distances = merged(query, proposed.arrays[VECTOR], count, (), "min")
+    rows = np.sort(np.argsort(distances, kind="stable")[:count])
+    arrays = {name: array[rows] for name, array in proposed.arrays.items()}
+    return Candidates([proposed.items[row] for row in rows.tolist()], arrays)
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:

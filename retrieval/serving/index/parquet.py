@@ -20,6 +20,10 @@ from retrieval.serving.store.items import check_id
 
 ITEM_CHARACTERS = 1_000_000
 """Most characters of all text of one item; an index stores no longer text."""
+MAX_WIDTH = 1_000_000
+"""Most numbers per vector."""
+_GROUP_BYTES = 1 << 30  # most bytes of a column in one row group, which pyarrow may read at once
+_GROUP_VALUES = 1 << 28  # most values of a column in one row group
 _ROWS_AT_A_TIME = 512
 _MAX_PROBLEMS = 100
 _VECTORS = ("features", "vector")
@@ -181,12 +185,13 @@ class Table:
         """Yield the rows `start` to `stop` - 1 in batches, each with the number of its first row.
 
         Raises:
-            DataError: the table is damaged.
+            DataError: a row group is too large, or the table is damaged.
         """
         stop = self.starts[-1] if stop is None else stop
         for group, (row, end) in enumerate(pairwise(self.starts)):
             if end <= start or row >= stop:
                 continue
+            self._refuse_huge(group, columns)
             with sentences(self.path):
                 for batch in self._file.iter_batches(
                     _ROWS_AT_A_TIME, row_groups=[group], columns=list(columns), use_threads=False
@@ -195,6 +200,20 @@ class Table:
                     if low < high:
                         yield low, batch.slice(low - row, high - low)
                     row += batch.num_rows
+
+    def _refuse_huge(self, group: int, columns: Sequence[str]) -> None:
+        """Raise a `DataError` if a column of a row group would take too much memory."""
+        row_group = self._file.metadata.row_group(group)
+        for chunk in map(row_group.column, range(row_group.num_columns)):
+            column, values = chunk.path_in_schema, chunk.num_values
+            size = chunk.total_uncompressed_size
+            used = any(f"{column}.".startswith(f"{name}.") for name in columns)
+            if used and (size > _GROUP_BYTES or values > _GROUP_VALUES):
+                raise DataError(
+                    f"{self.name}: row group {group} has {size:,} bytes and {values:,} values in"
+                    f" '{column}'; the limits are {_GROUP_BYTES:,} and {_GROUP_VALUES:,}. Write the"
+                    " table with smaller row groups."
+                )
 
     def sources(
         self, take: Callable[[NDArray[np.float32]], object] | None = None, first: int = 0

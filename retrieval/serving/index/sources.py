@@ -17,7 +17,7 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
-from retrieval.serving.index.parquet import ITEM_CHARACTERS, Table
+from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
 from retrieval.serving.store.items import Floats, Item, Keep
 
 
@@ -164,6 +164,11 @@ def _features(places: list[Path]) -> Sources:
         def spool(place: Path, features: Floats) -> None:
             nonlocal count, width
             numbers = features.shape[1]
+            if numbers > MAX_WIDTH:
+                raise DataError(
+                    f"{shown(place)} holds vectors of {numbers:,} numbers; at most {MAX_WIDTH:,}"
+                    " are allowed."
+                )
             if width not in (0, numbers):
                 raise DataError(
                     f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
@@ -197,6 +202,7 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
     Raises:
         DataError: the file cannot be read, or an array has a wrong shape or type.
     """
+    stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
     try:
         # Open the file here, because np.load does not close a damaged file.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
@@ -231,7 +237,6 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
             )
     keys = columns.get("keys", [f"{path.stem}/{row}" for row in range(count)])
     labels = columns.get("labels", [""] * count)
-    stamp = stamp_of(path)
     items = [
         Source(
             str(key),

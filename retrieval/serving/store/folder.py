@@ -45,7 +45,7 @@ from retrieval.serving.store.view import (
 )
 
 INDEX = "index.json"
-FORMAT = 4
+FORMAT = 5
 _INDEX_BYTES = 1_000_000  # maximum size of `index.json`
 _TRIES = 20  # attempts to copy files that compaction does not replace meanwhile
 _CHECK_SECONDS = 3600.0  # time limit of a check's read transaction
@@ -268,7 +268,7 @@ def write_snapshot(
                 _faults_of(folder, target),
                 whole_folder(target, replace=False, exists_error=occupied) as fresh,
             ):
-                _copy(connection, folder, fresh)
+                _copy(connection, record, fresh)
             return
         except FileNotFoundError as fault:  # another process has just compacted
             missing = fault.filename
@@ -289,8 +289,13 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
         raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
 
 
-def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
-    """Copy the state that a read transaction sees; the copy rebuilds structures without files."""
+def _copy(connection: apsw.Connection, record: Record, fresh: Path) -> None:
+    """Copy the state that a read transaction sees; the copy rebuilds structures without files.
+
+    Raises:
+        FileNotFoundError: another process has replaced a file meanwhile.
+    """
+    folder = record.folder
     generations = all_of(connection)  # pins the transaction, which `backup` alone would release
     backup(connection, fresh / FILE)
     for inner in (ARRAYS, BUNDLES):
@@ -301,11 +306,18 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
             path = file_of(folder, stem, name)
             _copy_start(path, file_of(fresh, stem, name), rows * width * 4)
         for name in Structure.names(text):
-            if (folder / ARRAYS / name).is_file():
+            if (folder / ARRAYS / name).is_file() or name not in _structure_files(record):
                 shutil.copyfile(folder / ARRAYS / name, fresh / ARRAYS / name)
     for name in {generation.bundle[:16] for generation in generations}:
         shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)
     shutil.copyfile(folder / INDEX, fresh / INDEX)
+
+
+def _structure_files(record: Record) -> set[str]:
+    """Return the names of the files of the structures that the index has now."""
+    with record.reading() as connection:
+        texts = ask(connection, "select structure from generations")
+    return {name for (text,) in texts for name in Structure.names(text)}
 
 
 def _copy_start(source: Path, target: Path, size: int) -> None:

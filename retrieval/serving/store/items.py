@@ -70,7 +70,7 @@ class Item:
         label: class label, or None.
         metadata: a JSON object.
         path: absolute path of the file that the item was embedded from (its original). None if it
-            was embedded from bytes or features in memory, or if `source` is set.
+            was embedded from bytes or features.
         stamp: fingerprint that changes when the original changes.
         keep: what the index keeps of the original.
         original: bytes of the original to store with the item. Set only while the item is written;
@@ -81,8 +81,6 @@ class Item:
         arrays: float32 arrays by name. "vector" (P,) is searched. "code" (C,) is the input of the
             bundle's rescorer, if it has one. "features" (F,) is the backbone's output, if the index
             stores it.
-        source: location of an original inside a larger file, such as `/data/table.parquet#12`. A
-            migration reads it to embed the item again; clients of a server cannot set it.
     """
 
     id: str
@@ -96,7 +94,6 @@ class Item:
     width: int | None = None
     height: int | None = None
     arrays: Mapping[str, Floats] = field(default_factory=dict)
-    source: str | None = None
 
     @property
     def vector(self) -> Floats:
@@ -393,7 +390,7 @@ def no_field(name: str, known: Sequence[str]) -> DataError:
     )
 
 
-COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
+COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
 """Columns of the table of items in an index's SQLite database, in the order of `to_row`."""
 
 Row = tuple[Any, ...]
@@ -420,7 +417,6 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
         item.bytes,
         item.width,
         item.height,
-        None if item.source is None else os.fsencode(item.source),
     )
 
 
@@ -434,16 +430,13 @@ def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
     Raises:
         StoreError: the row is damaged.
     """
-    _, id, label, metadata, path, stamp, keep, size, width, height, source = row
+    _, id, label, metadata, path, stamp, keep, size, width, height = row
     try:
         content = {} if metadata == _NO_METADATA else strict_loads(metadata)
         file = None if path is None else Path(os.fsdecode(path))
-        location = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(
             f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on the"
             " index, and restore a snapshot."
         ) from fault
-    return Item(
-        id, label, content, file, stamp, keep, None, size, width, height, arrays or {}, location
-    )
+    return Item(id, label, content, file, stamp, keep, None, size, width, height, arrays or {})

@@ -56,7 +56,7 @@ create table generations (g integer primary key autoincrement, bundle text not n
  created text not null, stem text not null, rows integer not null, structure text) strict;
 create table items (n integer primary key autoincrement, id text not null unique, label text,
  metadata text not null, path blob, stamp text, keep text not null, bytes integer, width integer,
- height integer, source blob) strict;
+ height integer) strict;
 create index items_label on items (label);
 create table originals (n integer primary key, content blob not null) strict;
 create table fields (name text primary key) strict, without rowid;
@@ -538,7 +538,7 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
     first = last_number(connection) + 1
     numbers = range(first, first + len(items))
     connection.executemany(
-        "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
+        "insert into items values (?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
     )
     connection.executemany(
         "insert into originals values (?, ?)",

@@ -198,10 +198,12 @@ class RemoteStore(Store):
             try:
                 left = min(self.timeout - (now - began), stop_at() - now)
                 return question(*arguments, **named, **self._limit(max(0.5, left)))
-            except self.errors as error:
-                away, text = self._fault(error)
-                if self._closed:
+            except Exception as error:
+                if self._closed:  # a client that is closed meanwhile raises whatever it may
                     raise self._closed_error() from None
+                if not isinstance(error, self.errors):
+                    raise
+                away, text = self._fault(error)
                 if not away:
                     raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
                 if time.monotonic() - began + pause > self.timeout:

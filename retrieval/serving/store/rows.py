@@ -15,7 +15,7 @@ import numpy as np
 from retrieval.serving.store.items import VECTOR, Floats, Generation, Item
 
 PIECE_BYTES = 45_000  # bytes of an original or bundle per row: 60,000 characters of base64
-_FIELDS = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
+_FIELDS = ("id", "label", "stamp", "keep", "bytes", "width", "height")
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,8 @@ def test_conditions_and_values_have_bounds():
         (lambda: And((ONE,) * 501), "conditions"),
         (lambda: And((half, half, ONE)), "conditions"),
         (lambda: filter_from_json({"and": [{"a": 1}] * 501}), "conditions"),
+        (lambda: filter_from_json({"and": [{"a": 1}] * 501 + [7]}), "conditions"),  # reads no 7
+        (lambda: filter_from_json({"or": [{"and": [{"a": 1}] * 400}] * 2 + [7]}), "conditions"),
         (lambda: filter_from_json({str(n): 1 for n in range(501)}), "conditions"),
         (lambda: filter_from_json({"and": [{"and": [{"a": 1}] * 40}] * 40}), "conditions"),
     ):
