@@ -186,13 +186,22 @@ def test_a_bad_image_is_named_when_it_is_met(damaged):
         list(inputs(data, range(7), PRE, 2))
 
 
-def test_skip_bad_names_and_leaves_out(damaged, caplog):
-    data = build("image_folder", folder=damaged, skip_bad=True)
-    assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
-    assert "4 of 7 images cannot be read" in caplog.text
-    for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
-        assert name in caplog.text
-    assert torch_sum(data) == 3 * 3 * 36 * 100
+def test_skip_bad_names_and_leaves_out(damaged, cache, caplog, monkeypatch):
+    for _ in range(2):  # checked, then remembered
+        caplog.clear()
+        data = build("image_folder", folder=damaged, skip_bad=True)
+        assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
+        assert "4 of 7 images cannot be read" in caplog.text
+        for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
+            assert name in caplog.text
+        assert torch_sum(data) == 3 * 3 * 36 * 100
+    with monkeypatch.context() as patch:
+        patch.setattr("retrieval.data.readable.decode", None)
+        assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
+    (kept,) = (cache / "readable").iterdir()
+    for content in ("{broken", "{}", "3", '["", ""]'):
+        kept.write_text(content)
+        assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
     picture(damaged / "b" / "text.png")  # mended
     assert len(build("image_folder", folder=damaged, skip_bad=True)) == 4
     for place in ("a/1.png", "a/2.png", "b/1.png", "b/text.png"):
@@ -202,6 +211,12 @@ def test_skip_bad_names_and_leaves_out(damaged, caplog):
 
 def torch_sum(data: Dataset) -> int:
     return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
+
+
+def test_skip_bad_without_a_cache(damaged, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
+    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
 
 
 def test_csv(tmp_path):
