@@ -184,7 +184,9 @@ def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
         return
     if not isinstance(arrays, np.ndarray):
         faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
-    elif kind == "features" and (arrays.ndim != 2 or arrays.dtype.kind not in "fiu"):
+    elif kind == "features" and (
+        arrays.ndim != 2 or not arrays.shape[1] or arrays.dtype.kind not in "fiu"
+    ):
         faults.append(f"arrays is {shown(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
         return

@@ -15,8 +15,10 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
+from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -435,6 +437,24 @@ def test_csv_of_oml(tmp_path):
     refused("csv", "line 4: is_query or is_gallery must be true", manifest=file)
     file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
     refused("csv", r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is", manifest=file)
+
+
+def test_check_says_how_deep_it_read(tmp_path):
+    for number in range(8):
+        picture(tmp_path / "ab"[number % 2] / "cd"[number // 2 % 2] / f"{number}.png", 30 * number)
+    recipe = {
+        "data": {
+            "name": "core.image_folder",
+            "folder": str(tmp_path),
+            "levels": ["brand", "model"],
+        },
+        "split": {"by": "item", "validation": 0},
+        "sampler": {"classes": 2, "items": 2},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
+        "loss": {"name": "pml.triplet_margin"},
+    }
+    lines = run_one_batch(read_recipe(recipe))
+    assert any(line.startswith("note: ") and "2 levels of folders" in line for line in lines)
 
 
 def test_csv_skip_bad(damaged):

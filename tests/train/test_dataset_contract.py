@@ -117,6 +117,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
             {"arrays": PIXELS[:, 0, 0], "kind": "features"},
             r"shape \(40,\) .* must be float32 of shape \(N, F\)",
         ),
+        ({"arrays": np.zeros((40, 0)), "kind": "features"}, r"must be float32 of shape \(N, F\)"),
         (
             {"metadata": ["price"] * 40},
             "metadata has a str for item 0, and must have a mapping from columns to values",
