@@ -128,7 +128,7 @@ def _image(item: Any, what: str) -> Image.Image:
         what,
         item,
         "a Pillow image, or uint8 pixels (H, W) or (H, W, 3) from 0 to 255. Return the image alone;"
-        " its label belongs in `labels`.",
+        " its label belongs in `labels`. torchvision's to_pil_image turns a tensor into an image.",
     )
 
 

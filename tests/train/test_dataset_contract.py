@@ -58,7 +58,7 @@ GAVE = "it must give a vector"
         (
             "image",
             lambda x: torch.zeros(1, 8, 8),
-            r"tensor of shape \(1, 8, 8\) and type float32; it must",
+            r"tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image",
         ),
         ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .* from 0 to 255"),
         ("image", lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
