@@ -61,7 +61,9 @@ def lfw_people(
     problems = _name_problems(keys)
     sides = dict.fromkeys(range(len(files)), "")
     if view != "none":
-        places = [folder, folder.resolve().parent] if lists is None else [lists]
+        # If the folder is a link, its parent and the parent of its target are searched.
+        around = dict.fromkeys([folder, folder.absolute().parent, folder.resolve().parent])
+        places = list(around) if lists is None else [lists]
         sides = _sides(places, view, fold, keys, problems)
     if problems:
         refuse(str(folder), problems)

@@ -6,6 +6,7 @@ import csv
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from retrieval.plugin import (
 
 F = TypeVar("F", bound=Callable[..., Dataset])
 _MAX_BYTES = 2 << 30  # of a list file; the largest, Google Landmarks' train.csv, has 0.5 GB
+_MAX_LINE = 1 << 20  # characters; a longer line is read as several, to limit memory
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
     " any.",
@@ -54,7 +56,8 @@ def read_lines(
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise DataError(f"{path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}.")
         with path.open(encoding="utf-8-sig", newline="" if comma else None) as file:
-            split = csv.reader(file) if comma else (line.split() for line in file)
+            lines = iter(partial(file.readline, _MAX_LINE), "")
+            split = csv.reader(lines) if comma else (line.split() for line in lines)
             for number, row in enumerate(split, 1):
                 if number <= skip or not row:  # a header, or an empty line
                     continue

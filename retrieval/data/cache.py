@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -93,7 +93,12 @@ def frozen_features(
                 place = Path(stack.enter_context(temporary))
             else:
                 place.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(place / "lock"))  # others wait, then find it done
+                lock = FileLock(place / "lock")
+                try:
+                    stack.enter_context(lock.acquire(timeout=0))
+                except Timeout:
+                    log.warning("Waiting for another process that computes the features %s.", place)
+                    stack.enter_context(lock)
             _fill(place, dataset, width, batch, compute, progress)
             if not len(dataset):
                 return np.empty((0, width), np.float32)

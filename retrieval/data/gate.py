@@ -40,11 +40,13 @@ def usable(dataset: D, where: str) -> D:
             f"{len(unlabelled):,} of {len(dataset.labels):,} items have no label:"
             f" {some([dataset.keys[i] for i in unlabelled])}. Label them, or leave them out."
         )
+    if blank := [i for i, key in enumerate(dataset.keys) if not key]:
+        problems.append(f"{len(blank):,} items have no key: {some(blank)}. Give each item its own.")
     if len(set(dataset.keys)) < len(dataset.keys):
         problems += [
             f"'{key}' is the key of {count:,} items. Give each item its own key."
             for key, count in Counter(dataset.keys).items()
-            if count > 1
+            if count > 1 and key
         ]
     if problems:
         refuse(where, problems)

@@ -77,7 +77,7 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
 Rows = NDArray[np.int64]
 
 MOST_PAIRS = 1_000_000
-_ENTRIES = 1 << 24
+_ENTRIES = 1 << 22
 """Number of squared distances that are computed at a time."""
 
 
@@ -117,38 +117,33 @@ def near_pairs(
         what: title of the progress display.
     """
     size, width = vectors.shape
-    centred = vectors - vectors.mean(axis=0)
+    centred = vectors - vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
     squares = np.square(centred).sum(axis=1)
-    margin = 8 * np.finfo(np.float32).eps * (width + 8) * float(squares.max(initial=0))
+    # Each pair has its own margin, so that one long vector does not make all pairs candidates.
+    shortened = (1 - 8 * float(np.finfo(np.float32).eps) * (width + 8)) * squares
     parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
     total, done = 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
             block = slice(done, done + max(1, _ENTRIES // size))
-            products = centred[block] @ centred[done:].T
-            squared = squares[block, None] + squares[done:] - 2 * products
-            row, other = np.nonzero(squared <= within**2 + margin)
+            squared = shortened[block, None] + shortened[done:]
+            squared -= 2 * (centred[block] @ centred[done:].T)
+            row, other = np.nonzero(squared <= within**2)
             first, second = (done + row)[row < other], (done + other)[row < other]
             if same is not None:
                 kept = same[first] != same[second]
                 first, second = first[kept], second[kept]
-            total += len(first)
-            first, second = first[:MOST_PAIRS], second[:MOST_PAIRS]
-            distance = _distances(vectors, first, second)
-            near = distance <= within
-            parts.append((first[near], second[near], distance[near]))
+            for start in range(0, len(first), 4096):
+                pair = first[start : start + 4096], second[start : start + 4096]
+                differences = vectors[pair[0]].astype(np.float64) - vectors[pair[1]]
+                distance = np.linalg.norm(differences, axis=1)
+                near = distance <= within
+                parts.append((pair[0][near], pair[1][near], distance[near]))
+                total += int(near.sum())
+                if total > MOST_PAIRS:
+                    break
             meter.update(len(squared))
             done += len(squared)
     first, second, distance = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(distance, kind="stable")
     return Near(first[order], second[order], distance[order], total <= MOST_PAIRS)
-
-
-def _distances(vectors: NDArray[np.float32], first: Rows, second: Rows) -> NDArray[np.float64]:
-    """Return the distances (n,) of pairs of rows, in double precision and a part at a time."""
-    distances = np.empty(len(first))
-    for start in range(0, len(first), 4096):
-        part = slice(start, start + 4096)
-        differences = vectors[first[part]].astype(np.float64) - vectors[second[part]]
-        distances[part] = np.linalg.norm(differences, axis=1)
-    return distances

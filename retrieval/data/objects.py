@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from retrieval.data.datasets import ArrayDataset, FileDataset
@@ -31,6 +32,8 @@ _READING = threading.RLock()
 
 A joined dataset takes it again for the item of a part.
 """
+_LARGEST_IN_MEMORY = 1 << 28
+"""Images of floats become one array up to this many bytes; larger data are read item by item."""
 _READINGS = 3
 """How often item 0 is read again; a random flip stays unnoticed once in eight times."""
 
@@ -182,6 +185,9 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
             refuse(name, missing)
         keys = [str(file) for file in files]
         return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)
+    if array is not None and array.nbytes <= _LARGEST_IN_MEMORY:
+        pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(listed)]
+        return ArrayDataset(np.stack(pixels), labels, **further)
     return ItemDataset(listed.__getitem__, labels, name=name, **further)
 
 
@@ -273,6 +279,8 @@ def _without_columns(
     labels = _texts(values, getattr(innermost, "classes", None), name)
     if getattr(first[image_key], "ndim", 0) == 1:
         return _of_images(read_all(image_key), labels, name, **further)
+    if (pixels := _pixels(obj, first[image_key])) is not None:
+        return ArrayDataset(pixels, labels, **further)
     return ItemDataset(partial(_member, obj, image_key), labels, name=name, **further)
 
 
@@ -289,10 +297,33 @@ def _is_subset(obj: Any) -> bool:
     return hasattr(obj, "indices") and hasattr(obj, "dataset")
 
 
+def _of_torchvision(obj: Any) -> bool:
+    """Return whether an object's class is torchvision's own, so that its attributes can be trusted.
+
+    The items of any other class may differ from its lists.
+    """
+    return type(obj).__module__.startswith("torchvision.")
+
+
+def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
+    """Return the array `data` of a torchvision dataset if its rows are the items, else `None`.
+
+    Features that a frozen backbone computes of an array are cached.
+    """
+    if not _of_torchvision(obj) or getattr(obj, "transforms", None) is not None:
+        return None
+    array = np.asarray(getattr(obj, "data", None))
+    if array.dtype != np.uint8 or array.shape[:1] != (len(obj),):
+        return None
+    # the array may be laid out differently from the images, such as channels first
+    same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
+    return array if same else None
+
+
 def _listed_labels(obj: Any) -> list[Any] | None:
     """Return the labels that one of torchvision's classes lists, or `None`.
 
-    Reading them decodes no image. The items of any other class may differ from its lists.
+    Reading them decodes no image.
     """
     if _is_subset(obj):
         whole = _listed_labels(obj.dataset)
@@ -300,7 +331,7 @@ def _listed_labels(obj: Any) -> list[Any] | None:
     target, both = getattr(obj, "target_transform", None), getattr(obj, "transforms", None)
     # `transforms` without `transform` changes images and labels together
     changed = target is not None or (both is not None and getattr(obj, "transform", None) is None)
-    if changed or not type(obj).__module__.startswith("torchvision."):
+    if changed or not _of_torchvision(obj):
         return None
     for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from retrieval.data.cache import files_identity
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
+from retrieval.host.files import cache_folder, write_bytes
 from retrieval.serving.image_files import ImageFiles
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Meter
@@ -22,12 +25,42 @@ ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
     """Return the indices of the readable images, and a sentence on each of the others.
 
-    Each image is decoded in full, because a truncated file can have an intact header. `what` names
-    the data set in messages.
+    Each image is decoded in full, because a truncated file can have an intact header. The result is
+    cached until a file changes. `what` names the data set in messages.
 
     Raises:
         DataError: no image can be read.
     """
+    cached = cache_folder() / "readable" / f"{files_identity(files)}.json"
+    try:
+        faults = [str(text) for text in json.loads(cached.read_bytes())]
+    except (OSError, ValueError, TypeError):
+        faults = []
+    if len(faults) != len(files):
+        faults = _faults(files)
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(cached, json.dumps(faults).encode(), shared=True)
+        except OSError as error:  # not fatal: the next run checks again
+            log.warning("%s cannot be written: %s.", cached, error.strerror or error)
+    bad = [text for text in faults if text]
+    if len(bad) == len(files):
+        raise DataError(f"{what}: none of its {len(files):,} images can be read. {bad[0]}")
+    if bad:
+        log.warning(
+            "%s: %d of %d images cannot be read and are left out:%s",
+            what,
+            len(bad),
+            len(files),
+            "".join(f"\n  - {text}" for text in bad[:SHOWN])
+            + (f"\n  - … and {len(bad) - SHOWN:,} more." if len(bad) > SHOWN else ""),
+        )
+    readable = [i for i, text in enumerate(faults) if not text]
+    return readable, [f"left out: {text}" for text in bad]
+
+
+def _faults(files: Sequence[Path]) -> list[str]:
+    """Return why each image cannot be read, "" if it can."""
 
     def fault(file: Path) -> str:
         try:
@@ -45,19 +78,7 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
         for text in threads.map(fault, files):
             faults.append(text)
             meter.update()
-    bad = [text for text in faults if text]
-    if len(bad) == len(files):
-        raise DataError(f"{what}: none of its {len(files):,} images can be read. {bad[0]}")
-    if bad:
-        log.warning(
-            "%s: %d of %d images cannot be read and are left out:%s",
-            what,
-            len(bad),
-            len(files),
-            "".join(f"\n  - {text}" for text in bad[:SHOWN]),
-        )
-    readable = [i for i, text in enumerate(faults) if not text]
-    return readable, [f"left out: {text}" for text in bad]
+    return faults
 
 
 def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:

@@ -176,13 +176,13 @@ def drawn_batches(
         raise PluginError(
             f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
-    positions = range(len(items.labels))
+    count = len(items.labels)
     for batch in drawn:
         whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not (whole and batch.min() in positions and batch.max() in positions):
+        if not (whole and batch.min() >= 0 and batch.max() < count):
             raise PluginError(
-                f"{who} drew a batch that is not a list of positions among the {len(positions)}"
-                " training items, numbered from 0."
+                f"{who} drew a batch that is not a list of positions among the {count} training"
+                " items, numbered from 0."
             )
     return [batch.astype(np.int64) for batch in drawn]
 

@@ -128,7 +128,7 @@ def _image(item: Any, what: str) -> Image.Image:
         what,
         item,
         "a Pillow image, or uint8 pixels (H, W) or (H, W, 3) from 0 to 255. Return the image alone;"
-        " its label belongs in `labels`.",
+        " its label belongs in `labels`. torchvision's to_pil_image turns a tensor into an image.",
     )
 
 
@@ -184,7 +184,9 @@ def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
         return
     if not isinstance(arrays, np.ndarray):
         faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
-    elif kind == "features" and (arrays.ndim != 2 or arrays.dtype.kind not in "fiu"):
+    elif kind == "features" and (
+        arrays.ndim != 2 or not arrays.shape[1] or arrays.dtype.kind not in "fiu"
+    ):
         faults.append(f"arrays is {shown(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
         return

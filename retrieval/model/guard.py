@@ -189,5 +189,5 @@ def combiner_warnings(
         return []
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
-    sentences = [sentences] if isinstance(sentences, str) else sentences
-    return [str(sentence) for sentence in sentences]
+        sentences = [sentences] if isinstance(sentences, str) else sentences
+        return [str(sentence) for sentence in sentences]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,14 +236,15 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
 def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     """Return the recipe and the problems of its tables by place.
 
-    If there are problems, the recipe holds only the tables without one, so that later checks can
-    run.
+    If there are problems, the recipe holds only the valid entries, so that later checks can run.
     """
     values, faults = check_values(Tables, table)
     if faults:
-        wrong = {place[0] for place in faults}
-        kept = {name: value for name, value in table.items() if name not in wrong}
-        values, _ = check_values(Tables, {"data": {}, "backbone": {}, **kept})
+        kept = {"data": {}, "backbone": {}, **_valid(table, faults)}
+        values, rest = check_values(Tables, kept)
+        if rest:  # leaving an entry out caused another problem, such as a list that is too short
+            kept = {"data": {}, "backbone": {}, **_valid(kept, {place[:1] for place in rest})}
+            values, _ = check_values(Tables, kept)
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             text = shown(table[name])
@@ -251,6 +252,20 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
                 f' Write: [{name}] name = {text}, or in Python {name}={{"name": {text}}}.'
             )
     return Tables(**values), faults
+
+
+def _valid(table: Mapping[Any, Any], wrong: Iterable[Place]) -> dict[Any, Any]:
+    """Return a copy of a table without its wrong entries; a list with a wrong value goes whole."""
+    kept: dict[Any, Any] = {}
+    for key, value in table.items():
+        inside = {place[1:] for place in wrong if str(place[0]) == str(key)}
+        if not inside:
+            kept[key] = value
+        elif () not in inside and isinstance(value, Mapping):
+            kept[key] = _valid(value, inside)
+        elif () not in inside and isinstance(value, list) and isinstance(value[0], Mapping):
+            kept[key] = [*_valid(dict(enumerate(value)), inside).values()]
+    return kept
 
 
 def _bracketed(problem: str) -> str:

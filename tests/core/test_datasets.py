@@ -15,8 +15,10 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
+from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -186,13 +188,22 @@ def test_a_bad_image_is_named_when_it_is_met(damaged):
         list(inputs(data, range(7), PRE, 2))
 
 
-def test_skip_bad_names_and_leaves_out(damaged, caplog):
-    data = build("image_folder", folder=damaged, skip_bad=True)
-    assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
-    assert "4 of 7 images cannot be read" in caplog.text
-    for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
-        assert name in caplog.text
-    assert torch_sum(data) == 3 * 3 * 36 * 100
+def test_skip_bad_names_and_leaves_out(damaged, cache, caplog, monkeypatch):
+    for _ in range(2):  # checked, then remembered
+        caplog.clear()
+        data = build("image_folder", folder=damaged, skip_bad=True)
+        assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
+        assert "4 of 7 images cannot be read" in caplog.text
+        for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
+            assert name in caplog.text
+        assert torch_sum(data) == 3 * 3 * 36 * 100
+    with monkeypatch.context() as patch:
+        patch.setattr("retrieval.data.readable.decode", None)
+        assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
+    (kept,) = (cache / "readable").iterdir()
+    for content in ("{broken", "{}", "3", '["", ""]'):
+        kept.write_text(content)
+        assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
     picture(damaged / "b" / "text.png")  # mended
     assert len(build("image_folder", folder=damaged, skip_bad=True)) == 4
     for place in ("a/1.png", "a/2.png", "b/1.png", "b/text.png"):
@@ -202,6 +213,12 @@ def test_skip_bad_names_and_leaves_out(damaged, caplog):
 
 def torch_sum(data: Dataset) -> int:
     return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
+
+
+def test_skip_bad_without_a_cache(damaged, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
+    assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
 
 
 def test_csv(tmp_path):
@@ -420,6 +437,24 @@ def test_csv_of_oml(tmp_path):
     refused("csv", "line 4: is_query or is_gallery must be true", manifest=file)
     file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
     refused("csv", r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is", manifest=file)
+
+
+def test_check_says_how_deep_it_read(tmp_path):
+    for number in range(8):
+        picture(tmp_path / "ab"[number % 2] / "cd"[number // 2 % 2] / f"{number}.png", 30 * number)
+    recipe = {
+        "data": {
+            "name": "core.image_folder",
+            "folder": str(tmp_path),
+            "levels": ["brand", "model"],
+        },
+        "split": {"by": "item", "validation": 0},
+        "sampler": {"classes": 2, "items": 2},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
+        "loss": {"name": "pml.triplet_margin"},
+    }
+    lines = run_one_batch(read_recipe(recipe))
+    assert any(line.startswith("note: ") and "2 levels of folders" in line for line in lines)
 
 
 def test_csv_skip_bad(damaged):

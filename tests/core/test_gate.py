@@ -131,6 +131,9 @@ def test_a_plugins_own_dataset_passes_it_too():
     recipe = retrieval.read_recipe({"data": Own(), "split": {"by": "item"}, **parts})
     with pytest.raises(DataError, match="'x' is the key of 2 items"):
         build_dataset(recipe)
+    unnamed = ArrayDataset(VECTORS[:3], ["a", "b", "a"], ["x", "", ""], kind="features")
+    with pytest.raises(DataError, match=r"^x: 2 items have no key: 1, 2\."):
+        usable(unnamed, "x")
 
 
 def test_what_is_missing():

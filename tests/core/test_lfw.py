@@ -130,6 +130,8 @@ def test_where_the_lists_are(faces, tmp_path):
         (faces.parent / name).rename(lists / name)
     assert "peopleDevTrain.txt is in none of" in refused(faces)
     assert len(build(faces, lists=str(lists))) == 48
+    (lists / "link").symlink_to(faces, target_is_directory=True)  # the lists are beside the link
+    assert len(build(lists / "link")) == 48
     (lists / "peopleDevTest.txt").rename(faces / "peopleDevTest.txt")
     shutil.copy(lists / "peopleDevTrain.txt", faces)
     assert len(build(faces)) == 48

@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up(data, tmp_path):
     assert 0 < net.items < 37
 
 
-def test_two_at_once_compute_once(data, tmp_path):
+def test_two_at_once_compute_once(data, tmp_path, caplog):
     class Slow(Net):
         def __call__(self, x):
             time.sleep(0.05)
@@ -217,3 +217,4 @@ def test_two_at_once_compute_once(data, tmp_path):
         first, second = pool.map(lambda net: compute(net, data, tmp_path), nets)
     assert sorted(net.items for net in nets) == [0, 37]
     np.testing.assert_array_equal(first, second)
+    assert "Waiting for another process" in caplog.text

@@ -253,6 +253,17 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert not equal.complete
 
 
+def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):
+    monkeypatch.setattr(near, "MOST_PAIRS", 100)
+    random = np.random.default_rng(0)
+    vectors = random.normal(size=(200, 64)).astype(np.float32)
+    vectors[0] *= 10_000
+    vectors[7] = vectors[3]
+    for offset in (0, 1000):
+        pairs = near_pairs(vectors + np.float32(offset), 0.01)
+        assert pairs.complete and pairs_of(pairs) == {(3, 7): 0}
+
+
 def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path):
     one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()

@@ -129,6 +129,8 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
             {"Bo\t1\tCy\t1": "Bo\t1\tBo\t2"},
             "(two people) is expected, with numbers from 1, not 'Bo 1 Bo 2'.",
         ),
+        ({"Bo\t1\t2": f"Bo\t1\t{'9' * 5000}"}, "(two people) is expected, with numbers from 1"),
+        ({"2\t2\n": f"2\t{'9' * 5000}\n"}, "columns must be separated by commas"),
         (
             {"Bo\t1\t2": "Bo\t1"},
             "line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected",

@@ -157,7 +157,10 @@ def test_what_does_go_together(table, problems, changes):
 def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(table, problems):
     wrong = {"head": {"identity": True, "hidden": 3}, "train": {"patience": 1, "epochs": 0}}
     found = problems({**table, **COMBINER, **FIXED, **UNVALIDATED, **wrong})
-    assert len(found) == 3, found
+    assert len(found) == 5, found
+    item = {"positives": "item", "views": 2, "horizontal_flip": 0.5}
+    for sampler in ({"classes": 1, "items": 1}, {"classes": 4, "items": 1, "batches": 0}):
+        assert len(problems({**table, "augmentation": item, "sampler": sampler})) == 1
     assert len(problems({**table, "loss": 3})) == 1
 
 

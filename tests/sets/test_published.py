@@ -210,6 +210,7 @@ def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path, name
             "9 1 1 bicycle_final/2_0.jpg\n",
             "1 images are listed twice: bi",
         ),
+        ("products", EBAY, "", "9" * (1 << 20) + " 1 1 x.jpg\n", "lines do not have 4 values"),
         ("products", EBAY, "image_id", "\udcff\udcfe", "is not UTF-8 text"),
         ("vehicle_id", VEHICLES, "", "0000008 3\n", "1 vehicles are on both sides"),
         ("vehicle_id", VEHICLES, "", "0000008\n", "train_list.txt: 1 line does not have 2 values"),

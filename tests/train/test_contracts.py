@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 from refusals import refusal
 from retrieval.errors import DataError, PluginError
+from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import check_recipe
 from retrieval.training.check import run_one_batch
 from retrieval.training.trainer import train
@@ -194,3 +195,13 @@ BEFORE_TRAINING = [
 @pytest.mark.parametrize(("tables", "words"), BEFORE_TRAINING, ids=named)
 def test_check_says_what_train_says(tables, words):
     check_sentence(lambda: run_one_batch(check_recipe(table(**tables))), words)
+
+
+def test_warnings_of_a_combiner_that_are_no_list():
+    class Silent:
+        def warnings(self, metrics):
+            return metrics.get("warnings")
+
+    assert combiner_warnings(Silent(), {"warnings": "Train longer."}, "It") == ["Train longer."]
+    with pytest.raises(PluginError, match="It failed: TypeError: 'NoneType' object is not iter"):
+        combiner_warnings(Silent(), {}, "It")

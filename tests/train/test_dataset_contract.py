@@ -58,7 +58,7 @@ GAVE = "it must give a vector"
         (
             "image",
             lambda x: torch.zeros(1, 8, 8),
-            r"tensor of shape \(1, 8, 8\) and type float32; it must",
+            r"tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image",
         ),
         ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .* from 0 to 255"),
         ("image", lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
@@ -117,6 +117,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
             {"arrays": PIXELS[:, 0, 0], "kind": "features"},
             r"shape \(40,\) .* must be float32 of shape \(N, F\)",
         ),
+        ({"arrays": np.zeros((40, 0)), "kind": "features"}, r"must be float32 of shape \(N, F\)"),
         (
             {"metadata": ["price"] * 40},
             "metadata has a str for item 0, and must have a mapping from columns to values",
