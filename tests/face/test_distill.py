@@ -1,6 +1,7 @@
 """Distillation: its loss by plain loops, a student like its teacher, and refusals."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -117,6 +118,25 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     other = cli(*call, "--resume", "--output", tmp_path / "other.bundle")
     (digits / "0" / "new.png").unlink()
     assert other.code == 2 and "different photos" in other.err
+
+
+def test_the_command_to_go_on_with_resumes_only_what_began(
+    bundle, digits, tmp_path, cli, monkeypatch
+):
+    call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--replace"]
+    call += ["--output", tmp_path / "small.bundle"]
+    monkeypatch.setattr(sys, "argv", ["retrieval", *map(str, call)])
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    steps = ("_photos", "_embeddings", "_embeddings", "_photos")
+    for step, resumes in zip(steps, (False, True, True, False), strict=True):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"retrieval.training.distill.{step}", interrupt)
+            stopped = cli(*call)
+        assert stopped.code == 130 and "--replace" in stopped.err, stopped.err
+        assert ("--resume" in stopped.err) == resumes
 
 
 def test_labels_are_learnt_too(bundle, digits, tmp_path, cli):
