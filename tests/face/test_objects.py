@@ -66,6 +66,15 @@ def test_the_objects_are_trained_and_yours_stay_as_they_are(own, tmp_path):
     same(own.model.state_dict(), trained)  # the same objects and seed
 
 
+def test_a_module_that_says_nothing_gets_images_as_for_imagenet():
+    from retrieval.model.products import IMAGENET, ModuleBackbone
+
+    module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    backbone = ModuleBackbone(module, "object.Sequential", None)
+    assert backbone.preprocessing == IMAGENET and IMAGENET.size == (224, 224)
+    assert backbone.features == 12
+
+
 def test_vectors_go_to_a_module_as_they_are(cache, tmp_path):
     from retrieval.data.datasets import ArrayDataset
 
