@@ -86,7 +86,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     lines = content.decode("utf-8-sig", "replace").splitlines()
     start = next((line for line in lines if line.strip()), "")
-    lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
+    lfw = re.fullmatch(r"\s*\d{1,9}(\s+\d{1,9})?\s*", start) is not None
     rows, problems = _lfw(lines) if lfw else _csv(file, content)
     items: defaultdict[str, list[int]] = defaultdict(list)
     for i, key in enumerate(keys):
@@ -205,4 +205,4 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
 
 
 def _is_count(word: str) -> bool:
-    return word.isascii() and word.isdigit() and int(word) > 0
+    return len(word) < 10 and word.isascii() and word.isdigit() and int(word) > 0

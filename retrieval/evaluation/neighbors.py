@@ -283,8 +283,8 @@ class Neighbors:
             rows = np.flatnonzero(left_out >= 0)
             values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.nan
         if values.device.type != "cpu":
-            numbers = torch.arange(self.size, device=values.device)
-            keys = rounded_keys(values, numbers).topk(k, dim=1, largest=False, sorted=True).values
+            every = torch.arange(self.size, device=values.device)
+            keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
         table, numbers = values.numpy(), np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)

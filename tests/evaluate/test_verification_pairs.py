@@ -100,6 +100,7 @@ HEADER = "first,second,same"
         (f"{HEADER},fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "the fold 'x' all pairs are different"),
         (f"{HEADER}\n", "it lists no pair."),
         ("", "the header has no column 'first' (it has: none)."),
+        ("9" * 5000 + "\n", "the header has no column 'first' (it has: 999"),
         ("first,secnd,same\na,b,1\n", "no column 'second' (it has: first, secnd, same). Rename"),
         (f'{HEADER}\n"a,b,1\n', "not valid CSV"),
         (f"{HEADER}\na,d,1\na,b,0\n", "'d': 2 items have that name."),
@@ -128,6 +129,10 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
         (
             {"Bo\t1\tCy\t1": "Bo\t1\tBo\t2"},
             "(two people) is expected, with numbers from 1, not 'Bo 1 Bo 2'.",
+        ),
+        (
+            {"Bo\t1\t2": f"Bo\t1\t{'2' * 5000}"},
+            "line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected",
         ),
         (
             {"Bo\t1\t2": "Bo\t1"},
