@@ -146,7 +146,7 @@ def _search_block(
         column = columns[query, rank]
         # `Neighbors` scales each block, so measure again to compare distances across blocks
         squared = measured(np.asarray(queries, np.float64), exact, query, column)
-        keys = np.full(columns.shape, _NO_NEIGHBOR)
+        keys: Ints = np.full(columns.shape, _NO_NEIGHBOR)
         keys[query, rank] = rounded_keys(squared, column + items.start)
         if items.start:
             keys = np.concatenate([nearest[part], keys], axis=1)
