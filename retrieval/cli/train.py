@@ -159,6 +159,17 @@ def _inode(path: Path) -> int | None:
         return None
 
 
+def _modified(file: Path) -> int | None:
+    """Return when a file was last modified, in nanoseconds; `None` if it is missing.
+
+    A file that is removed and written again may get its old inode.
+    """
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 @click.command()
 @click.argument("teacher")
 @click.argument("photos", type=PATH)
@@ -194,12 +205,12 @@ def distill(
     with loading():
         from retrieval.training.distill import distill as distilled
     run = run or Path("runs") / output.stem
-    before = _inode(run / "distill.json")
+    before = _modified(run / "distill.json")
     try:
         result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
     except (KeyboardInterrupt, Interrupted):
         # --replace stays, for the old bundle; before the old run is gone, --resume would resume it
-        begun = options["resume"] or _inode(run / "distill.json") != before
+        begun = options["resume"] or _modified(run / "distill.json") != before
         again = this_command("--resume") if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))

@@ -1,8 +1,9 @@
 """Retrieval metrics of vectors that need not fit into memory: `retrieval evaluate FOLDER`.
 
-Blocks of queries search one block of the gallery after another. A neighbour is a key (see
-`rounded_keys`): an integer that holds its distance, rounded to 24 bits, and its row. The nearest
-items are therefore the smallest keys of all blocks, and the metrics are those of `evaluate`.
+Blocks of queries search one block of the gallery after another, on all cores. A neighbour is a key
+(see `rounded_keys`): an integer that holds its distance, rounded to 24 bits, and its row. The
+nearest items are therefore the smallest keys of all blocks, and the metrics are those of
+`evaluate`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
@@ -23,10 +25,12 @@ from retrieval.evaluation.evaluation import (
     means,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
+from retrieval.host.cores import cores
 from retrieval.model.metrics import metric
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.sessions import ahead
 from retrieval.serving.store.search import measured
 
 Ints = NDArray[np.int64]
@@ -109,23 +113,47 @@ def _nearest(codes: VectorRows, gallery: VectorRows, rows: Ints, k: int, itself:
     """Return the sorted keys (B, k) of the nearest items of consecutive queries `rows` (B,)."""
     nearest = np.full((len(rows), k), _NO_NEIGHBOR)
     size = max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
-    for start in range(0, len(gallery), size):
-        items = range(start, min(start + size, len(gallery)))
-        vectors = gallery.read(items.start, items.stop)
-        search, exact = Neighbors(vectors, device="cpu"), np.ascontiguousarray(vectors, np.float64)
-        step = search.block(k)
-        for place in range(0, len(rows), step):
-            part = rows[place : place + step]
-            queries = codes.read(int(part[0]), int(part[-1]) + 1)
-            own = np.where((part >= items.start) & (part < items.stop), part - items.start, -1)
-            columns, _ = search(queries, min(k, len(items)), own if itself else None)
-            query, rank = np.nonzero(columns >= 0)
-            column = columns[query, rank]
-            # `Neighbors` scales each block, so measure again to compare distances across blocks
-            squared = measured(np.asarray(queries, np.float64), exact, query, column)
-            keys = np.full(columns.shape, _NO_NEIGHBOR)
-            keys[query, rank] = rounded_keys(squared, column + items.start)
-            both = np.concatenate([nearest[place : place + step], keys], axis=1)
-            both.sort(axis=1)
-            nearest[place : place + step] = both[:, :k]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each core searches for queries of its own
+    try:
+        for start in range(0, len(gallery), size):
+            items = range(start, min(start + size, len(gallery)))
+            _search_block(nearest, codes, gallery, rows, items, itself)
+    finally:
+        torch.set_num_threads(threads)
     return nearest
+
+
+def _search_block(
+    nearest: Ints,
+    codes: VectorRows,
+    gallery: VectorRows,
+    rows: Ints,
+    items: range,
+    itself: bool,
+) -> None:
+    """Merge the keys of a block of the gallery into the keys `nearest` (B, k) of all before it."""
+    vectors, k = gallery.read(items.start, items.stop), nearest.shape[1]
+    search, exact = Neighbors(vectors, device="cpu"), np.ascontiguousarray(vectors, np.float64)
+
+    def merge(part: slice) -> None:
+        own_rows = rows[part]
+        queries = codes.read(int(own_rows[0]), int(own_rows[-1]) + 1)
+        inside = (own_rows >= items.start) & (own_rows < items.stop)
+        own = np.where(inside, own_rows - items.start, -1) if itself else None
+        columns, _ = search(queries, min(k, len(items)), own)
+        query, rank = np.nonzero(columns >= 0)
+        column = columns[query, rank]
+        # `Neighbors` scales each block, so measure again to compare distances across blocks
+        squared = measured(np.asarray(queries, np.float64), exact, query, column)
+        keys: Ints = np.full(columns.shape, _NO_NEIGHBOR)
+        keys[query, rank] = rounded_keys(squared, column + items.start)
+        if items.start:
+            keys = np.concatenate([nearest[part], keys], axis=1)
+        keys.sort(axis=1)
+        nearest[part, : keys.shape[1]] = keys[:, :k]
+
+    step = search.block(k)
+    parts = (slice(start, start + step) for start in range(0, len(rows), step))
+    for _ in ahead(merge, parts, workers=cores(), most=cores()):
+        pass

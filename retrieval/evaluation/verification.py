@@ -199,22 +199,28 @@ def draw_pairs(
 ) -> LabelledPairs:
     """Draw pairs in up to ten folds, with equally many pairs of each kind in each fold.
 
-    Folds share no class if there are enough classes, otherwise no item. Few items are divided into
-    fewer folds.
+    Folds share no class if there are enough classes, otherwise no item. Few items, or few pairs,
+    are divided into fewer folds.
 
     Args:
         items: (n,), the items to draw from.
         labels: (n,), the items' class numbers.
-        count: largest number of pairs in all, by default 6,000. There are fewer if the folds do
-            not have enough items.
+        count: largest number of pairs in all, at least 4, by default 6,000. There are fewer if
+            the folds do not have enough items.
         seed: seed of the draw. The same seed, items and labels give the same pairs.
 
     Raises:
         DataError: two folds would not each have a pair of each kind.
     """
+    count = 2 * FOLDS * PER_FOLD if count is None else count
+    if count < 4:
+        raise DataError(
+            f"{count:,} pairs are too few to draw: two folds with a pair of each kind need 4."
+        )
     random = np.random.default_rng([seed % 2**64, *b"verification"])
-    plans = [(_by_class, FOLDS, ENOUGH)]
-    for folds in range(FOLDS, 1, -1):
+    most = min(FOLDS, count // 2)
+    plans = [(_by_class, most, ENOUGH)]
+    for folds in range(most, 1, -1):
         plans += [(_by_item, folds, 1), (_by_class, folds, 1)]
     for deal, folds, least in plans:
         fold = deal(labels, folds, random)
@@ -228,7 +234,7 @@ def draw_pairs(
             " classes: two folds that share no item each need two classes, one of them with two"
             " items. Name a list of pairs instead."
         )
-    number = min(number, PER_FOLD if count is None else max(1, count // (2 * folds)))
+    number = min(number, count // (2 * folds))
     parts = [
         rows[_draw(labels[rows], number, same, random)] for rows in groups for same in (True, False)
     ]

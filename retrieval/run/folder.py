@@ -319,11 +319,12 @@ def refuse_other_objects(path: Path, recipe: Recipe) -> None:
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the first difference between two descriptions of an object."""
-    old, new = ({**entry, **(entry.get("settings") or {})} for entry in (before, now))
-    names = (name for name in dict.fromkeys([*old, *new]) if name != "settings")
-    name = next((name for name in names if old.get(name) != new.get(name)), "content")
-    if name == "content":  # a hash
-        return "items, labels or sides differ"
-    if name == "items":
-        return f"it had {old.get(name):,} items, and has {new.get(name):,} now"
-    return f"its {name} was {old.get(name)}, and is {new.get(name)} now"
+    old, new = (
+        {"class": entry.get("class"), **(entry.get("settings") or {})} for entry in (before, now)
+    )
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            return f"its {name} was {old.get(name)}, and is {new.get(name)} now"
+    if before.get("items") != now.get("items"):
+        return f"it had {before.get('items'):,} items, and has {now.get('items'):,} now"
+    return "items, labels or sides differ"

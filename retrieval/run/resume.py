@@ -253,6 +253,7 @@ def _check_epochs(
         )
     if progress is None:
         return
+    patience = recipe.train.patience
     for i, (old, new) in enumerate(zip(run_recipe.phases, recipe.phases, strict=True)):
         # epochs that were begun; a phase that is over keeps its number
         begun = old.epochs if i < progress.phase else progress.phase_epoch + bool(progress.step)
@@ -262,12 +263,13 @@ def _check_epochs(
                 f"{folder} has already begun epoch {begun} of the phase '{new.name}'"
                 f"{', which is over' if over else ''}: it cannot have {new.epochs} epochs."
             )
-    patience = recipe.train.patience
-    if patience is not None and progress.stale >= patience:
-        raise DataError(
-            f"{folder} stopped early, after {progress.stale} validations without an improvement,"
-            f" and would stop again at once. Set train.patience above {progress.stale} too."
-        )
+        longer = i == progress.phase and new.epochs > old.epochs
+        if longer and patience is not None and progress.stale >= patience:
+            raise DataError(
+                f"{folder} stopped early, after {progress.stale} validations without an"
+                " improvement, and would stop again at once. Set train.patience above"
+                f" {progress.stale} too."
+            )
 
 
 def _plugins(table: Mapping[str, Any]) -> list[str]:

@@ -65,10 +65,11 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     faults = {part: _mismatches(part, model.state_dict(), theirs) for part in parts}
     if problems := [problem for sentences in faults.values() for problem in sentences]:
         matching = ", ".join(f'"{part}"' for part in parts if not faults[part])
+        advice = f"Load only the parts that match: [train] start_parts = [{matching}]."
         raise RecipeError(
             [
                 *(f"[train] start_from: {problem}" for problem in problems[:8]),
-                f"Load only the parts that match: [train] start_parts = [{matching}].",
+                advice if matching else "No part matches. Name a run of the same model.",
             ]
         )
     model.load_state_dict(

@@ -44,12 +44,13 @@ def unit(digits):
     return digits / np.linalg.norm(digits, axis=1, keepdims=True)
 
 
+@pytest.mark.parametrize("k", [20, 300])
 @pytest.mark.parametrize("name", ["digits", "unit"])
-def test_real_vectors_give_the_brute_force_answer(name, request):
+def test_real_vectors_give_the_brute_force_answer(name, k, request):
     gallery = request.getfixturevalue(name)
     chosen = np.arange(0, len(gallery), 97)
-    rows, distances = exact_neighbors(gallery[chosen], gallery, 20, exclude=chosen)
-    expected_rows, expected = brute(gallery[chosen], gallery, 20, chosen)
+    rows, distances = exact_neighbors(gallery[chosen], gallery, k, exclude=chosen)
+    expected_rows, expected = brute(gallery[chosen], gallery, k, chosen)
     assert np.array_equal(rows, expected_rows)
     np.testing.assert_allclose(distances, expected, rtol=3e-7)
     assert rows.dtype == np.int64
@@ -203,6 +204,23 @@ def test_a_distance_of_ones_own(digits, monkeypatch):
     last = exact_neighbors(codes[:5], codes, 2500, distance=similarity, exclude=np.arange(5))
     assert (last[0][:, -1] == -1).all()
     assert (last[0][[0, 1, 2, 4], -2] == 3).all()
+
+
+@pytest.mark.parametrize("k", [20, 4999, 5000])
+def test_among_infinite_distances_the_one_left_out_comes_last(k):
+    """Of 5,000 items, every 500th has a finite distance, which overflows float32."""
+    table = torch.full((3, 5000), torch.inf, dtype=torch.float64)
+    table[:, ::500] = 1e300 * torch.arange(10, 0, -1)
+    codes, exclude = np.arange(5000)[:, None], np.array([1000, 7, 4999])
+
+    def distance(a, b):
+        return table[:, b[:, 0].long()]
+
+    rows, distances = exact_neighbors(codes[:3], codes, k, exclude=exclude, distance=distance)
+    assert np.isinf(distances).all()
+    for row, own, values in zip(rows.tolist(), exclude.tolist(), table.tolist(), strict=True):
+        order = sorted((j for j in range(5000) if j != own), key=lambda j: (values[j], j))
+        assert row == [*order, -1][:k]
 
 
 def test_values_beyond_24_bits_are_rounded_then_tied():

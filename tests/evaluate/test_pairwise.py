@@ -30,7 +30,11 @@ def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(params=[17, 100, None])
 def block(request, monkeypatch):
-    """Blocks of so many queries and items of 8 columns, or those of the program."""
+    """Blocks of so many queries and items of 8 columns, or those of the program.
+
+    Seven queries at a time are searched for in a thread.
+    """
+    monkeypatch.setattr(module.Neighbors, "block", lambda self, k: 7)
     if request.param is not None:
         monkeypatch.setattr(module, "_QUERIES", request.param)
         monkeypatch.setattr(module, "_GALLERY_BYTES", 64 * request.param)

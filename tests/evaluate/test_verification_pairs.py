@@ -100,6 +100,7 @@ HEADER = "first,second,same"
         (f"{HEADER},fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "the fold 'x' all pairs are different"),
         (f"{HEADER}\n", "it lists no pair."),
         ("", "the header has no column 'first' (it has: none)."),
+        ("9" * 5000 + "\n", "the header has no column 'first' (it has: 999"),
         ("first,secnd,same\na,b,1\n", "no column 'second' (it has: first, secnd, same). Rename"),
         (f'{HEADER}\n"a,b,1\n', "not valid CSV"),
         (f"{HEADER}\na,d,1\na,b,0\n", "'d': 2 items have that name."),
@@ -131,6 +132,10 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
         ),
         ({"Bo\t1\t2": f"Bo\t1\t{'9' * 5000}"}, "(two people) is expected, with numbers from 1"),
         ({"2\t2\n": f"2\t{'9' * 5000}\n"}, "columns must be separated by commas"),
+        (
+            {"Bo\t1\t2": f"Bo\t1\t{'2' * 5000}"},
+            "line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected",
+        ),
         (
             {"Bo\t1\t2": "Bo\t1"},
             "line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected",
@@ -216,6 +221,17 @@ def test_few_items_have_fewer_folds(sizes, folds):
     check(pairs, labels, folds, int(pairs.same.sum()) // folds)
     groups = in_folds(pairs, np.arange(len(labels)))
     assert sum(map(len, groups)) == len(set.union(*groups))
+
+
+@pytest.mark.parametrize(("count", "folds", "each"), [(4, 2, 1), (11, 5, 1), (59, 10, 2)])
+def test_few_pairs_have_fewer_folds_and_are_never_more_than_asked_for(count, folds, each):
+    for sizes in ([100] * 5, [12] * 40):
+        labels = labels_of(*sizes)
+        pairs = draw_pairs(np.arange(len(labels)) + 1000, labels, count=count)
+        check(pairs, labels, folds, each)
+    for few in (3, 0, -20):
+        with pytest.raises(DataError, match=f"{few} pairs are too few to draw"):
+            draw_pairs(np.arange(len(labels)) + 1000, labels, count=few)
 
 
 @pytest.mark.parametrize("sizes", [[9], [1, 1, 1], [2, 1], [1]])

@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch)
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
     assert list(results.metrics) == ["trained", "raw pixels"]
     assert results.pairs["folds"] == 10
-    assert results.pairs["same"] == results.pairs["different"] >= 200 and results.notes == []
+    assert results.pairs["same"] == results.pairs["different"] == 270 and results.notes == []
 
 
 def test_what_is_written(fresh):

@@ -109,6 +109,21 @@ def test_of_two_exports_to_one_path_one_is_refused(linear, vectors, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+def test_of_two_replacements_at_once_each_is_whole(tmp_path):
+    """The second begins and ends while the first is at work."""
+    target = tmp_path / "b"
+    for name in ("first", "second"):  # of none, and of a bundle
+        with whole_folder(target, replace=True) as outer:
+            (outer / "manifest.json").write_text(name)
+            with whole_folder(target, replace=True) as inner:
+                (inner / "manifest.json").write_text("inner")
+                (inner / "more").touch()
+            assert {path.name for path in target.iterdir()} == {"manifest.json", "more"}
+        assert [path.name for path in target.iterdir()] == ["manifest.json"]
+        assert (target / "manifest.json").read_text() == name
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 def test_what_is_no_bundle_is_never_replaced(linear, vectors, tmp_path):
     folder, file = tmp_path / "thesis", tmp_path / "file"
     folder.mkdir()

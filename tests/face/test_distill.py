@@ -130,7 +130,8 @@ def test_the_command_to_go_on_with_resumes_only_what_began(
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    for step, resumes in (("_photos", False), ("_embeddings", True), ("_photos", False)):
+    steps = ("_photos", "_embeddings", "_embeddings", "_photos")
+    for step, resumes in zip(steps, (False, True, True, False), strict=True):
         with monkeypatch.context() as patched:
             patched.setattr(f"retrieval.training.distill.{step}", interrupt)
             stopped = cli(*call)

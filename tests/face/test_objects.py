@@ -14,6 +14,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from refusals import refusal
 from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.run.folder import _difference
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -65,6 +66,15 @@ def test_the_objects_are_trained_and_yours_stay_as_they_are(own, tmp_path):
     same(own.model.state_dict(), trained)  # the same objects and seed
 
 
+def test_a_module_that_says_nothing_gets_images_as_for_imagenet():
+    from retrieval.model.products import IMAGENET, ModuleBackbone
+
+    module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    backbone = ModuleBackbone(module, "object.Sequential", None)
+    assert backbone.preprocessing == IMAGENET and IMAGENET.size == (224, 224)
+    assert backbone.features == 12
+
+
 def test_vectors_go_to_a_module_as_they_are(cache, tmp_path):
     from retrieval.data.datasets import ArrayDataset
 
@@ -110,6 +120,12 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own):
 )
 def test_other_objects_are_refused(own, settings, sentence):
     assert sentence in refusal(DataError, retrieval.load, own.path, **objects(**settings))
+
+
+def test_a_setting_may_be_named_as_what_a_dataset_records():
+    for name in ("items", "content"):
+        before, now = ({"class": "a.Loss", "settings": {name: value}} for value in ("few", "many"))
+        assert _difference(before, now) == f"its {name} was few, and is many now"
 
 
 def test_objects_of_other_classes_or_items_are_refused(own, trained):
@@ -199,6 +215,26 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
     output = tmp_path / "run"
     text = refusal(RetrievalError, retrieval.train, SMALL, output, progress=False, **part)
     assert sentence in text and not output.exists()
+
+
+def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache, tmp_path):
+    class Mean(nn.Module):
+        preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
+
+        def __init__(self, reduce):
+            super().__init__()
+            self.reduce = reduce
+
+        def forward(self, images):
+            return self.reduce(images.flatten(1)).reshape(-1, 8)
+
+    frozen = TABLES | {"backbone": {"frozen": True}, "loss": SMALL["loss"], "data": SMALL["data"]}
+    made = [
+        retrieval.train(frozen, tmp_path / name, progress=False, backbone=Mean(reduce))
+        for name, reduce in (("a", lambda x: x[:, 24:32]), ("b", lambda x: x[:, 32:40]))
+    ]
+    first, second = (run.model.state_dict()["head.0.weight"] for run in made)
+    assert not torch.equal(first, second)
 
 
 class Pairs(torch.utils.data.Dataset[Any]):

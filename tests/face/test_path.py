@@ -74,23 +74,18 @@ def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
 @pytest.mark.parametrize(
     ("image", "said"),
     [
-        (5, r"images(\[1\]| item 1): an image is .* not an object of type int"),
-        (
-            np.full((8, 8), 2.0),
-            r"images(\[1\]| item 1): Pixels that are real numbers must be from 0 to 1",
-        ),
-        (
-            np.full((8, 8), np.nan),
-            r"images(\[1\]| item 1): Pixels that are real numbers must be from 0 to 1",
-        ),
-        (np.zeros((8, 8), np.int64), r"images(\[1\]| item 1): Pixels must be uint8 of shape"),
-        ("gone.png", r"images(\[1\]| item 1): gone.png cannot be read"),
+        (5, "an image is .* not an object of type int"),
+        (np.full((8, 8), 2.0), "Pixels that are real numbers must be from 0 to 1"),
+        (np.full((8, 8), np.nan), "Pixels that are real numbers must be from 0 to 1"),
+        (np.zeros((8, 8), np.int64), "Pixels must be uint8 of shape"),
+        ("gone.png", "gone.png cannot be read"),
     ],
 )
 def test_what_is_no_image_is_named(trained, bundle, photos, image, said):
     file = next(photos.glob("*/*.png"))
-    for encoder in (trained, bundle):
-        with pytest.raises(retrieval.errors.DataError, match=said):
+    place, item = r"images\[1\]", "images item 1"
+    for encoder, name in ((trained, place if isinstance(image, int) else item), (bundle, place)):
+        with pytest.raises(retrieval.errors.DataError, match=f"{name}: {said}"):
             encoder.encode([file, image], progress=False)
 
 
@@ -150,6 +145,17 @@ def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_p
     whole_path(tmp_path, photos, False, report=lines.append)
     assert capfd.readouterr() == ("", "")
     assert any(line.startswith("epoch 1: loss") for line in lines)
+
+
+def test_each_step_of_a_run_tells_its_own_progress(trained):
+    for step, options in (
+        (trained.evaluate, {}),
+        (trained.verify, {"draw": 40}),
+        (trained.encode, {"images": "test"}),
+    ):
+        told: list[tuple[str, int, int]] = []
+        step(progress=lambda *words, told=told: told.append(words), **options)
+        assert any(done == total > 0 for _, done, total in told), step
 
 
 def test_progress_is_told_to_a_function(cache, photos, tmp_path):

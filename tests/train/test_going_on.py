@@ -218,6 +218,8 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine):
         'Load only the parts that match: [train] start_parts = ["backbone", "combiner"].',
     ):
         assert sentence in text
+    head = [*wider, 'train.start_parts=["head"]']
+    refused(mine, "c", *head, says="No part matches. Name a run of the same model")
     train(mine, "b", *wider, 'train.start_parts=["backbone"]')
     says = r"this model has backbone\.\S+ \(.*\), but that run does not"
     refused(mine, "c", "backbone.depth=3", source, says=says)

@@ -198,8 +198,10 @@ def interval(
     """
     _, place = np.unique(classes, return_inverse=True)
     sums, counts = np.bincount(place, values), np.bincount(place)
-    drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=1000)
-    means = drawn @ sums / (drawn @ counts)
+    means = []
+    for _ in range(100):  # ten draws at once, as there may be many classes
+        drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=10)
+        means.append(drawn @ sums / (drawn @ counts))
     low, high = np.percentile(means, [2.5, 97.5])
     return float(values.mean()), float(low), float(high)
 
