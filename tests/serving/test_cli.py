@@ -49,7 +49,7 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     create = ("index", "create", "i", "photos", "--bundle", bundle_path)
     created = retrieval(*create, "--backend", "hnsw", "--set", "m=16")
     assert created.code == 0, created.err
-    backends = r"\(back end flat; hnsw only for segments of 20,000 items or more\): i"
+    backends = r"\(back end flat; hnsw only from 20,000 items on\): i"
     assert re.search(rf"Indexed 60 items in .* {backends}", created.out)
     found = retrieval("search", "i", "photos/3/0003.png", "photos/0/0000.png", "-k", "3")
     assert found.code == 0, found.err
