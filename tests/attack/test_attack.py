@@ -2,8 +2,9 @@
 
 from itertools import islice
 
-import attack
 import wire
+
+import attack
 
 
 def test_an_attack_costs_others_nothing(tmp_path_factory):
