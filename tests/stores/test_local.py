@@ -70,3 +70,6 @@ def test_an_index_of_a_newer_format_says_which_version_reads_it(living, tmp_path
     file.write_text(json.dumps({**message, "format": 4}))
     with pytest.raises(StoreError, match=r"index\.json has format 4"):
         open_index(tmp_path / "i")
+    file.write_text(json.dumps({"format": message["format"], "hd": message["id"]}))
+    with pytest.raises(StoreError, match=r"index\.json is damaged: it has no 'id'"):
+        open_index(tmp_path / "i")

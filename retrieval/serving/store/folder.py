@@ -154,8 +154,10 @@ def identity_of(folder: Path) -> str:
                 f"wrote; this is retrieval {installed_version()}, which reads format {FORMAT}. "
                 f"Install retrieval {version} or later."
             )
-    formats = frozenset({FORMAT})
-    return str(parse_json(content, folder / INDEX, "index", StoreError, formats)["id"])
+    index = parse_json(content, folder / INDEX, "index", StoreError, frozenset({FORMAT}))
+    if "id" not in index:
+        raise StoreError(f"{folder / INDEX} is damaged: it has no 'id'. Restore a snapshot.")
+    return str(index["id"])
 
 
 def index_text(folder: Path) -> bytes:
