@@ -338,7 +338,11 @@ class PairLearner(LinearMap):
 
 
 def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both."""
+    """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both.
+
+    Raises:
+        ValueError: shapes do not fit, or numbers are not finite.
+    """
     x = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
     if x.ndim != 3 or x.shape[1] != 2 or x.shape[2] < 1:
         raise ValueError(f"pairs must have the shape (pairs, 2, features), not {x.shape}.")

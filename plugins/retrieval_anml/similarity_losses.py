@@ -188,9 +188,9 @@ class MinedDANMLoss(DANMLoss):
     """
 
     def __init__(
-        self, *further: Any, epsilon: Annotated[float, Field(ge=0)] = 0.1, **parameters: Any
+        self, *arguments: Any, epsilon: Annotated[float, Field(ge=0)] = 0.1, **parameters: Any
     ) -> None:
-        super().__init__(*further, **parameters)
+        super().__init__(*arguments, **parameters)
         if not epsilon >= 0:
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
         self.rule = replace(self.rule, epsilon=epsilon)

@@ -22,7 +22,7 @@ class Board:
     """
 
     def __init__(self) -> None:
-        """Import TensorBoard in the calling thread; see `retrieval.plugin.Tracker`."""
+        """Import TensorBoard; see `retrieval.plugin.Tracker`."""
         from torch.utils import tensorboard
 
         self._module: Any = tensorboard

@@ -63,7 +63,7 @@ class MilvusPlace(stores.RemotePlace):
                 "The store milvus needs a package. Install it with: pip install"
                 " 'embedding-retrieval[milvus]'"
             )
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the error has what it would print
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors have what gRPC would print
         from retrieval_milvus.store import MilvusStore
 
         host, port = self.address.host or "localhost", self.address.port or 19530

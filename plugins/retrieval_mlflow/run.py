@@ -26,7 +26,7 @@ class MlflowRun:
     """
 
     def __init__(self) -> None:
-        """Load the package and open its store in the calling thread."""
+        """Load the package and open its store; see `retrieval.plugin.Tracker`."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
         # Training waits: MLflow's own 7 tries take four minutes, or 120 seconds each if a server
         # accepts connections and never answers.

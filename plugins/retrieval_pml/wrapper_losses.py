@@ -282,7 +282,11 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar, of the two views that the labels define."""
+        """Return the loss, a scalar, of the two views that the labels define.
+
+        Raises:
+            ValueError: a miner's indices or a reference set are passed, or labels are missing.
+        """
         if indices_tuple is not None:
             raise ValueError("SelfSupervisedLoss accepts no miner's indices: remove the miner")
         if labels is None or ref_emb is not None:

@@ -23,7 +23,7 @@ class WandbRun:
     """
 
     def __init__(self) -> None:
-        """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
+        """Load the package; see `retrieval.plugin.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
             # The package would send error reports over the network.

@@ -72,9 +72,10 @@ def require(items: Sequence[str], where: Path) -> None:
 
 
 def sources(item: str, recipe_folder: Path) -> list[Path]:
-    """Return the files that loading a plugin runs; an empty list for an installed module.
+    """Return the files that loading a plugin runs, and a package's folder.
 
-    A module is not installed if it lies in the working folder or beside the recipe.
+    The list is empty for an installed module, which lies neither in the working folder nor beside
+    the recipe.
     """
     if is_file_plugin(item):
         if not Path(item).exists():

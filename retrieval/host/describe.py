@@ -34,9 +34,9 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 def show_text(plugins: Plugins, name: str) -> str:
     """Return description, parameters and a recipe snippet of every factory called `name`."""
-    matches = [plugins.named(kind, plugins.full_name(kind, name)) for kind in KINDS]
-    if any(matches):
-        return "\n\n".join(_factory_text(factory) for factory in matches if factory)
+    factories = [plugins.named(kind, plugins.full_name(kind, name)) for kind in KINDS]
+    if matches := [factory for factory in factories if factory]:
+        return "\n\n".join(map(_factory_text, matches))
     for kind in KINDS:
         if name in plugins.disabled(kind):
             raise PluginError(plugins.disabled(kind)[name])

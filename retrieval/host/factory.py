@@ -351,9 +351,9 @@ class Factory:
 
 def _part(annotation: Any) -> tuple[Part | None, bool]:
     """Return the `Part` in a parameter's annotation, and whether the parameter takes a list."""
-    types = list(_inside(annotation))
-    mark = next((inner for inner in types if isinstance(inner, Part)), None)
-    return mark, any(get_origin(inner) in (list, tuple) for inner in types)
+    annotations = list(_inside(annotation))
+    mark = next((inner for inner in annotations if isinstance(inner, Part)), None)
+    return mark, any(get_origin(inner) in (list, tuple) for inner in annotations)
 
 
 def _inside(annotation: Any) -> Iterator[Any]:
@@ -375,7 +375,7 @@ def check_parameters(estimator: Any) -> None:
         ValueError: a parameter does not fit; the message lists every problem.
     """
     values = {
-        key: value.tolist() if hasattr(value, "tolist") else value  # NumPy's
+        key: value.tolist() if hasattr(value, "tolist") else value  # NumPy
         for key, value in estimator.get_params(deep=False).items()
     }
     make: Any = type(estimator)

@@ -199,9 +199,9 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
 
     It removes both at the end. This process holds a lock on a file in the private folder, which the
     operating system releases when the process ends, even by a crash. Each call first removes this
-    user's leftover folders in `parent` that have such a file, which nobody holds, and whose name
-    has the same first character and suffix. (Network file systems pass on locks on files, but not
-    those on folders.)
+    user's leftover folders in `parent`: those whose name has the same first character and suffix,
+    and whose lock file nobody holds. (A network file system shares locks on files with other
+    machines, but not those on folders.)
 
     Raises:
         OSError: the folder cannot be created.
@@ -232,6 +232,8 @@ def _remove(path: Path) -> None:
 
 def _clear(parent: Path, pattern: str) -> None:
     """Remove the scratch folders that processes left when they ended."""
+    if sys.platform == "win32":
+        return  # without locks, no folder can be told from one in use
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [entry.name for entry in parent.iterdir() if re.fullmatch(pattern, entry.name)]

@@ -48,14 +48,14 @@ class FilePlugin:
         """Return the plugin at a path, `x.py` or `x/`."""
         path = Path(item).resolve()
         is_file = item.endswith(".py")
-        what = f"The plugin {'file' if is_file else 'folder'} {item}"
+        subject = f"The plugin {'file' if is_file else 'folder'} {item}"
         if not (path.is_file() if is_file else path.is_dir()):
-            raise PluginError(f"{what} does not exist.")
+            raise PluginError(f"{subject} does not exist.")
         if not (is_file or (path / "__init__.py").is_file()):
-            raise PluginError(f"{what} has no __init__.py, where its hooks belong.")
+            raise PluginError(f"{subject} has no __init__.py, where its hooks belong.")
         if not path.stem.isidentifier():
             raise PluginError(
-                f"{what} must be named like a Python identifier: its name is the plugin's name."
+                f"{subject} must be named like a Python identifier: its name is the plugin's name."
             )
         return cls(path)
 
@@ -182,7 +182,7 @@ class PluginSource:
     origin: str
 
     @property
-    def what(self) -> str:
+    def subject(self) -> str:
         """The plugin with its origin, as the beginning of a sentence."""
         return f"The plugin '{self.plugin}' ({self.origin})"
 
@@ -211,13 +211,13 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
         frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
         place = f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
         raise PluginError(
-            f"{source.what} cannot be imported: {reason(error)}{place}. Correct it, or leave it out"
-            f" with RETRIEVAL_BLOCK={source.plugin}."
+            f"{source.subject} cannot be imported: {reason(error)}{place}. Correct it, or leave it"
+            f" out with RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
         raise PluginError(
-            f"{source.what} is an object of type {type(module).__name__}; its entry point must name"
-            " a module."
+            f"{source.subject} is an object of type {type(module).__name__}; its entry point must"
+            " name a module."
         )
     return module
 
@@ -251,18 +251,18 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     for hook in marks.values():
         if hook not in hooks:
             raise PluginError(
-                f"{source.what} marks '{hook}' as a hook, and there is no such hook."
+                f"{source.subject} marks '{hook}' as a hook, and there is no such hook."
                 f"{did_you_mean(hook, hooks)}"
             )
     for name in hooks:
         if name not in marks and inspect.isfunction(vars(module).get(name)):
             raise PluginError(
-                f"{source.what} defines {name} without @retrieval.plugin.hookimpl above it, so it"
-                " would never be called. Add that line, or rename the function."
+                f"{source.subject} defines {name} without @retrieval.plugin.hookimpl above it, so"
+                " it would never be called. Add that line, or rename the function."
             )
     if not marks and source.origin.startswith(("file ", "folder ", "module ")):
         raise PluginError(
-            f"{source.what} marks no hook, so it offers nothing. Define a function such as"
+            f"{source.subject} marks no hook, so it offers nothing. Define a function such as"
             " retrieval_losses, with @retrieval.plugin.hookimpl above it."
         )
 

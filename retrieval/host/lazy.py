@@ -74,11 +74,11 @@ def lazy_names(
     blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
     block = next(node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
     homes = {
-        name.name: f"{node.module}:{name.name}"
+        alias.name: f"{node.module}:{alias.name}"
         for node in block.body
         if isinstance(node, ast.ImportFrom)
-        for name in node.names
-        if name.asname  # X as X
+        for alias in node.names
+        if alias.asname  # X as X
     }
     return *lazy(package, homes, modules), sorted({*homes, *(modules or ())})
 

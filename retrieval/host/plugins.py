@@ -327,13 +327,13 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
 
     def register(source: PluginSource, module: ModuleType) -> None:
         if other := manager.get_name(module):
-            raise PluginError(f"{source.what} is loaded already, as '{other}'. Leave it out.")
+            raise PluginError(f"{source.subject} is loaded already, as '{other}'. Leave it out.")
         refuse_misspelt(source, module)
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
             text = " ".join(str(error).split()).rstrip(".")
-            raise PluginError(f"{source.what} cannot be registered: {text}.") from error
+            raise PluginError(f"{source.subject} cannot be registered: {text}.") from error
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):

@@ -240,10 +240,9 @@ def type_text(annotation: Any) -> str:
 def _limits(constraints: tuple[Any, ...]) -> Iterator[str]:
     for constraint in constraints:
         for part in [constraint, *getattr(constraint, "metadata", [])]:
-            limits = {name: getattr(part, name, None) for name in _LIMITS}
-            yield from (
-                _LIMITS[n].format(value) for n, value in limits.items() if value is not None
-            )
+            for name, text in _LIMITS.items():
+                if (limit := getattr(part, name, None)) is not None:
+                    yield text.format(limit)
 
 
 def shown(value: Any) -> str:

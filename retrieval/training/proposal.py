@@ -38,7 +38,7 @@ _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
 """Fewest classes for which the test side, and the validation side, hold out whole classes."""
 _FEW = 200
 """Fewest photos to train a net from scratch, unless no pretrained weights are installed."""
-SUMMARIES = {
+_SUMMARIES = {
     "frozen": "a frozen pretrained net and a head; the first thing to try",
     "finetune": "the head first, then the whole pretrained net, carefully",
     "scratch": "a small net from scratch; the fastest to serve",
@@ -209,7 +209,7 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
     size, depth = (64, 4) if facts.side >= 64 else (32, 3)
     return {
         name: (
-            SUMMARIES[name],
+            _SUMMARIES[name],
             template.render(
                 name=name,
                 facts=facts,

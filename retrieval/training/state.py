@@ -47,7 +47,7 @@ def save(run: Run, step: Step, average: Average, progress: Position) -> None:
         "random": checkpoint.random_state(),
         "progress": asdict(progress),
     }
-    for entry, key, shard in _divided(state, step):
+    for entry, key, shard in _divided_rows(state, step):
         entry[key] = _gathered(entry[key], shard, accelerator)
     if accelerator.is_main_process:
         checkpoint.save(run.last, state, previous=run.previous)
@@ -61,7 +61,7 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
     """
     state, scaler = standing.state, step.accelerator.scaler
     try:
-        for entry, key, shard in _divided(state, step):
+        for entry, key, shard in _divided_rows(state, step):
             if len(entry[key]) != shard.whole:
                 raise ValueError(
                     f"{key} has {len(entry[key])} rows in the checkpoint, but {shard.whole} here"
@@ -89,8 +89,8 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
     checkpoint.restore_random_state(state["random"])
 
 
-def _divided(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any], Any, Shard]]:
-    """Yield a dictionary, a key and the shard for each place where rows of a divided parameter are.
+def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any], Any, Shard]]:
+    """Yield the dictionary and the key of all rows of divided parameters, with their shard.
 
     Raises:
         DataError: the optimiser keeps something that is not divided like the parameter.

@@ -87,9 +87,9 @@ class Tracking:
     def retrieval_run_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Log the best validation metrics, and a sheet of hits to trackers that accept images."""
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
-        takes = any(hasattr(tracker, "image") for tracker in self._trackers.values())
+        takes_images = any(hasattr(tracker, "image") for tracker in self._trackers.values())
         drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
-        if self._folder is not None and takes and drawn:
+        if self._folder is not None and takes_images and drawn:
             from retrieval.evaluation.plot import validation_sheet
 
             try:
@@ -119,15 +119,15 @@ class Tracking:
 
     def _try(self, full: str, call: Callable[[], Any]) -> None:
         """Make a call to a tracker; if it fails, report that and forget the tracker."""
-        what = f"The tracker {full}"
+        subject = f"The tracker {full}"
         try:
-            with python_random_kept():  # which MLflow's retries draw from
+            with python_random_kept():  # MLflow's retries draw from it
                 call()
             return
         except SystemExit:
-            sentence = f"{what} failed: it tried to end the process"
+            sentence = f"{subject} failed: it tried to end the process"
         except Exception as error:
-            sentence = failure(what, error)
+            sentence = failure(subject, error)
         del self._trackers[full]
         sentence += ". The run continues without it."
         self._say(f"warning: {sentence}")

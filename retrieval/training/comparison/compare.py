@@ -250,7 +250,7 @@ class Jobs:
 
 
 def _refuse_too_few(seeds: int, splits: int, **options: tuple[int, int]) -> None:
-    """Refuse an option's number, the first of a pair, below the smallest, the second."""
+    """Refuse too few seeds or splits, and an option, given as (number, least), below its least."""
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs at least two seeds or two splits for its intervals, and five to say"

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +65,7 @@ class Worker:
         return [task(self) for task in tasks]
 
 
-class Parallel(Worker):
+class Parallel(Worker, ABC):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
     lost: type[Exception] = BrokenExecutor
@@ -74,13 +75,13 @@ class Parallel(Worker):
         super().__init__(meter)
         self.stopped = False
 
+    @abstractmethod
     def submit(self, job: Job) -> Future[Answer]:
         """Start a job in another process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
         """Stop the workers; trainings first write their checkpoints."""
-        raise NotImplementedError
 
     def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
@@ -233,7 +234,7 @@ def _joined(address: str) -> Iterator[Any]:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as fault:
+    except (OSError, RuntimeError, ValueError, AssertionError) as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
         raise DataError(
             f"The Ray cluster at {address} cannot be joined: {reason}. Name HOST:PORT of its head"
