@@ -110,8 +110,8 @@ class TestSphere:
         a, p, n = (x.float() for x in points(rows=200))
 
         def cost(code: Tensor) -> float:
-            both = (head(a) - code).square() + 0.5 * (head(n) - code).square()
-            return float(both.detach().sum(1).mean())
+            squares = (head(a) - code).square() + 0.5 * (head(n) - code).square()
+            return float(squares.detach().sum(1).mean())
 
         best = nn.functional.normalize(2 * head(a) + head(n))  # of all points of the sphere
         reached = cost(head(bound(head)(a, p, n)))

@@ -153,7 +153,7 @@ class TestRefusals:
 
 
 def features(items: int = 90, size: int = 4) -> tuple[Matrix, Matrix]:
-    """Three classes with scatter of different shape, whitened."""
+    """Whitened features (N, F) of three classes of unequal scatter, and labels (N,)."""
     rng = np.random.default_rng(3)
     y = np.arange(items) % 3
     x = rng.normal(size=(items, size)) * np.linspace(0.3, 2, size) + rng.normal(size=(3, size))[y]
@@ -166,14 +166,12 @@ def whitened(x: Matrix) -> Matrix:
     return x @ np.linalg.inv(sqrtm(x.T @ x / len(x)).real)
 
 
-def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = None) -> Tensor:
-    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a
-    bias.
-    """
+def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss) -> Tensor:
+    """Return the weights (F, F), without bias, that L-BFGS finds from a random start."""
     data, labels = torch.from_numpy(x), torch.from_numpy(y)
     random = torch.Generator().manual_seed(0)
-    start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
-    weight = start.requires_grad_()
+    size = (x.shape[1], x.shape[1])
+    weight = torch.randn(size, dtype=torch.float64, generator=random).requires_grad_()
     search = torch.optim.LBFGS(
         [weight],
         max_iter=2000,
@@ -194,7 +192,7 @@ def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = N
 
 
 class TestReachesTheLearnersOptimum:
-    """Training a linear head reaches the estimators' metric, which they find by other ways."""
+    """Training a linear head reaches the estimators' metric, which they find in other ways."""
 
     def test_gmml(self):
         x, y = features()
@@ -236,7 +234,7 @@ class TestReachesTheLearnersOptimum:
 
 
 def test_with_a_ridge_directions_that_part_no_classes_fade():
-    """Three classes lie in a plane: two of five directions are left, all without a ridge."""
+    """Three classes span a plane: two of five directions are left, without a ridge all."""
     x, y = features()
     x = np.concatenate([x, np.random.default_rng(0).normal(size=(len(x), 1))], axis=1)
     left = []

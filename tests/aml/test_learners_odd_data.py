@@ -86,7 +86,7 @@ def test_pairs_of_identical_points(wine):
 
 
 @pytest.mark.parametrize(
-    ("learner", "said"),
+    ("learner", "sentence"),
     [
         (GMML(-0.1), r"GMML t: should be a number \(≥ 0, ≤ 1\), not -0\.1"),
         (GMML(1.1), "t: should be"),
@@ -94,12 +94,18 @@ def test_pairs_of_identical_points(wine):
         (AML(t=2.0), "t: should be"),
         (GMML(regularization=-1.0), "regularization: should be a number"),
         (GMML(regularization=np.inf), "regularization"),
-        (GMML(prior="euclid"), 'prior: should be "identity" or "covariance" or'),  # type: ignore[arg-type]
+        (
+            GMML(prior="euclid"),  # type: ignore[arg-type]
+            'prior: should be "identity" or "covariance" or',
+        ),
         (
             GMML(regularization=1.0, prior=[[1.0]]),
             r"prior must have the shape \(13, 13\) for 13 features",
         ),
-        (GMML(regularization=1.0, prior=np.triu(np.ones((13, 13)))), "symmetric"),  # type: ignore[arg-type]
+        (
+            GMML(regularization=1.0, prior=np.triu(np.ones((13, 13)))),  # type: ignore[arg-type]
+            "symmetric",
+        ),
         (GMML(regularization=1.0, prior=np.ones((13, 13)).tolist()), "positive definite"),
         (GMML(n_pairs=0), "n_pairs: should be"),
         (GMML(n_pairs="all"), "n_pairs: should be"),  # type: ignore[arg-type]
@@ -111,8 +117,8 @@ def test_pairs_of_identical_points(wine):
     ],
     ids=str,
 )
-def test_refuses_parameters(learner, said, wine):
-    with pytest.raises(ValueError, match=said):
+def test_refuses_parameters(learner, sentence, wine):
+    with pytest.raises(ValueError, match=sentence):
         learner.fit(*wine)
 
 
@@ -123,16 +129,16 @@ def test_refuses_data(learner, wine):
     broken, infinite = x.copy(), x.copy()
     broken[3, 3], infinite[3, 3] = np.nan, np.inf
     broken_pairs = np.stack([x[:80], infinite[:80]], axis=1)
-    for x_, y_, said in [
+    for x_, y_, sentence in [
         (x, 0 * y, f"of one class, np.int64(0): {type(learner).__name__} needs at least two"),
         (x, np.arange(178), "the only one of its class"),
         (x, x[:, 0], "continuous"),
         (broken, y, "NaN"),
         (infinite, y, "infinity"),
     ]:
-        assert said in refusal(ValueError, learner.fit, x_, y_)
+        assert sentence in refusal(ValueError, learner.fit, x_, y_)
     flags = "similar must consist of True and False"
-    for pairs_, similar_, said in [
+    for pairs_, similar_, sentence in [
         (broken_pairs, similar, "pairs contains infinity"),
         (pairs, np.ones(80), "No pair is dissimilar: all are similar"),
         (pairs, -np.ones(80), "No pair is similar: all are dissimilar"),
@@ -140,7 +146,7 @@ def test_refuses_data(learner, wine):
         (pairs, similar[:3], "There are 80 pairs, but similar has the shape (3,)"),
         *((pairs, odd, flags) for odd in (similar + 1, similar * 0.5, similar.astype(str))),
     ]:
-        assert said in refusal(ValueError, learner.fit_pairs, pairs_, similar_)
+        assert sentence in refusal(ValueError, learner.fit_pairs, pairs_, similar_)
     for call in (lambda: type(learner)().transform(x), type(learner)().to_model_parts):
         refusal(NotFittedError, call)
 

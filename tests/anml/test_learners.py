@@ -132,7 +132,7 @@ def test_too_much_regularization_is_told(wine):
 
 
 @pytest.mark.parametrize(
-    ("learner", "said"),
+    ("learner", "sentence"),
     [
         (LANML(gamma2=0.0), r"LANML gamma2: should be a number \(> 0\), not 0\.0"),
         (LANML(gamma1="a"), "gamma1: should be a number"),
@@ -156,8 +156,8 @@ def test_too_much_regularization_is_told(wine):
     ],
     ids=str,
 )
-def test_refuses_parameters(learner, said, wine):
-    with pytest.raises(ValueError, match=said):
+def test_refuses_parameters(learner, sentence, wine):
+    with pytest.raises(ValueError, match=sentence):
         learner.fit(*wine)
 
 
@@ -166,13 +166,13 @@ def test_refuses_data(learner, wine):
     x, y = wine
     broken, infinite = x.copy(), x.copy()
     broken[3, 3], infinite[3, 3] = np.nan, np.inf
-    for x_, y_, said in [
+    for x_, y_, sentence in [
         (x, 0 * y, "All 178 items are of one class"),
         (x, np.arange(178), "the only one of its class"),
         (broken, y, "NaN"),
         (infinite, y, "infinity"),
     ]:
-        assert said in refusal(ValueError, learner.fit, x_, y_)
+        assert sentence in refusal(ValueError, learner.fit, x_, y_)
     rows = refusal(ValueError, learner.objective, np.eye(12), x, y)
     assert "L must have as many rows as X has columns, 13, not 12" in rows
     assert "178 items, but 3 labels" in refusal(ValueError, learner.objective, np.eye(13), x, y[:3])

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory) -> Callable[..., Recipe]:
-    """A checked recipe of DAML and DAMML on digits' pixels as vectors, changed by tables."""
+    """Make a checked recipe of DAML and DAMML on digits as vectors, with other tables."""
     digits, file = load_digits(), tmp_path_factory.mktemp("data") / "digits.npz"
     np.savez(
         file, features=(digits.data[:600] / 16.0).astype(np.float32), labels=digits.target[:600]

@@ -111,8 +111,8 @@ def test_uniforms_candidates_are_exact_with_squares_and_not_without():
     torch.manual_seed(0)
     mean, squares = UniformMetrics(D, 3), UniformMetrics(D, 3, 2)
     assert not mean.exact and squares.exact
-    for one in (UniformMetrics(D, 1), Discriminator(F, D, 1)):
-        assert one.exact and not list(one.parameters())
+    for single in (UniformMetrics(D, 1), Discriminator(F, D, 1)):
+        assert single.exact and not list(single.parameters())
     codes = mean.build_head(F)(items(200).float())
     euclidean = torch.cdist(codes, codes).argsort(1)
     ranks = [c.compute_mat(codes, codes).argsort(1) for c in (mean, squares)]
@@ -204,22 +204,22 @@ def test_weights_do_not_depend_on_the_order_of_a_pair():
 
 
 @pytest.mark.parametrize(
-    "what", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"]
+    "method", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"]
 )
 @pytest.mark.parametrize("small_blocks", [False, True])
-def test_gradients_agree_with_finite_differences(what, small_blocks, monkeypatch):
+def test_gradients_agree_with_finite_differences(method, small_blocks, monkeypatch):
     if small_blocks:
         monkeypatch.setattr(blocks, "DIRECT", 0)
         monkeypatch.setattr(blocks, "BLOCK", 3 * H)  # several rows and columns of blocks
     combiner, head = made(mu=0.7, rho=1.3)
     x = head(items(4)).detach()
-    y = head(items(4 if what == "pairwise_distance" else 5, 2)).detach()
-    tensors = [x, combiner.out.weight, combiner.out.bias] + ([] if what == "objective" else [y])
+    y = head(items(4 if method == "pairwise_distance" else 5, 2)).detach()
+    tensors = [x, combiner.out.weight, combiner.out.bias] + ([] if method == "objective" else [y])
 
     def value(*_: Tensor) -> Tensor:  # the weights are the combiner's own, changed in place
-        if what == "objective":
+        if method == "objective":
             return combiner.objective(x, torch.arange(4), None)[0]
-        return getattr(combiner, what)(x, y)
+        return getattr(combiner, method)(x, y)
 
     for tensor in tensors:
         tensor.requires_grad_()

@@ -22,12 +22,12 @@ DISCRIMINATOR = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
 def test_one_metric_is_the_plain_case_bit_for_bit(name, make, tmp_path):
     loss = {"name": "daml.contrastive"}
     ours = make(**BY_CLASS, combiner={"name": name, "metrics": 1}, loss=loss)
-    one = fit(tmp_path, ours, "one")
+    single = fit(tmp_path, ours, "single")
     plain = fit(tmp_path, make(**BY_CLASS, combiner=None, loss=loss), "plain")
-    assert same(one, plain)
+    assert same(single, plain)
     for key in ("loss", "validation_map_at_r", "validation_recall_at_1"):
-        assert [line[key] for line in log(one)] == [line[key] for line in log(plain)]
-    metrics = [evaluate(Run.open(run)).metrics["trained"] for run in (one, plain)]
+        assert [line[key] for line in log(single)] == [line[key] for line in log(plain)]
+    metrics = [evaluate(Run.open(run)).metrics["trained"] for run in (single, plain)]
     assert metrics[0] == metrics[1]
 
 

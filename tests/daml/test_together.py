@@ -1,4 +1,4 @@
-"""A generator and several weighed metrics in one run: J_gen by loops, and the sum of objectives."""
+"""A generator and several weighted metrics in one run: J_gen by loops, the sum of objectives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_generators_objective_has_the_weighed_distance(make, tmp_path, gener
     sampler = {"classes": 3, "items": 3, "batches": 1}
     of = trainer(tmp_path, make(generator=generator, sampler=sampler))
     seen: list[Any] = []
-    of.objective.generator.register_forward_hook(lambda _, rows, made: seen.append((*rows, made)))
+    of.objective.generator.register_forward_hook(lambda _, rows, x: seen.append((*rows, x)))
     losses = of.step.losses(*next(iter(of.batches.epoch(0))))
     ((a, p, n, x),) = seen
     state = {k: v.double().tolist() for k, v in of.run.model.state_dict().items()}

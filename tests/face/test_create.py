@@ -29,9 +29,9 @@ def test_a_part_is_made_with_its_parameters():
 
 @pytest.mark.parametrize("distance", ["pml.cosine_similarity", {"name": "pml.cosine_similarity"}])
 def test_parts_of_parts_are_names_tables_or_objects(distance):
-    made = retrieval.create(*TRIPLET, distance=distance).distance
-    assert isinstance(made, CosineSimilarity)
-    assert retrieval.create(*TRIPLET, distance=made).distance is made
+    part = retrieval.create(*TRIPLET, distance=distance).distance
+    assert isinstance(part, CosineSimilarity)
+    assert retrieval.create(*TRIPLET, distance=part).distance is part
 
 
 def test_what_training_gives_in_a_recipe_is_a_parameter_here():

@@ -67,13 +67,13 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
     from PIL import Image
 
     query = next(photos.glob("*/*.png"))
-    for sources, batch, said in (
+    for sources, batch, sentence in (
         ([Image.new("L", (8, 8))], 32, "not an object of type Image"),
         (photos, 0, "batch must be at least 1, not 0"),
     ):
         options = {"model": bundle, "batch": batch, "progress": False}
         create = retrieval.Index.create
-        assert said in refusal(DataError, create, tmp_path / "index", sources, **options)
+        assert sentence in refusal(DataError, create, tmp_path / "index", sources, **options)
     assert not list(tmp_path.iterdir())
     assert "For images, call `encode_images`" in refusal(DataError, bundle.bundle.encode, [query])
     drawn = refusal(DataError, retrieval.plot.neighbours, str(tmp_path), query)
@@ -81,7 +81,7 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("part", "sentence"),
     [
         ({"backbone": Net}, "The backbone is a class, Net; pass an object of it: Net(…)"),
         ({"loss": "pml.triplet_margin"}, 'or pass what retrieval.create("loss", …) returns'),
@@ -89,9 +89,9 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
         ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, but must be an object"),
     ],
 )
-def test_what_is_no_object_is_refused(tmp_path, given, said):
-    train = refusal(PluginError, retrieval.train, SMALL, tmp_path / "run", progress=False, **given)
-    assert said in train and not list(tmp_path.iterdir())
+def test_what_is_no_object_is_refused(tmp_path, part, sentence):
+    text = refusal(PluginError, retrieval.train, SMALL, tmp_path / "run", progress=False, **part)
+    assert sentence in text and not list(tmp_path.iterdir())
 
 
 def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos):
@@ -108,7 +108,7 @@ def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos
 
 def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
     server = "http://127.0.0.1:8000"
-    for error, source, said in (
+    for error, source, sentence in (
         (DataError, tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
         (DataError, index.path, "is an index. Open it with retrieval.Index.open"),
         (DataError, "gone", "neither a run, nor a bundle, nor the name of a backbone"),
@@ -116,7 +116,7 @@ def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
         (PluginError, "core.convnt", "Did you mean 'core.convnet'? Nor is there a folder"),
         (BundleError, "core.convnet", "The weights of core.convnet are random"),
     ):
-        assert said in refusal(error, retrieval.load, str(source))
+        assert sentence in refusal(error, retrieval.load, str(source))
     assert "retrieval.client.Client" in refusal(StoreError, retrieval.Index.open, server)
     no_run = refusal(DataError, retrieval.load, bundle.path, dataset=[])
     assert "is not a run, so dataset cannot belong to it" in no_run

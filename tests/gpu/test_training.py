@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from retrieval.training import trainer
 from retrieval.training.trainer import moved, train
 from trained_weights import lines_of, same
 
-Make = Callable[..., Any]
-
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_each_precision_learns(make, tmp_path, device, precision, channels_last):
-    made = make(device, train={"epochs": 4, "precision": precision, "channels_last": channels_last})
-    run = train(tmp_path / "run", made)
+    options = {"epochs": 4, "precision": precision, "channels_last": channels_last}
+    run = train(tmp_path / "run", make(device, train=options))
     lines = lines_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["validation_recall_at_1"] > 0.7
     assert next(run.model.parameters()).device.type == device

@@ -179,7 +179,7 @@ def test_nothing_else_is_cleared(tmp_path):
 
 
 def test_a_folder_in_use_stays_where_folders_cannot_be_locked(tmp_path):
-    """A network file system may keep a lock on a folder to its machine; locks on files hold."""
+    """A network file system may hide a folder's lock from other machines, but not a file's."""
     living = tmp_path / "living"
     with writer(living) as process:
         (scratch,) = tmp_path.glob(".living.*.part")

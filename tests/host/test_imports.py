@@ -182,10 +182,10 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 
 
 def test_import_retrieval_is_light(process):
-    found = loaded(process, "import retrieval; dir(retrieval)")
-    assert not found & HEAVY
+    modules = loaded(process, "import retrieval; dir(retrieval)")
+    assert not modules & HEAVY
     light = {"errors", "host", "host.cores", "host.lazy"}
-    assert {m for m in found if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
+    assert {m for m in modules if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
 
 
 def test_help_is_light(process):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.serving.store.address import Address
 
-ADDRESS = Address("shelf://here", "shelf", "here")
-GIVEN = {"embedding_size": 8, "classes": 3, "features": 5, "address": ADDRESS}
+GIVEN = {"embedding_size": 8, "classes": 3, "features": 5}
 FIXED = "everything.fixed"
 
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import string
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from retrieval.errors import PluginError, RecipeError
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import apply_overrides, check_recipe, read_recipe, to_toml
 from retrieval.recipe.tables import Phase, Tables
-
-Problems = Callable[..., tuple[str, ...]]
 
 
 def with_changes(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner)
 def test_refuses(wine):
     x, y = wine
     two, alone = (np.where(np.arange(178) < n, 7, y) for n in (2, 1))
-    for learner, x_, y_, said in [
+    for learner, x_, y_, sentence in [
         (LMNN(3), x, two, "metric-learn's LMNN cannot be fitted on these 178 items"),
         (SCML(), x, alone, "Each class needs 2 items"),
         (RCA(n_chunks=100), x, y, "have only 88 chunks"),
@@ -101,7 +101,7 @@ def test_refuses(wine):
         (ITML(lower=1.0), x, y, "set both or neither"),
         (LFDA(), np.ones((20, 3)), np.arange(20) % 2, "metric-learn's LFDA"),
     ]:
-        assert said in refusal(ValueError, learner.fit, x_, y_)
+        assert sentence in refusal(ValueError, learner.fit, x_, y_)
     for learner in SMALL:
         learner = type(learner)(**learner.get_params())
         assert "one class" in refusal(ValueError, learner.fit, x, 0 * y)

@@ -20,12 +20,10 @@ from retrieval_oahu.network import Network
 SMALL = {"depth": 2, "hidden": 8, "embedding": 4, "seeds": 60, "closure": 60}
 
 
-def clouds(
-    classes: int = 3, each: int = 30, features: int = 6, apart: float = 3.0
-) -> tuple[Any, Any]:
+def clouds(classes: int = 3, each: int = 30, apart: float = 3.0) -> tuple[Any, Any]:
     rng, y = np.random.default_rng(0), np.repeat(np.arange(classes), each)
-    centres = rng.standard_normal((classes, features))[y] * apart
-    return centres + rng.standard_normal((len(y), features)), y
+    centres = rng.standard_normal((classes, 6))[y] * apart
+    return centres + rng.standard_normal((len(y), 6)), y
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -45,7 +43,7 @@ def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype, prepared):
         learners.append(learner)
     same(learners[0], learners[1])
     same(learners[0], learners[2])
-    counts = [getattr(learners[0], f"n_{what}_") for what in ("triplets", "skipped", "used")]
+    counts = [getattr(learners[0], f"n_{kind}_") for kind in ("triplets", "skipped", "used")]
     assert counts == [40, 1, 39]
     assert learners[0].input_layer_.dtype == dtype
 

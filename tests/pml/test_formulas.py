@@ -54,8 +54,8 @@ class Batch:
         self.z = LABELS if reference is None else REFERENCE_LABELS
 
     def others(self, i: int, same: bool) -> list[int]:
-        others = [j for j in range(len(self.r)) if not (self.own and i == j)]
-        return [j for j in others if (self.z[j] == self.y[i]) == same]
+        rows = [j for j in range(len(self.r)) if not (self.own and i == j)]
+        return [j for j in rows if (self.z[j] == self.y[i]) == same]
 
     def pairs(self, same: bool) -> list[tuple[int, int]]:
         return [(i, j) for i in range(len(self.x)) for j in self.others(i, same)]

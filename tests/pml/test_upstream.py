@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pytorch_metric_learning import distances, losses, miners, reducers
-from retrieval.host.plugins import load_plugins
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +17,6 @@ from retrieval_pml import miners as pml_miners
 from retrieval_pml import retrieval_losses, retrieval_miners, triplet_losses
 from retrieval_pml.parts import PerAnchorReducer
 
-PLUGINS = load_plugins()
 OURS, OUR_MINERS = retrieval_losses(), retrieval_miners()
 Y = torch.tensor([0, 1, 0, 2, 1, 1, 3, 2, 0, 4, 1, 2] * 2 + [5, 5, 0, 1])
 REF_Y = torch.tensor([1, 0, 5, 2, 2, 0, 1, 3, 7])

@@ -79,9 +79,9 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
         with pytest.raises(DataError, match=rf"{path} is damaged.*SHA-256.*{advice}"):
             raise retrieval(*command, folder).exception
         path.unlink()  # as the sentence says
-        said = ran(*command, folder)
+        output = ran(*command, folder)
         if name == "last":  # from the checkpoint before it, of the first epoch
-            assert "epoch 2" in said and "epoch 1:" not in said
+            assert "epoch 2" in output and "epoch 1:" not in output
             assert same(folder, run / "run") and len(log(folder)) == 2
 
 

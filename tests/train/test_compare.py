@@ -34,7 +34,7 @@ from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
-from retrieval.training.comparison.workers import OnRay, Parallel
+from retrieval.training.comparison.workers import OnRay, Processes
 from scipy.stats import kstest
 
 SLOW = '''
@@ -254,7 +254,7 @@ def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
 
 
 def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
-    worker = Parallel(Meter("comparing", 1, "runs"))
+    worker = Processes(1, Meter("comparing", 1, "runs"))
     for error, kind in ((BrokenProcessPool("killed"), DataError), (ZeroDivisionError(), None)):
         future: Future[Any] = Future()
         future.set_exception(error)
@@ -263,7 +263,7 @@ def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
 
 
 class DeafRay:
-    """As much of Ray as a comparison calls, whose one task ends only if it is killed."""
+    """The part of Ray that a comparison calls; its only task ends when it is killed."""
 
     exceptions = SimpleNamespace(RayError=OSError)
 

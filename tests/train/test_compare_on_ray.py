@@ -63,11 +63,11 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(paths, ad
     done = [*out.glob("baselines/*.json"), *out.glob("results/*/*.json")]
     kept = {file: file.stat().st_mtime_ns for file in done}
     assert 3 <= len(kept) <= 6 and not (out / "comparison.md").exists()
-    there = go(out, ray=address)
+    on_ray = go(out, ray=address)
     # what was done is not done again
     assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
     assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
-    for one, other in zip(alone.contestants, there.contestants, strict=True):
+    for one, other in zip(alone.contestants, on_ray.contestants, strict=True):
         for mine, theirs in zip(one.metrics, other.metrics, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-6)
     with pytest.raises(DataError, match="not both"):

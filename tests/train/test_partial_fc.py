@@ -71,7 +71,7 @@ RECIPE: dict[str, Any] = {
 
 
 def state(folder: Path) -> dict[str, Tensor]:
-    """A run's weights, those of all classes among them, and their optimiser's state."""
+    """A run's weights, with the rows of all classes and their momentum."""
     kept = load(folder)
     (momentum,) = (
         entry["momentum_buffer"]

@@ -247,11 +247,11 @@ def test_a_comparisons_trainings_are_a_group(acme, tmp_path):
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note'"):
         compare(paths, tmp_path / "digits", track=["acme.note"], **options)
     found = compare(paths, tmp_path / "digits", track=["acme.notes", "acme.refused"], **options)
-    told_lines = told(tmp_path)
-    begins = {line["name"]: line["group"] for line in told_lines if line["hook"] == "begin"}
+    notes = told(tmp_path)
+    begins = {line["name"]: line["group"] for line in notes if line["hook"] == "begin"}
     trainings = [f"{path.stem} seed {seed}" for path in paths for seed in (0, 1)]
     assert begins == dict.fromkeys(trainings, "digits")
-    final = [line["metrics"] for line in told_lines if line.get("epoch", 0) is None]
+    final = [line["metrics"] for line in notes if line.get("epoch", 0) is None]
     tested = [metrics["test_map_at_r"] for metrics in final if "test_map_at_r" in metrics]
     recipes = [contestant for contestant in found.contestants if contestant.recipe]
     assert tested == [run["map_at_r"] for recipe in recipes for run in recipe.metrics]
