@@ -140,9 +140,15 @@ def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(triplets, 
 
 
 OUT_OF_RANGE = {
-    **{"tau": [0.0, 2.0, float("nan")], "beta": [0.0, 1.0], "smoothing": [0.0, 1.5]},
-    **{"learning_rate": [0.0], "depth": [-1], "hidden": [0]},
-    **{"rule": ["both"], "dtype": ["float16"], "search": ["best"]},
+    "tau": [0.0, 2.0, float("nan")],
+    "beta": [0.0, 1.0],
+    "smoothing": [0.0, 1.5],
+    "learning_rate": [0.0],
+    "depth": [-1],
+    "hidden": [0],
+    "rule": ["both"],
+    "dtype": ["float16"],
+    "search": ["best"],
 }
 
 

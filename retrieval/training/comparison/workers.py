@@ -234,7 +234,7 @@ def _joined(address: str) -> Iterator[Any]:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError, AssertionError) as fault:
+    except (OSError, RuntimeError, ValueError, OverflowError, AssertionError) as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
         raise DataError(
             f"The Ray cluster at {address} cannot be joined: {reason}. Name HOST:PORT of its head"
