@@ -326,8 +326,8 @@ class Attacked:
             assert answer.status in (200, 413, 422) and took[name] < DEADLINE, (name, answer)
         return took
 
-    def whole(self, longest: float = GRACE + 0.5) -> list[str]:
-        """End it; return what is wrong with the indexes, snapshots and record of changes."""
+    def end(self, longest: float = GRACE + 0.5) -> list[str]:
+        """End the server; return the faults of its end, indexes, snapshots and audit log."""
         took, code = self.server.end()
         faults = [f"the server took {took:.1f} s to end"] if took > longest else []
         faults += [f"the server ended with {code}"] if code else []
@@ -396,7 +396,7 @@ def run(options: argparse.Namespace) -> bool:
         held["later"] = attacked.held()
         ready = ask(attacked.server.port, get("/readyz")).status
         ended = set(serving) - set(children(attacked.server.process.pid))
-        faults = attacked.whole() + ([] if ready == 200 else [f"/readyz: {ready}"])
+        faults = attacked.end() + ([] if ready == 200 else [f"/readyz: {ready}"])
         faults += [f"processes that serve have ended: {ended}"] if ended else []
         took = ends(attacked, generator, options.ends)
         faults += [f"an end took {seconds:.1f} s" for seconds in took if seconds > GRACE + 0.5]

@@ -24,7 +24,7 @@ def test_an_attack_costs_others_nothing(tmp_path_factory):
 
         wire.until(is_given_back)
     finally:
-        broken = attacked.whole(attack.GRACE)
+        broken = attacked.end(attack.GRACE)
     text = attack.report(result)
     assert not result.faults, text
     assert not result.honest.wrong, text
