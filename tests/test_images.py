@@ -215,8 +215,8 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
 @pytest.mark.parametrize("mode", [*MODES, "I;16L"])
 def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
     if mode == "LAB":
-        others = ([0] * 3, [99] * 3)
-        images = [Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other])) for other in others]
+        pixels = ([0] * 3, [99] * 3)
+        images = [Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *lab])) for lab in pixels]
     else:
         images = [Image.new(mode, (2, 1)) for _ in range(2)]
     if mode == "P":

@@ -66,7 +66,7 @@ class MilvusStore(stores.RemoteStore):
         self._server, self.timeout, self._exact = server, timeout, exact
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
-        self._endpoint = self._client._get_connection().server_address
+        self._server_address = self._client._get_connection().server_address
         if server["db_name"] != "default":
             self._collections()  # raises if the database does not exist
 
@@ -220,7 +220,7 @@ class MilvusStore(stores.RemoteStore):
 
     def _own(self, name: str) -> int:
         """Return the time of the last write of this process to a collection, or 0."""
-        return int(get_collection_ts(name, self._endpoint, self._server["db_name"]) or 0)
+        return int(get_collection_ts(name, self._server_address, self._server["db_name"]) or 0)
 
     def _level(self, name: str) -> dict[str, Any]:
         """Return the consistency of a read: after the last known write, or strong, the slower."""

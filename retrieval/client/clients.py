@@ -172,7 +172,7 @@ class AsyncClient(Sender):
         items = list(items)
         images = [item.image for item in items if item.image is not None]
         vectors = [item.vector for item in items if item.vector is not None]
-        if not items or sorted([len(images), len(vectors)]) != [0, len(items)]:
+        if not items or {len(images), len(vectors)} != {0, len(items)}:
             raise DataError(
                 "Pass at least one item. The items of one request have either an image each or a"
                 " vector each."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Push:
     ) -> None:
         self._client, self._folder, self._progress = client, folder, progress
         self._batch, self._turn = at_least_one("batch", batch), asyncio.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts, self._lock = Counter[str](), threading.Lock()
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
@@ -148,7 +149,7 @@ class Push:
                 continue
             hash = hashlib.sha256(content).hexdigest()
             if hashes.get(id) == hash:
-                self._counts += Counter(unchanged=1, done=1)
+                self._count(unchanged=1, done=1)
             else:
                 first, slash, _ = id.partition("/")
                 label = first if slash else own_name(self._folder)
@@ -168,8 +169,12 @@ class Push:
             for half in (items[: len(items) // 2], items[len(items) // 2 :]):
                 await self._send(half)
         else:
-            self._counts += Counter(added=answer.added, replaced=answer.replaced, done=len(items))
+            self._count(added=answer.added, replaced=answer.replaced, done=len(items))
 
     def _refuse(self, id: str, why: str) -> None:
         self._bad.append((id, why))
-        self._counts["done"] += 1
+        self._count(done=1)
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:  # several threads and the event loop count
+            self._counts.update(numbers)

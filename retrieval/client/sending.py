@@ -69,8 +69,8 @@ class Retries:
     longest: float = 10.0
 
     def __post_init__(self) -> None:
-        waits = (self.times, self.seconds, self.first, self.longest)
-        if not self.seconds or not all(0 <= wait < math.inf for wait in waits):
+        numbers = (self.times, self.seconds, self.first, self.longest)
+        if not self.seconds or not all(0 <= number < math.inf for number in numbers):
             raise DataError(
                 "Retries: seconds must be more than 0, and the other numbers 0 or more."
             )

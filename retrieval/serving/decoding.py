@@ -164,8 +164,8 @@ class Decoders:
         try:
             worker = _Worker(self.limits, self.seconds)
         except (OSError, EOFError) as error:
-            short = " Set TMPDIR to a shorter folder." if "path too long" in str(error) else ""
-            raise Undecodable(f"A decoder process does not start: {error}.{short}") from error
+            advice = " Set TMPDIR to a shorter folder." if "path too long" in str(error) else ""
+            raise Undecodable(f"A decoder process does not start: {error}.{advice}") from error
         with self._lock:
             self._workers.add(worker)
         return worker

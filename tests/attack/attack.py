@@ -65,11 +65,11 @@ class Held(NamedTuple):
     """What a server holds.
 
     Attributes:
-        resident: bytes of its processes, those that decode among them.
-        descriptors: that these have open.
-        threads: of these.
-        temporary: files below its temporary folder.
-        bytes: of the index that is written to.
+        resident: bytes of its processes, decoders included.
+        descriptors: number of files and sockets that these processes have open.
+        threads: number of threads of these processes.
+        temporary: number of files below its temporary folder.
+        bytes: size of the index that is written to.
     """
 
     resident: int
@@ -134,14 +134,14 @@ def _resident(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Return the processes that a process started: of a supervisor, those that serve."""
     pids: list[int] = []
-    for task in _there(f"/proc/{pid}/task"):
+    for task in _entries(f"/proc/{pid}/task"):
         with suppress(OSError):
             pids += map(int, (task / "children").read_text().split())
     return pids
 
 
-def _there(folder: str) -> list[Path]:
-    """Return what is in a folder of /proc; of a process that has ended, nothing."""
+def _entries(folder: str) -> list[Path]:
+    """Return the entries of a folder of /proc, or none if its process has ended."""
     with suppress(OSError):
         return list(Path(folder).iterdir())
     return []
@@ -265,25 +265,25 @@ class Attacked:
         self.temporary, self.log = folder / "temporary", folder / "log"
         for path in (self.temporary, self.snapshots):
             path.mkdir()
-        sent: dict[str, str] = {}
+        headers: dict[str, str] = {}
         roles = [("read", OPEN), ("write", OPEN), ("admin", OPEN), ("read", STILL)]
         for name, (role, index) in zip(("read", "write", "admin", "honest"), roles, strict=True):
             key, kept = new_key(name, role, (index,))
             add_key(folder / "keys", kept)
-            sent[name] = f"Bearer {key}"
-        self._honest = f"Authorization: {sent.pop('honest')}"
+            headers[name] = f"Bearer {key}"
+        self._honest = f"Authorization: {headers.pop('honest')}"
         self.keys: dict[str, str | None] = {
-            **sent,
+            **headers,
             "none": None,
             "wrong": "Bearer rk_x",
-            "twice": f"{sent['read']}\r\nAuthorization: {sent['read']}",
+            "twice": f"{headers['read']}\r\nAuthorization: {headers['read']}",
             "long": "Bearer " + "x" * 9000,
             "odd": "Basic \xff\xfe",
         }
         settings = {"keys": folder / "keys", "audit": self.audit, "snapshots": self.snapshots}
         words = [word for name, path in settings.items() for word in (f"--{name}", str(path))]
-        places = [f"{STILL}={self.still}", *words, *options]
-        self.server = Server(self.index, self.log, *places, TMPDIR=str(self.temporary))
+        words = [f"{STILL}={self.still}", *words, *options]
+        self.server = Server(self.index, self.log, *words, TMPDIR=str(self.temporary))
 
     def attack(self, generator: Generator, first: int = 0, proxy: Proxy | None = None) -> Attack:
         """Return an attack on it."""
@@ -295,8 +295,8 @@ class Attacked:
         searches = [named("POST", f"/v1/indexes/{STILL}/search", search) for search in plain]
         return Attack(self.server, generator, searches, first, proxy)
 
-    def put_back(self) -> None:
-        """Take out what is in the open index, which attackers filled."""
+    def empty(self) -> None:
+        """Delete all items of the open index, which attackers filled."""
         key = f"Authorization: {self.keys['admin']}"
         request = post(b'{"filter": {"exists": "id"}}', "application/json", key)
         request = named("POST", f"/v1/indexes/{OPEN}/delete", request)
@@ -307,7 +307,7 @@ class Attacked:
         pids = self.server.processes()
         return Held(
             self.server.resident(),
-            *(sum(len(_there(f"/proc/{pid}/{what}")) for pid in pids) for what in ("fd", "task")),
+            *(sum(len(_entries(f"/proc/{pid}/{kind}")) for pid in pids) for kind in ("fd", "task")),
             sum(path.is_file() for path in self.temporary.rglob("*")),
             sum(path.stat().st_size for path in self.index.rglob("*") if path.is_file()),
         )
@@ -326,8 +326,8 @@ class Attacked:
             assert answer.status in (200, 413, 422) and took[name] < DEADLINE, (name, answer)
         return took
 
-    def whole(self, longest: float = GRACE + 0.5) -> list[str]:
-        """End it; return what is wrong with the indexes, snapshots and record of changes."""
+    def end(self, longest: float = GRACE + 0.5) -> list[str]:
+        """End the server; return the faults of its end, indexes, snapshots and audit log."""
         took, code = self.server.end()
         faults = [f"the server took {took:.1f} s to end"] if took > longest else []
         faults += [f"the server ended with {code}"] if code else []
@@ -383,7 +383,7 @@ def run(options: argparse.Namespace) -> bool:
             proxy = Proxy(Path(name) / "proxy", attacked.server.port)
             slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
         attacked.attack(generator, 10**6, proxy).run(_WARM, options.threads)  # all are started
-        attacked.put_back()
+        attacked.empty()
         time.sleep(_CALM)
         held, serving = {"before": attacked.held()}, children(attacked.server.process.pid)
         result = attacked.attack(generator, 0, proxy).run(options.requests, options.threads)
@@ -391,12 +391,12 @@ def run(options: argparse.Namespace) -> bool:
             slow.stop()
             proxy.stop()
         held["at the end"] = attacked.held()
-        attacked.put_back()
+        attacked.empty()
         time.sleep(_CALM)
         held["later"] = attacked.held()
         ready = ask(attacked.server.port, get("/readyz")).status
         ended = set(serving) - set(children(attacked.server.process.pid))
-        faults = attacked.whole() + ([] if ready == 200 else [f"/readyz: {ready}"])
+        faults = attacked.end() + ([] if ready == 200 else [f"/readyz: {ready}"])
         faults += [f"processes that serve have ended: {ended}"] if ended else []
         took = ends(attacked, generator, options.ends)
         faults += [f"an end took {seconds:.1f} s" for seconds in took if seconds > GRACE + 0.5]

@@ -26,23 +26,21 @@ def metadata(entries: int, size: int) -> bytes:
 
 # TIFF
 
+Tags = dict[int, tuple[int, int, int]]
+"""Type, count, and value or place of each tag."""
+
 
 def _tiff(tags: Tags, tail: bytes = b"", following: int = 0) -> bytes:
-    """A TIFF of one directory with (type, count, value or place) and whatever follows at place
-    1024.
-    """
+    """A TIFF of one directory, with whatever follows at place 1024."""
     rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
     head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + rows + struct.pack("<I", following)
     return head.ljust(1024, b"\0") + tail
 
 
-Tags = dict[int, tuple[int, int, int]]
-
-
 def _plain(width: int, height: int, **more: tuple[int, int, int]) -> Tags:
     tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1}
-    others = {int(tag[1:]): value for tag, value in more.items()}
-    return {tag: (4, 1, value) for tag, value in tags.items()} | others
+    added = {int(tag[1:]): value for tag, value in more.items()}
+    return {tag: (4, 1, value) for tag, value in tags.items()} | added
 
 
 def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
@@ -142,7 +140,7 @@ def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
     shared = _box(b"free", metadata(4_000, 9_000_000))
     for name, brand, kind in (("avif", b"avif", b"av01"), ("heic", b"heic", b"hvc1")):
         start, small = _box(b"ftyp", brand, bytes(4), b"mif1", brand), (64, 64)
-        for what, content in {
+        for case, content in {
             "a size of 2 ** 31": _boxed(brand, kind, (2**31, 2**31)),
             "a grid of 65,536 tiles": _boxed(
                 brand, b"grid", (60_000, 60_000), b"\0\1\xff\xff" + huge
@@ -155,7 +153,7 @@ def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
             "EXIF that shares bytes": _boxed(brand, kind, small, more=shared),
             "a box of size 0": start + b"\0\0\0\0meta" + bytes(1000),
         }.items():
-            yield f"{name}: {what}", content
+            yield f"{name}: {case}", content
     if "avif" in writable:
         yield "avif: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "AVIF", speed=10)
     if "heic" in writable:

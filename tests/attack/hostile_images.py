@@ -252,9 +252,10 @@ def _run_lengths(width: int, height: int, codes: bytes, bits: int = 8) -> bytes:
 def _bmps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "bmp: run lengths of one line", _run_lengths(25_000_000, 1, b"\1\1\0\0\0\1")
     for size, width, height in (("25", 5000, 5000), ("6", 3000, 2000)):  # refused, and decoded
-        name, four = f"bmp: run lengths of {size} megapixels", b"\xff\x12" * (width * height // 252)
+        name = f"bmp: run lengths of {size} megapixels"
+        codes = b"\xff\x12" * (width * height // 252)
         yield name, _run_lengths(width, height, b"\1\1\0\0" * height)
-        yield f"{name} in four bits", _run_lengths(width, height, four, bits=4)
+        yield f"{name} in four bits", _run_lengths(width, height, codes, bits=4)
     yield "bmp: run lengths that write nothing", _run_lengths(100, 100, b"\0\2\0\0" * 4_900_000)
     yield "bmp: run lengths beyond their line", _run_lengths(2400, 2400, b"\xff\1" * 6_000_000)
     for name, width, height, bits in (

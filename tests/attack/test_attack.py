@@ -18,13 +18,13 @@ def test_an_attack_costs_others_nothing(tmp_path_factory):
         result = attacked.attack(generator).run(300, 16)
 
         def is_given_back() -> bool:
-            more = len(attacked.server.processes()) - processes  # decoders that were being replaced
-            allowed = 60_000_000 + max(0, more) * 40_000_000
+            decoders = len(attacked.server.processes()) - processes  # that were being replaced
+            allowed = 60_000_000 + max(0, decoders) * 40_000_000
             return attacked.server.resident() - result.resident[0] < allowed
 
         wire.until(is_given_back)
     finally:
-        broken = attacked.whole(attack.GRACE)
+        broken = attacked.end(attack.GRACE)
     text = attack.report(result)
     assert not result.faults, text
     assert not result.honest.wrong, text

@@ -66,9 +66,8 @@ def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
     assert client.put("/v1/items/a", json={"vector": [0.25] * 15}).status_code == 422
     assert client.patch("/v1/items/new", json={"label": "x"}).status_code == 404
     last = lines(audit)[-1]
-    assert (last["what"], last["outcome"]) == ("change", "failed") and "no such item" in last[
-        "reason"
-    ]
+    assert (last["what"], last["outcome"]) == ("change", "failed")
+    assert "no such item" in last["reason"]
     assert len(lines(audit)) == before + 2  # the first did not come as far as a change
     assert sent not in audit.read_text()
 

@@ -158,7 +158,10 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
     reports, count = [], len(images)
     with Client(server.url) as client:
-        report = lambda *counts: reports.append(counts)  # noqa: E731
+
+        def report(done: int, total: int) -> None:
+            reports.append((done, total))
+
         first = client.push(folder, connections=3, batch=5, progress=report)
         assert (first.added, first.replaced, first.unchanged, first.left_out) == (count, 0, 0, 1)
         assert first.bad == ()

@@ -93,7 +93,7 @@ def test_an_existing_output_is_refused_then_replaced(makers, folder, bundle_path
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.host.files._exchange", lambda one, other: False)
+    monkeypatch.setattr("retrieval.host.files._exchange", lambda first, second: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

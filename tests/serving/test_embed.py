@@ -45,14 +45,14 @@ def refuses(says: str, work, *words, **options) -> None:
 
 def test_each_image_of_a_manifest_is_embedded_once(photos, bundle_path, tmp_path):
     paths, manifest = sorted(photos.rglob("*.png"))[:40], tmp_path / "m.csv"
-    manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
+    manifest.write_text("path,price\n" + "".join(f"{path},{n}\n" for n, path in enumerate(paths)))
     bundle = Bundle.open(bundle_path, threads=1)
     done = embedded(bundle_path, [manifest], tmp_path / "v")
-    found = whole(tmp_path / "v")
-    assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
-    assert np.allclose(found["vector"], bundle.encode_images(paths, progress=False), atol=1e-6)
-    assert set(found["bundle"]) == {bundle.sha256}
-    assert [json.loads(text) for text in found["metadata"]] == [{"price": at} for at in range(40)]
+    columns = whole(tmp_path / "v")
+    assert (done.items, done.bad, done.parts, len(columns["key"])) == (40, 0, 2, 40)
+    assert np.allclose(columns["vector"], bundle.encode_images(paths, progress=False), atol=1e-6)
+    assert set(columns["bundle"]) == {bundle.sha256}
+    assert [json.loads(text) for text in columns["metadata"]] == [{"price": n} for n in range(40)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "rescorer", "features"])
@@ -114,15 +114,15 @@ def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
 def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_path, capfd):
     folder, out = tmp_path / "p", tmp_path / "v"
     folder.mkdir()
-    for at, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
-        content = b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes()
+    for number, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
+        content = b"\x89PNG\r\n\x1a\nno" if number % 10 == 3 else path.read_bytes()
         (folder / path.name).write_bytes(content)
     done = embedded(bundle_path, [folder], out, progress=True)
-    told = capfd.readouterr().err
+    output = capfd.readouterr().err
     bad = [json.loads(line) for line in (out / "bad.jsonl").read_text().splitlines()]
     assert (done.items, done.bad, len(bad)) == (45, 5, 5)
     assert all(set(item) == {"key", "source", "fault"} for item in bad)
-    assert all(len(item["fault"]) <= 500 and told.count(item["fault"]) == 1 for item in bad)
+    assert all(len(item["fault"]) <= 500 and output.count(item["fault"]) == 1 for item in bad)
     assert not {item["key"] for item in bad} & set(whole(out)["key"])
     assert embedded(bundle_path, [folder], out).bad == 5
 

@@ -13,17 +13,17 @@ from retrieval.cli.index import index as group
 def photos(tmp_path, makers, bundle_path, cli):
     """An index `d.index` of sixty digits in `digits/`, made by the command."""
     makers.write_digits(tmp_path / "digits", 60)
-    made = cli(
+    created = cli(
         "index", "create", tmp_path / "d.index", tmp_path / "digits", "--bundle", bundle_path
     )
-    assert made.code == 0 and "Indexed 60 items" in made.out, made.err
+    assert created.code == 0 and "Indexed 60 items" in created.out, created.err
     return tmp_path
 
 
 def ids(cli, index: Path, *words: str) -> list[str]:
-    said = json.loads(cli("index", "list", index, "--limit", "1000", "--json", *words).out)
-    assert said["count"] == len(said["items"])
-    return [item["id"] for item in said["items"]]
+    listing = json.loads(cli("index", "list", index, "--limit", "1000", "--json", *words).out)
+    assert listing["count"] == len(listing["items"])
+    return [item["id"] for item in listing["items"]]
 
 
 def test_items_come_change_and_go(photos, cli, makers):
@@ -44,24 +44,24 @@ def test_items_come_change_and_go(photos, cli, makers):
     assert f"{len(threes)} deleted" in cli("index", "delete", index, "--where", "label = '3'").out
     assert ids(cli, index, "--where", "label = '3'") == []
     assert "1 deleted" in cli("index", "delete", index, ids(cli, index)[0], "nobody").out
-    found = cli("search", index, changed, "-k", "2", "--where", "label != '3'", "--json")
-    assert json.loads(found.out)[0]["results"][0]["distance"] == pytest.approx(0, abs=1e-3)
+    result = cli("search", index, changed, "-k", "2", "--where", "label != '3'", "--json")
+    assert json.loads(result.out)[0]["results"][0]["distance"] == pytest.approx(0, abs=1e-3)
 
 
 def test_a_bad_image_is_named_and_the_others_are_added(photos, cli):
     index, folder = photos / "d.index", photos / "digits"
     (folder / "3" / "bad.png").write_bytes(b"no image")
     (folder / "3" / "good.png").write_bytes(sorted((folder / "3").glob("0*.png"))[0].read_bytes())
-    told = cli("index", "add", index, folder)
-    assert told.code == 2 and "1 of 62 items cannot be used" in told.err and "bad.png" in told.err
-    assert "All others are in the index" in told.err and "3/good.png" in ids(cli, index)
+    done = cli("index", "add", index, folder)
+    assert done.code == 2 and "1 of 62 items cannot be used" in done.err and "bad.png" in done.err
+    assert "All others are in the index" in done.err and "3/good.png" in ids(cli, index)
     assert cli("index", "add", index, folder, "--skip-bad").code == 0
     twice = photos / "twice.csv"
     twice.write_text(
         "path,key\n" + "".join(f"{path},same\n" for path in sorted(folder.rglob("0*.png"))[:2])
     )
-    told = cli("index", "add", index, twice)
-    assert told.code == 2 and "'same' is the id of 2 items" in told.err
+    result = cli("index", "add", index, twice)
+    assert result.code == 2 and "'same' is the id of 2 items" in result.err
 
 
 def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, makers):
@@ -70,8 +70,8 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     first = sorted((photos / "digits").rglob("*.png"))[0]
     content, known = first.read_bytes(), first.stat()
     first.unlink()
-    told = cli("index", "migrate", index, other)
-    assert told.code == 2 and "is gone" in told.err and "--skip-bad" in told.err
+    result = cli("index", "migrate", index, other)
+    assert result.code == 2 and "is gone" in result.err and "--skip-bad" in result.err
     assert (
         json.loads(cli("index", "show", index, "--json").out)["generations"][0]["state"] == "served"
     )
@@ -84,8 +84,8 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     relabelled = photos / "one.csv"
     relabelled.write_text(f"path,key,label\n{first},{id},new\n")
     assert "0 added, 1 changed" in cli("index", "add", index, relabelled).out
-    found = json.loads(cli("search", index, first, "-k", "1", "--json").out)[0]["results"][0]
-    assert (found["id"], found["label"]) == (id, "new") and found["distance"] == pytest.approx(
+    hit = json.loads(cli("search", index, first, "-k", "1", "--json").out)[0]["results"][0]
+    assert (hit["id"], hit["label"]) == (id, "new") and hit["distance"] == pytest.approx(
         0, abs=1e-3
     )
     assert "0 added, 1 unchanged" in cli("index", "add", index, relabelled).out
@@ -108,15 +108,15 @@ def test_copies_that_are_damaged_or_in_the_way(photos, cli):
 
     assert index("snapshot", "d.index", "s").code == 0
     assert "exists already" in index("snapshot", "d.index", "s").err
-    told = index("restore", "s", "d.index")  # the place that is taken is the target
-    taken = f"{photos / 'd.index'} exists already. Name a folder that does not exist yet"
-    assert told.code == 2 and taken in told.err and "for the snapshot" not in told.err
+    result = index("restore", "s", "d.index")  # the place that is taken is the target
+    sentence = f"{photos / 'd.index'} exists already. Name a folder that does not exist yet"
+    assert result.code == 2 and sentence in result.err and "for the snapshot" not in result.err
     (segment,) = (photos / "s" / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
     content[500] ^= 4
     segment.write_bytes(content)
-    told = index("check", "s")
-    assert told.code == 2 and "was altered" in told.err
+    result = index("check", "s")
+    assert result.code == 2 and "was altered" in result.err
     assert index("restore", "s", "x").code == 2 and not (photos / "x").exists()
 
 
@@ -140,8 +140,8 @@ def test_copies_that_are_damaged_or_in_the_way(photos, cli):
 )
 def test_mistakes_are_sentences(words, says, photos, cli, monkeypatch):
     monkeypatch.chdir(photos)
-    told = cli("index", *words)
-    assert told.code == 2 and says in told.err and "Traceback" not in told.err
+    result = cli("index", *words)
+    assert result.code == 2 and says in result.err and "Traceback" not in result.err
 
 
 @pytest.fixture
@@ -152,28 +152,28 @@ def say(tmp_path, cli, monkeypatch):
     def run(verb, *words, named="d.index"):
         done = cli("index", verb, *words, "--json")
         assert done.code == 0, done.err
-        said = json.loads(done.out)
-        assert next(iter(said.items())) == ("index", named)
-        del said["index"]
-        return said
+        answer = json.loads(done.out)
+        assert next(iter(answer.items())) == ("index", named)
+        del answer["index"]
+        return answer
 
     return run
 
 
 @pytest.mark.parametrize("verb", group.commands)
 def test_every_verb_takes_json(verb):
-    found = group.get_command(click.Context(group), verb)
-    assert any(parameter.name == "as_json" for parameter in found.params)
+    command = group.get_command(click.Context(group), verb)
+    assert any(parameter.name == "as_json" for parameter in command.params)
 
 
 def test_a_life(say, makers, bundle_path, cli):
     makers.write_digits(Path("digits"), 30)
     Path("digits/3/bad.png").write_bytes(b"no image")
-    made = say("create", "d.index", "digits", "--bundle", bundle_path, "--skip-bad")
-    facts = [made[name] for name in ("count", "backend", "recall_at_10", "resumed")]
+    created = say("create", "d.index", "digits", "--bundle", bundle_path, "--skip-bad")
+    facts = [created[name] for name in ("count", "backend", "recall_at_10", "resumed")]
     assert facts == [30, "flat", None, 0]
-    (fault,) = made["skipped"]
-    assert "bad.png" in fault and made["seconds"] > 0
+    (fault,) = created["skipped"]
+    assert "bad.png" in fault and created["seconds"] > 0
 
     assert say("snapshot", "d.index", "s.index") == {"snapshot": "s.index"}
     assert say("restore", "s.index", "r.index", named="r.index") == {"snapshot": "s.index"}

@@ -69,7 +69,7 @@ def test_mistakes_are_sentences(cli, tmp_path):
         (("add", "shop", "-o", path), "has a key shop already"),
         (
             ("add", "two words", "-o", path),
-            "cannot be created: name: it must have at most 64 chara",
+            "cannot be created: name: it must have at most 64 characters",
         ),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),

@@ -154,7 +154,7 @@ def test_bad_features_are_sentences(vectors, says, makers, tmp_path):
 def test_damaged_tables_are_sentences(table, bundle_path, tmp_path):
     whole = table.read_bytes()
     random = np.random.default_rng(0)
-    kinds, told = set(), {True}
+    kinds, names_the_table = set(), {True}
     for number in range(24):
         spoilt = bytearray(whole)
         if number < 8:
@@ -168,9 +168,9 @@ def test_damaged_tables_are_sentences(table, bundle_path, tmp_path):
             kinds.add("items")
         except DataError as fault:
             kinds.add("sentence")
-            told.add("items.parquet" in str(fault))
+            names_the_table.add("items.parquet" in str(fault))
     assert "sentence" in kinds
-    assert told == {True}
+    assert names_the_table == {True}
 
 
 BOMB = """

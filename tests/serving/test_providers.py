@@ -102,5 +102,5 @@ def test_the_log_says_once_that_the_cpu_stands_in(without_driver, index_path, ca
             asyncio.run(readiness.probe())
         assert readiness.reason() is None
         assert readiness.state()["fallback"] == index.bundle.fallback
-    said = [record for record in caplog.records if "runs on the CPU" in record.message]
-    assert len(said) == 1
+    messages = [record for record in caplog.records if "runs on the CPU" in record.message]
+    assert len(messages) == 1

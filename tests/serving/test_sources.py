@@ -99,9 +99,9 @@ def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, m
     np.savez(path, features=np.zeros((2, 64)))
     before = stamp_of(path)
 
-    def changing(*given, **named):
+    def changing(*arguments, **named):
         os.utime(path, (1, 1))
-        return load(*given, **named)
+        return load(*arguments, **named)
 
     monkeypatch.setattr(np, "load", changing)
     assert {item.stamp() for item in collect([path], "features").items} == {before}

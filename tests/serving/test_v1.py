@@ -75,10 +75,8 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
     alone = [client.post(SEARCH, files=[image], data={"k": "3"}).json() for image in images]
     assert [answer["results"] for answer in together] == [answer["results"] for answer in alone]
     key = together[0]["results"][0]["id"]
-    vectors, named = (
-        [{"vector": [n] * WIDTH} for n in (0.5, -0.5)],
-        [{"id": key}, {"id": "3/0003.png"}],
-    )
+    vectors = [{"vector": [n] * WIDTH} for n in (0.5, -0.5)]
+    named = [{"id": key}, {"id": "3/0003.png"}]
     for queries in (vectors, named):
         answers = client.post(BATCH, json={"queries": queries, "k": 2}).json()["answers"]
         for answer, query in zip(answers, queries, strict=True):

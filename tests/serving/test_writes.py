@@ -77,7 +77,7 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
         assert item | size | {"keep": "thumbnail", **plain} == item
         (hit,) = client.post("/v1/search", files={"image": image}).json()["results"]
         assert hit["id"] == "a/b" and hit["distance"] < 0.01
-        urls = {entry[f"{what}_url"] for entry in (hit, item) for what in ("image", "thumbnail")}
+        urls = {entry[f"{kind}_url"] for entry in (hit, item) for kind in ("image", "thumbnail")}
         for url in urls:
             shown = client.get(url)
             assert shown.headers["content-type"] == "image/jpeg"

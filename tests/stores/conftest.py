@@ -35,13 +35,13 @@ def mount():
     """Mount something at a folder until the test ends; skip the test where nothing may be."""
     folders = []
 
-    def call(*words, at):
-        at.mkdir()
-        line = ["mount", *words, at]
+    def call(folder, *words):
+        folder.mkdir()
+        line = ["mount", *words, folder]
         if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
             pytest.skip("nothing may be mounted here")
-        folders.append(at)
-        return at
+        folders.append(folder)
+        return folder
 
     yield call
     for folder in folders:

@@ -85,7 +85,7 @@ def test_a_secret_is_refused_and_not_repeated(cli):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("milvus://host:port/photos", "is not an address: "),
         ("milvus://host/a#b", "in a name as %23"),
@@ -94,24 +94,24 @@ def test_a_secret_is_refused_and_not_repeated(cli):
         ("milvus://host/a\x1b[2J", "not printable"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence(text, said):
+def test_what_cannot_be_read_is_a_sentence(text, sentence):
     with pytest.raises(StoreError) as fault:
         place_of(text)
     message = str(fault.value)
-    assert said in message and message.endswith(".") and "\x1b" not in message
+    assert sentence in message and message.endswith(".") and "\x1b" not in message
 
 
 def test_a_scheme_that_is_not_there(shelf):
     with pytest.raises(PluginError) as fault:
         retrieval.Index.open("shelv://host/photos", plugins=[shelf])
-    for said in (
+    for sentence in (
         "There is no store 'shelv' (there are: local://, ",
         " shelf://, ",
         "Did you mean 'shelf'?",
         "Install the plugin that has shelv://",
         "--plugin",
     ):
-        assert said in str(fault.value)
+        assert sentence in str(fault.value)
 
 
 def test_local_comes_through_the_hook_and_loads_no_plugin(process):
@@ -130,12 +130,12 @@ print([name for name in sys.modules if name.startswith("retrieval_") or name == 
 def test_what_a_store_does_not_know_is_refused(shelf, tmp_path):
     place = store_place("shelf:///x?timeout=3", [shelf])
     assert place.timeout == 3 and str(place.address) == "shelf:///x?timeout=3"
-    for options, said in (
+    for options, sentence in (
         ("tmieout=3", r"shelf:///x\?tmieout=3: tmieout: .* Did you mean 'timeout'"),
         ("timeout=soon", "timeout: should be"),
         ("address=y", "given by the host"),
     ):
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(StoreError, match=sentence):
             store_place(f"shelf:///x?{options}", [shelf])
     other = tmp_path / "other.py"
     other.write_text(SHELF)
@@ -146,14 +146,14 @@ def test_what_a_store_does_not_know_is_refused(shelf, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "sentence"),
     [
         ("lambda: 3", "unexpected keyword argument 'address'"),
         ("lambda address: 3", "returned a int, not a retrieval.plugin.stores.StorePlace"),
         ("3", "a factory is a class or a function"),
     ],
 )
-def test_a_store_that_is_none(body, said, tmp_path):
+def test_a_store_that_is_none(body, sentence, tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(
         "from retrieval.plugin import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n"
@@ -161,7 +161,7 @@ def test_a_store_that_is_none(body, said, tmp_path):
     )
     with pytest.raises((PluginError, StoreError)) as fault:
         retrieval.Index.open("odd://here", plugins=[str(file)])
-    assert said in str(fault.value)
+    assert sentence in str(fault.value)
 
 
 def test_an_index_at_an_address_knows_where_it_is(shelf, tmp_path, plain_bundle):

@@ -108,7 +108,7 @@ def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, othe
 @pytest.fixture
 def disk(tmp_path, mount):
     """A disk of its own, of 20 MB."""
-    return mount("-t", "tmpfs", "-o", "size=20m", "tmpfs", at=tmp_path / "disk")
+    return mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=20m", "tmpfs")
 
 
 @contextmanager

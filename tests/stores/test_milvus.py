@@ -158,12 +158,13 @@ def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bund
         store.upsert([item("later", 0, bundle)], bundle.sha256)
         assert {entry.id for entry in store.scan()} == ids | {"later"}
         assert str(image).endswith(client.search(image, k=1).results[0].key)
-        for at in range(KILLS - 1):  # the last thing that it was told is kept, whatever it is
-            store.delete(["later"]) if at else store.upsert(
-                [item("last", 0, bundle)], bundle.sha256
-            )
+        for turn in range(KILLS - 1):  # the last thing that it was told is kept, whatever it is
+            if turn:
+                store.delete(["later"])
+            else:
+                store.upsert([item("last", 0, bundle)], bundle.sha256)
             milvus.kill()
             milvus.start()
-            last = {"last"} if at else {"last", "later"}
+            last = {"last"} if turn else {"last", "later"}
             assert {entry.id for entry in store.scan()} == ids | last
     place.drop()

@@ -58,12 +58,12 @@ class Load(threading.Thread):
     def run(self) -> None:
         with Client(self.url, retries=Retries(times=0)) as client:
             while not self.stopped:
-                at = len(self.answers) % len(self.queries)
+                number = len(self.answers) % len(self.queries)
                 try:
-                    hits = client.search(self.queries[at], k=5, filter=CHOSEN)
-                    self.answers.append((at, [hit.id for hit in hits.results]))
+                    hits = client.search(self.queries[number], k=5, filter=CHOSEN)
+                    self.answers.append((number, [hit.id for hit in hits.results]))
                 except ServerError as fault:
-                    self.answers.append((at, fault.status or 0))
+                    self.answers.append((number, fault.status or 0))
                     self.sentences.add(str(fault))
                     time.sleep(0.05)
 
@@ -153,11 +153,11 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
             until(lambda: all(len(load.answers) > 10 for load in loads))
             index.migrate(other_bundle, progress=False)
             done = [len(load.answers) for load in loads]
-            for load, at in zip(loads, done, strict=True):
-                until(lambda load=load, at=at: len(load.answers) > 20 + at)
-        for load, at in zip(loads, done, strict=True):
+            for load, count in zip(loads, done, strict=True):
+                until(lambda load=load, count=count: len(load.answers) > 20 + count)
+        for load, count in zip(loads, done, strict=True):
             assert all(hits in (before[query], after[query]) for query, hits in load.answers)
-            assert all(hits == after[query] for query, hits in load.answers[at + 1 :])
+            assert all(hits == after[query] for query, hits in load.answers[count + 1 :])
         index.drop_old()
 
         # A folder is added: no search fails.

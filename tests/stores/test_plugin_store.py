@@ -105,14 +105,14 @@ def test_what_a_killed_create_left_is_added_to(
     address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, []
     digits, options = tmp_path / "digits", {"plugins": ["retrieval_acme"], "progress": False}
 
-    def counted(self, inputs, *given, **named):
+    def counted(self, inputs, *arguments, **named):
         encoded.append(len(inputs))
-        return encode(self, inputs, *given, **named)
+        return encode(self, inputs, *arguments, **named)
 
-    def until_the_third(self, *given, **named):
+    def until_the_third(self, *arguments, **named):
         if len(encoded) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return counted(self, *given, **named)
+        return counted(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(Bundle, "encode", until_the_third)
@@ -176,10 +176,10 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
     create_index(folder, plain_bundle, [digits], progress=False)
 
     def leaving(method):
-        def call(self, *given, **named):
+        def call(self, *arguments, **named):
             if away.is_set():
                 raise StoreUnavailable("The engine does not answer: connection refused.")
-            return method(self, *given, **named)
+            return method(self, *arguments, **named)
 
         return call
 

@@ -53,7 +53,7 @@ def test_processes_write_in_turn_and_nothing_is_lost(index, bundle):
 
 def test_two_names_of_one_folder(index, bundle, tmp_path, mount):
     """As `docker run -v photos.index:/index` and a command on the host see it."""
-    mounted = mount("--bind", index, at=tmp_path / "mounted")
+    mounted = mount(tmp_path / "mounted", "--bind", index)
     holds(index, bundle, run((mounted, "big", 2000, False), (index, "small", 1, True)))
 
 
@@ -170,7 +170,7 @@ def frozen(index, tmp_path, mount):
     """The same folder, below a parent, where both may only be read; root may write to others."""
     (tmp_path / "outer").mkdir()
     index.rename(tmp_path / "outer" / "index")
-    view = mount("--bind", tmp_path / "outer", at=tmp_path / "view")
+    view = mount(tmp_path / "view", "--bind", tmp_path / "outer")
     subprocess.run(["mount", "-o", "remount,ro,bind", view], check=True)
     return view / "index"
 

@@ -463,9 +463,9 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
 
 def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
     """Return the filter that joins parts; stop at the first part that is one too many."""
-    read, conditions = list[Filter](), 0
+    filters, conditions = list[Filter](), 0
     for part in parts:
-        read.append(part)
+        filters.append(part)
         conditions += part.size.conditions
         _check_count("conditions", conditions, MOST_CONDITIONS)
-    return kind(tuple(read)) if len(read) > 1 else read[0]
+    return kind(tuple(filters)) if len(filters) > 1 else filters[0]

@@ -466,7 +466,7 @@ def read_form(
             sentence = 'The form needs a file in its field "image", and takes no other file.'
             raise RequestError(400, sentence)
         elif name not in names:
-            known = ", ".join(f'"{known}"' for known in ("image", *names))
+            known = ", ".join(f'"{entry}"' for entry in ("image", *names))
             raise RequestError(400, f"The form has an unknown field; it takes {known}.")
         elif name in fields:
             raise RequestError(400, f'The form repeats its field "{name}".')

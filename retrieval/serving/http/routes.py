@@ -539,5 +539,5 @@ def _decoded_cursor(cursor: str) -> str:
     except ValueError:
         last = ""
     if not last:
-        raise RequestError(400, "This is not a cursor of this list. Start again without one.")
+        raise RequestError(400, "This is not a cursor of this list. Omit it to start again.")
     return last

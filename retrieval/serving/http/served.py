@@ -295,9 +295,9 @@ class Served:
             bundle, item = index.bundle, index.get(id, arrays=True).get(id)
             if item is None:
                 raise no_item()
-            kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
+            original = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             with stage("write", 1):
-                index.store.upsert([replace(item, **changes, original=kept)], bundle.sha256)
+                index.store.upsert([replace(item, **changes, original=original)], bundle.sha256)
             change.count = 1
 
         turns = self.workers.changes

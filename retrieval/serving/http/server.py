@@ -287,9 +287,9 @@ def checked(settings: Settings, host: str) -> Settings:
     Raises:
         RetrievalError: a setting is invalid, or others could reach a server without keys.
     """
-    named = [*(("--images", folder) for folder in settings.images)]
-    named += [("--snapshots", settings.snapshots)] if settings.snapshots else []
-    for option, folder in named:
+    folders = [("--images", folder) for folder in settings.images]
+    folders += [("--snapshots", settings.snapshots)] if settings.snapshots else []
+    for option, folder in folders:
         if not folder.is_dir():
             raise StoreError(f"There is no folder {folder}, which {option} names. Create it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)

@@ -99,15 +99,11 @@ def create(
         stack.enter_context(showing(progress))
 
         def opened() -> tuple[Bundle, dict[str, int]]:
-            place = stack.enter_context(model.exported()) if isinstance(model, Encoder) else model
-            loaded = (
-                place
-                if isinstance(place, Bundle)
-                else Bundle.open(place, variant=variant, device=device)
-            )
-            return loaded, widths_of(
-                loaded, features=loaded.features_width if keep_features else None
-            )
+            loaded = stack.enter_context(model.exported()) if isinstance(model, Encoder) else model
+            if not isinstance(loaded, Bundle):
+                loaded = Bundle.open(loaded, variant=variant, device=device)
+            features = loaded.features_width if keep_features else None
+            return loaded, widths_of(loaded, features=features)
 
         if isinstance(place, Address):
             address = _free_address(place, plugins, replace, backend != "auto" or bool(options))

@@ -183,7 +183,7 @@ class FaissBackend(IndexBackend):
                 f"It holds {index.ntotal:,} vectors of {index.d} numbers instead of {count:,} of"
                 f" {width}."
             )
-        self._check(index, vectors)
+        self._prepare(index, vectors)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
         self._index = index
         if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
@@ -212,8 +212,8 @@ class FaissBackend(IndexBackend):
             raise StoreError(f"It is a {type(index).__name__}, which this back end does not write.")
         return index
 
-    def _check(self, index: Any, vectors: Floats) -> None:
-        """Raise a `StoreError` if `build` cannot have made this index; files are not trusted."""
+    def _prepare(self, index: Any, vectors: Floats) -> None:
+        """Raise a `StoreError` if `build` cannot have made an index; complete what it lacks."""
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether FAISS can search this index on a GPU."""
@@ -261,7 +261,7 @@ class Hnsw(FaissBackend):
         index.hnsw.efConstruction, index.hnsw.efSearch = self.ef_construction, self.ef_search
         return index
 
-    def _check(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats) -> None:
         """Attach the vectors; the file holds only the links between them."""
         if index.storage is not None:
             raise StoreError("It holds vectors of its own, which this back end does not write.")
@@ -390,7 +390,7 @@ class Ivf(ListsBackend):
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().index_factory(width, f"IVF{self._lists_of(count)},Flat")
 
-    def _check(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats) -> None:
         check_lists(index, 4 * index.d)
 
 
@@ -433,7 +433,7 @@ class IvfPq(ListsBackend):
         index.pq.cp.min_points_per_centroid = 1
         return index
 
-    def _check(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats) -> None:
         check_lists(index, index.pq.code_size)
         if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
             raise StoreError("Its codes do not fit the width of its vectors.")
@@ -449,12 +449,9 @@ def check_lists(index: Any, code_size: int) -> None:
     faiss = load_faiss()
     quantizer = faiss.downcast_index(index.quantizer)
     lists = faiss.downcast_InvertedLists(index.invlists)
-    shape = (quantizer.ntotal, quantizer.d, quantizer.metric_type)
-    if type(quantizer).__name__ not in Flat.kinds or shape != (
-        index.nlist,
-        index.d,
-        faiss.METRIC_L2,
-    ):
+    expected = (index.nlist, index.d, faiss.METRIC_L2)
+    fits = (quantizer.ntotal, quantizer.d, quantizer.metric_type) == expected
+    if type(quantizer).__name__ not in Flat.kinds or not fits:
         raise StoreError(f"It contains a {type(quantizer).__name__} that does not fit it.")
     if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != code_size:
         raise StoreError("Its lists are of a kind that this back end does not write.")

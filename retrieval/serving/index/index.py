@@ -279,8 +279,8 @@ class Index:
                 hits.append(self._hits([], []))
                 continue
             query_code, codes = (None, None) if code is None else (code[row], group.arrays[CODE])
-            vectors, least = group.arrays[VECTOR], min(k, len(group.items))
-            distances = measured(bundle, query[row], query_code, vectors, codes, least)
+            vectors, hit_count = group.arrays[VECTOR], min(k, len(group.items))
+            distances = measured(bundle, query[row], query_code, vectors, codes, hit_count)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
             nearest = [group.items[place] for place in order.tolist()]
             hits.append(self._hits(nearest, distances[order].tolist()))

@@ -146,19 +146,16 @@ class Table:
         if len(kinds) != len(self.schema):
             raise DataError(f"{self.name} has two columns of the same name.")
         features = kind == "features"
-        content = next(
-            (name for name in (_VECTORS if features else ("path",)) if name in kinds), None
-        )
+        names = _VECTORS if features else ("path",)
+        content = next((name for name in names if name in kinds), None)
         if content is None:
-            needs = (
-                "'features' (a list of numbers), because this bundle takes features"
-                if features
-                else "'path' of image files"
-            )
+            needs = "'path' of image files"
+            if features:
+                needs = "'features' (a list of numbers), because this bundle takes features"
             raise DataError(
                 f"{self.name} needs a column {needs} (it has:"
                 f" {', '.join(self.schema.names[:20]) or 'none'})."
-                + did_you_mean("features" if features else "path", self.schema.names)
+                + did_you_mean(names[0], self.schema.names)
             )
         types = pyarrow().types
         element = getattr(kinds[content], "value_type", None)
@@ -229,12 +226,10 @@ class Table:
         """
         problems: list[str] = []
         names = [name for name in (self._key, self._label, *self._metadata) if name]
-        columns = [self._content, *names]
-        for number, batch in self.batches(columns):
-            if self._is_vector:
-                if take is not None:
-                    take(vectors_of(self.path, batch.column(self._content), number))
-                columns = names
+        columns = names if self._is_vector else [self._content, *names]
+        for number, batch in self.batches([self._content, *names]):
+            if self._is_vector and take is not None:
+                take(vectors_of(self.path, batch.column(self._content), number))
             with sentences(self.path):
                 values = [self._values(batch.column(name), name) for name in columns]
             for row in range(batch.num_rows):

@@ -223,12 +223,12 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
         raise DataError(
             f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
         ) from None
-    count = len(features) if features.ndim else 0
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
             f" {features.shape}."
         )
+    count = len(features)
     for key, values in columns.items():
         if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(

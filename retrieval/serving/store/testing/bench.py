@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -55,10 +55,6 @@ class Bench:
         """
         raise NotImplementedError("Implement `def store_at(self, place)` in a subclass.")
 
-    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        """Return a new, empty store whose served generation has `bundle` and `widths`."""
-        return self.store_at(place).create(bundle, widths)
-
     def setup_method(self) -> None:
         """Create the folder of a test; pytest calls this."""
         self._folder = Path(tempfile.mkdtemp(prefix="store-"))
@@ -76,9 +72,9 @@ class Bench:
     def store(self, bundle: Bundle | None = None, features: int | None = None) -> Store:
         """Return a new empty store."""
         bundle = bundle or opened()
-        created = self.create(self.place, bundle, widths_of(bundle, features=features))
-        self._stores.append(created)
-        return created
+        widths = widths_of(bundle, features=features)
+        self._stores.append(self.store_at(self.place).create(bundle, widths))
+        return self._stores[-1]
 
     def again(self, store: Store) -> Store:
         """Close a store and open it again."""

@@ -50,9 +50,9 @@ def make_bundle(
     Returns:
         The folder.
     """
-    folder.mkdir(parents=True)
     from onnx import TensorProto, helper
 
+    folder.mkdir(parents=True)
     projection = np.random.default_rng(seed).integers(-9, 10, (features, width)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["input", "projection"], ["vector"])]
     names = ["vector"]

@@ -335,7 +335,7 @@ class WholeCases(Bench):
                     again = Bundle.open(folder, threads=1)
                     equal(again.sha256, generation.bundle, "bundle, once more")
 
-    def test_figures(self) -> None:
+    def test_stats(self) -> None:
         """`stats` counts items and lists generations."""
         store = self.store()
         store.upsert(some(9), opened().sha256)

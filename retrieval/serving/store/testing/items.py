@@ -382,10 +382,10 @@ class ItemCases(Bench):
 
     def test_large_small_and_distant_numbers(self) -> None:
         """Searches of large, tiny and distant vectors return the nearest items in float64."""
-        for what, scale, offset in (("distant", 1, 3000), ("tiny", 1e-12, 0), ("large", 1e12, 0)):
+        for kind, scale, offset in (("distant", 1, 3000), ("tiny", 1e-12, 0), ("large", 1e12, 0)):
             store, state = self.store(), State()
             moved = [
-                Item(f"{what} {n}", arrays={VECTOR: (vector * scale + offset).astype(np.float32)})
+                Item(f"{kind} {n}", arrays={VECTOR: (vector * scale + offset).astype(np.float32)})
                 for n, vector in enumerate(normal(200, WIDTH, 5))
             ]
             self.put(store, state, moved)
