@@ -118,7 +118,7 @@ def _sides(
             problems.append(f"{name}: {error}")
     if problems:
         return {}
-    if view == "folds" and not fold <= len(groups) > 1:
+    if view == "folds" and (len(groups) < 2 or fold > len(groups)):
         problems.append(
             f"fold = {fold}: people.txt has {len(groups)} folds; one tests and the others train."
         )
@@ -145,11 +145,11 @@ def _groups(path: Path, folds: bool, keys: list[str], problems: list[str]) -> li
     texts = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1)
     lines = iter([(line, text.split()) for line, text in texts if text.strip()])
 
-    def read(what: str, words: int) -> tuple[int, str, int]:
+    def read(expected: str, words: int) -> tuple[int, str, int]:
         line, row = next(lines, (0, []))
         if len(row) != words or not re.fullmatch("[1-9][0-9]{0,8}", row[-1]):
             instead = f"line {line} is '{' '.join(row)[:60]}'" if row else "the file ends"
-            raise DataError(f"{instead} where {what} is expected.")
+            raise DataError(f"{instead} where {expected} is expected.")
         return line, row[0], int(row[-1])
 
     index_of = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}

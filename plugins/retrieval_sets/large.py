@@ -98,10 +98,10 @@ def google_landmarks_v2(
 
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. The clean list has
-    1,580,470 training images of 81,313 landmarks. The gallery is the
-    index of 761,757 images. The queries are the test images for which the solution lists images of
-    the index. An image is relevant if it shows the query's landmark: the most frequent one among
-    the images that the solution lists. The metadata of a query say whether it is public or private.
+    1,580,470 training images of 81,313 landmarks. The gallery is the index of 761,757 images. The
+    queries are the test images for which the solution lists images of the index. An image is
+    relevant if it shows the query's landmark: the most frequent one among the images that the
+    solution lists. The metadata of a query say whether it is public or private.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.

@@ -25,7 +25,7 @@ from retrieval.plugin import (
 )
 
 F = TypeVar("F", bound=Callable[..., Dataset])
-_MAX_BYTES = 2 << 30  # of a list file; the largest, Google Landmarks' train.csv, has 0.5 GB
+_MAX_BYTES = 2 << 30  # of a list file
 _MAX_LINE = 1 << 20  # characters; a longer line is read as several, to limit memory
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
