@@ -82,10 +82,10 @@ class Protocol:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            arguments = self.arguments(items, gallery_items) | {"distance": distance}
-            drawn = items, gallery_items, left, right
-            evaluations.append(self.evaluate(*drawn, **arguments, **further))
-            rows.append(dict(evaluations[-1].values))
+            arguments = {**further, **self.arguments(items, gallery_items), "distance": distance}
+            evaluation = self.evaluate(items, gallery_items, left, right, **arguments)
+            evaluations.append(evaluation)
+            rows.append(dict(evaluation.values))
             if rates:
                 item_class = labels[items if gallery_items is None else gallery_items]
                 exclude = arguments.get("exclude")
