@@ -99,12 +99,7 @@ class Protocol:
         return replace(evaluations[0], values=values, spread=spread)
 
     def evaluate(
-        self,
-        items: Items,
-        gallery_items: Items | None,
-        query: Any,
-        gallery: Any,
-        **further: Any,
+        self, items: Items, gallery_items: Items | None, query: Any, gallery: Any, **further: Any
     ) -> Evaluation:
         """Return the metrics in a gallery that `rounds` yields; `further` goes to `evaluate`."""
         labels = self.run.splits.labels
