@@ -118,7 +118,7 @@ def _sides(
             problems.append(f"{name}: {error}")
     if problems:
         return {}
-    if view == "folds" and not fold <= len(groups) > 1:
+    if view == "folds" and (len(groups) < 2 or fold > len(groups)):
         problems.append(
             f"fold = {fold}: people.txt has {len(groups)} folds; one tests and the others train."
         )

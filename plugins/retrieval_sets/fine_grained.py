@@ -212,7 +212,8 @@ def cars196(
     else:
         annotations = _two_folders(folder)
     rows = []
-    for path, number, *box in annotations:
+    for path, number, left, top, right, bottom in annotations:
+        box = left, top, right, bottom
         if (
             not isinstance(path, str)
             or not isinstance(number, int | float)
@@ -223,8 +224,7 @@ def cars196(
         if crop and any(not isinstance(edge, int | float) for edge in box):
             problems.append(f"{path} has no box in the annotations.")
         side = "train" if number <= MODELS // 2 else "test"
-        left, top, right, bottom = box
-        rows.append(Row(path, f"{int(number):03d}", side, box=(left, top, right, bottom)))
+        rows.append(Row(path, f"{int(number):03d}", side, box=box))
     return assemble(
         CARS, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
     )

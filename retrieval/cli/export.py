@@ -142,17 +142,17 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
     return parameters
 
 
-def _report(bundle: Bundle, what: str) -> None:
+def _report(bundle: Bundle, inputs: str) -> None:
     """Print sizes and differences: of torch and ONNX Runtime, and of each variant and the encoder.
 
-    `what` names the inputs on which torch and ONNX Runtime were compared.
+    `inputs` says on what torch and ONNX Runtime were compared.
     """
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     verified = manifest.verified
     say(
         f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by"
-        f" {verified.largest_difference:.1g} at most on {verified.items:,} {what} (tolerance"
+        f" {verified.largest_difference:.1g} at most on {verified.items:,} {inputs} (tolerance"
         f" {verified.tolerance:g})."
     )
     for name, variant in manifest.variants.items():

@@ -99,6 +99,8 @@ def frozen_features(
                 except Timeout:
                     log.warning("Waiting for another process that computes the features %s.", place)
                     stack.enter_context(lock)
+                except NotImplementedError as error:  # a file system without locks
+                    raise OSError(str(error)) from error
             _fill(place, dataset, width, batch, compute, progress)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
@@ -106,12 +108,12 @@ def frozen_features(
             # accepts the array without a warning.
             shape = (len(dataset), width)
             return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
-        except (OSError, NotImplementedError) as error:  # the second: a file system without locks
-            full = getattr(error, "errno", None) == errno.ENOSPC
-            what = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+        except OSError as error:
+            full = error.errno == errno.ENOSPC
+            reason = "the disk is full" if full else error.strerror or str(error)
             raise DataError(
-                f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to"
-                " another folder."
+                f"Features cannot be kept in {place}: {reason}. Make room, or set RETRIEVAL_CACHE"
+                " to another folder."
             ) from error
 
 
@@ -124,7 +126,7 @@ def _fill(
     progress: bool,
 ) -> None:
     """Compute an entry's missing and damaged blocks."""
-    rows = 4 * width
+    row_bytes = 4 * width
     starts = range(0, len(dataset), batch)
     blocks = [np.arange(start, min(start + batch, len(dataset))) for start in starts]
     files = place / "features.f32", place / "sums"
@@ -134,8 +136,8 @@ def _fill(
         known = [sums.read(_SUM) for _ in blocks]
 
         def intact(number: int) -> bool:
-            data.seek(batch * number * rows)
-            return _checksum(data.read(len(blocks[number]) * rows)) == known[number]
+            data.seek(batch * number * row_bytes)
+            return _checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
 
         missing = [n for n, checksum in enumerate(known) if not (any(checksum) and intact(n))]
         if damaged := sum(any(known[number]) for number in missing):
@@ -153,7 +155,7 @@ def _fill(
             for number, features in zip(missing, compute(chosen), strict=True):
                 _check(features, blocks[number], width, dataset)
                 content = np.ascontiguousarray(features, dtype="<f4").tobytes()
-                data.seek(batch * number * rows)
+                data.seek(batch * number * row_bytes)
                 data.write(content)
                 data.flush()
                 sums.seek(number * _SUM)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
 _TEST = ("query", "gallery")  # roles of the test side
@@ -135,7 +135,7 @@ class Findings:
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
         lines += _part("broken", [why for _, why in self.broken], shown)
         lines += _part("few_levels", [why for _, why in self.few_levels], shown)
-        for by in ("bytes", "pixels", "numbers", "picture", "model"):
+        for by in get_args(By):
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             group.sort(key=lambda x: (-self.leaks(x) - self.contradicts(x), x.distance))
             leaks, labels = sum(map(self.leaks, group)), sum(map(self.contradicts, group))

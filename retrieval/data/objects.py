@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision that list labels
 _PAIRS = ("samples", "_samples", "imgs")  # attributes of torchvision that list (file, label)
 _PLAIN = (str, int, float, bool, np.generic, type(None))  # types of values that metadata may hold
-_READING = threading.RLock()
+_READ_LOCK = threading.RLock()
 """Held while an item is read, because readers of other libraries may not be thread-safe.
 
 A joined dataset takes it again for the item of a part.
@@ -77,8 +77,8 @@ def as_dataset(
     name = name or f"The dataset of type {type(obj).__name__}"
     options: dict[str, Any] = {"image": image, "label": label, "split": split, "metadata": metadata}
     if isinstance(obj, Mapping):
-        joined = {k: as_dataset(v, **options, name=f"{name}, {k}") for k, v in obj.items()}
-        dataset = _joined(joined, name)
+        parts = {k: as_dataset(v, **options, name=f"{name}, {k}") for k, v in obj.items()}
+        dataset = _joined(parts, name)
     elif hasattr(obj, "column_names") or hasattr(obj, "columns"):
         dataset = _of_table(obj, name, **options)
     else:
@@ -130,7 +130,7 @@ class ItemDataset(Dataset):
 
     def __getitem__(self, index: int) -> Image:
         where = f"{self._name} item {self.keys[index]}"
-        with _READING:
+        with _READ_LOCK:
             item = reading(where, self._read, index)
         return _image(item, where)
 
@@ -212,21 +212,19 @@ def _of_table(
 
     def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        listed = _listed(table[column])
-        names: dict[Any, Any] = {}
-        names |= enumerate(getattr(features.get(column), "names", None) or ())
-        missing = [None if is_missing(value) else value for value in listed]
-        return [names.get(value) for value in missing] if names else missing
+        listed = [None if is_missing(value) else value for value in _listed(table[column])]
+        names: list[str] = getattr(features.get(column), "names", None) or []
+        by_number: dict[Any, str] = dict(enumerate(names))
+        return [by_number.get(value) for value in listed] if names else listed
 
     kept = {}
     for column in [c for c in columns if c not in named] if metadata is None else metadata:
         dtype = getattr(features.get(column), "dtype", "" if features else "plain")
-        if metadata is not None or dtype not in ("", "dict", "PIL.Image.Image"):
-            kept[column] = values(column)
-            if metadata is None and not all(
-                v is None or isinstance(v, _PLAIN) for v in kept[column]
-            ):
-                del kept[column]
+        if metadata is None and dtype in ("", "dict", "PIL.Image.Image"):
+            continue
+        entries = values(column)
+        if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):
+            kept[column] = entries
     rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
     if isinstance(split, str):
         split = [str(side) for side in values(split)]

@@ -120,7 +120,8 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     elif not rows and not problems:
         problems.append("it lists no pair.")
     names = sorted({row.fold for row in rows} - {""}, key=natural)
-    fold = np.array([names.index(row.fold) for row in rows], np.int64) if names else None
+    numbers = {name: k for k, name in enumerate(names)}
+    fold = np.array([numbers[row.fold] for row in rows], np.int64) if names else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
     if problems:

@@ -176,12 +176,12 @@ def drawn_batches(
         raise PluginError(
             f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
-    count = len(items.labels)
+    size = len(items.labels)
     for batch in drawn:
         whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not (whole and batch.min() >= 0 and batch.max() < count):
+        if not (whole and batch.min() >= 0 and batch.max() < size):
             raise PluginError(
-                f"{who} drew a batch that is not a list of positions among the {count} training"
+                f"{who} drew a batch that is not a list of positions among the {size} training"
                 " items, numbered from 0."
             )
     return [batch.astype(np.int64) for batch in drawn]

@@ -125,12 +125,7 @@ def _nearest(codes: VectorRows, gallery: VectorRows, rows: Ints, k: int, itself:
 
 
 def _search_block(
-    nearest: Ints,
-    codes: VectorRows,
-    gallery: VectorRows,
-    rows: Ints,
-    items: range,
-    itself: bool,
+    nearest: Ints, codes: VectorRows, gallery: VectorRows, rows: Ints, items: range, itself: bool
 ) -> None:
     """Merge the keys of a block of the gallery into the keys `nearest` (B, k) of all before it."""
     vectors, k = gallery.read(items.start, items.stop), nearest.shape[1]

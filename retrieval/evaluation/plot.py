@@ -180,9 +180,8 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    A dotted line marks the epoch with the best
-    validation, whose weights the run keeps. There is no line if the weights before training are
-    the best.
+    A dotted line marks the epoch with the best validation, whose weights the run keeps. There is no
+    line if the weights before training are the best.
 
     Args:
         run: a run, or its folder.

@@ -82,12 +82,13 @@ class Protocol:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            evaluation = self.evaluate(items, gallery_items, left, right, distance, **further)
+            arguments = {**further, **self.arguments(items, gallery_items), "distance": distance}
+            evaluation = self.evaluate(items, gallery_items, left, right, **arguments)
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
                 item_class = labels[items if gallery_items is None else gallery_items]
-                exclude = self.arguments(items, gallery_items).get("exclude")
+                exclude = arguments.get("exclude")
                 options: Any = {"fars": rates, "distance": distance, "exclude": exclude}
                 rows[-1] |= open_set(left, labels[items], right, item_class, **options)
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -98,23 +99,15 @@ class Protocol:
         return replace(evaluations[0], values=values, spread=spread)
 
     def evaluate(
-        self,
-        items: Items,
-        gallery_items: Items | None,
-        query: Any,
-        gallery: Any,
-        distance: Any,
-        **further: Any,
+        self, items: Items, gallery_items: Items | None, query: Any, gallery: Any, **further: Any
     ) -> Evaluation:
-        """Return the metrics in one gallery; the arguments are those that `rounds` yields."""
+        """Return the metrics in a gallery that `rounds` yields; `further` goes to `evaluate`."""
         labels = self.run.splits.labels
         return evaluate(
             query,
             labels[items],
             gallery=gallery,
             gallery_labels=None if gallery_items is None else labels[gallery_items],
-            distance=distance,
-            **self.arguments(items, gallery_items),
             **further,
         )
 

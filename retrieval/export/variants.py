@@ -270,8 +270,8 @@ def measure(
                 f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
                 " precision. Leave this variant out."
             )
-    cosines = [row_cosine(before["vector"], after["vector"]) for after in afters]
-    worst = min(range(len(afters)), key=lambda number: float(cosines[number].min()))
+    pairs = [(row_cosine(before["vector"], after["vector"]), after) for after in afters]
+    cosine, worst = min(pairs, key=lambda pair: float(pair[0].min()))
     recall = None
     if labels is not None:
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -281,11 +281,11 @@ def measure(
                 float(
                     (classes[nearest_items(outputs, rescore, combiner)] == classes)[queries].mean()
                 )
-                for outputs in (before, afters[worst])
+                for outputs in (before, worst)
             ]
             recall = Recall(before=shares[0], after=shares[1])
-    cosine = Cosine(mean=float(cosines[worst].mean()), min=float(cosines[worst].min()))
-    return Variant(file=file, cosine=cosine, recall_at_1=recall)
+    drift = Cosine(mean=float(cosine.mean()), min=float(cosine.min()))
+    return Variant(file=file, cosine=drift, recall_at_1=recall)
 
 
 def check_drift(name: str, variant: Variant) -> None:

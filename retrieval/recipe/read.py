@@ -255,7 +255,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
 
 def _valid(table: Mapping[Any, Any], wrong: Iterable[Place]) -> dict[Any, Any]:
-    """Return a copy of a table without its wrong entries; a list with a wrong value goes whole."""
+    """Return a copy of a table without its wrong entries; a wrong value leaves out its list."""
     kept: dict[Any, Any] = {}
     for key, value in table.items():
         inside = {place[1:] for place in wrong if str(place[0]) == str(key)}

@@ -100,9 +100,9 @@ def _parts(recipe: Tables, has: set[str]) -> Iterator[Rule]:
         )
     head, train, own = recipe.head, recipe.train, recipe.generator_optimizer
     changed = {"identity": head.identity, "hidden": head.hidden, "normalize": not head.normalize}
-    for key in changed:
+    for key, is_set in changed.items():
         yield (
-            changed[key] and "combiner" in has,
+            is_set and "combiner" in has,
             f"[head] {key}: a [combiner] brings its own head. Remove one of the two.",
         )
     for key, is_set, users in (
@@ -133,7 +133,7 @@ def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
     """Yield rules of a backbone whose features are computed only once."""
     train, learner, frozen = recipe.train, "learner" in has, recipe.backbone.frozen
     by = "[backbone] frozen = true" if frozen else "a [learner]"
-    for key, is_set, does in (
+    for key, is_set, effect in (
         ("[augmentation]", recipe.augmentation.active, "changes images in every epoch"),
         ("[train] compile", train.compile, "speeds up a training backbone"),
         ("[train] chunk", train.chunk, "saves memory of a training backbone"),
@@ -141,7 +141,7 @@ def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
     ):
         yield (
             (frozen or learner) and is_set,
-            f"{key} {does}, but with {by} its features are computed only once. Remove"
+            f"{key} {effect}, but with {by} its features are computed only once. Remove"
             f" {key.removeprefix('[train] ')}.",
         )
     for key, value in (

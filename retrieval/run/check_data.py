@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
 from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
-from retrieval.data.near import WIDTH, Fingerprint, Near, Rows, fingerprint, near_pairs
+from retrieval.data.near import WIDTH, Fingerprint, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
@@ -98,21 +99,20 @@ def check_data(
         )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
-    limits: dict[str, float] = {}
-    near: list[Alike] = []
-    complete = True
+    compared: dict[By, tuple[Rows, NDArray[np.float32], float]] = {}
     pictured = rows[scan.has_picture[rows]]
     if len(pictured):
-        limits["picture"] = PICTURES
-        values, what = scan.same_values[pictured], "comparing pictures"
-        pairs = near_pairs(scan.pictures[pictured], PICTURES, same=values, what=what)
-        near += _pairs(pairs, pictured, "picture")
-        complete = pairs.complete
+        compared["picture"] = pictured, scan.pictures, PICTURES
     if bundle is not None:
-        limits["model"] = scan.copy_distance(bundle, rows) if within is None else within
-        values, what = scan.same_values[rows], "comparing by the model"
-        pairs = near_pairs(scan.vectors[rows], limits["model"], same=values, what=what)
-        near += _pairs(pairs, rows, "model")
+        limit = scan.copy_distance(bundle, rows) if within is None else within
+        compared["model"] = rows, scan.vectors, limit
+    near: list[Alike] = []
+    complete = True
+    for by, (chosen, vectors, limit) in compared.items():
+        values, what = scan.same_values[chosen], f"comparing by {by}"
+        pairs = near_pairs(vectors[chosen], limit, same=values, what=what)
+        ends = zip(chosen[pairs.first].tolist(), chosen[pairs.second].tolist(), strict=True)
+        near += map(Alike, ends, repeat(by), pairs.distance.tolist())
         complete = complete and pairs.complete
     return Findings(
         name,
@@ -120,7 +120,7 @@ def check_data(
         sorted(scan.faults.items()),
         same,
         near,
-        limits,
+        {by: limit for by, (_, _, limit) in compared.items()},
         lone_labels(subjects.items),
         spelt_alike(subjects.items),
         complete,
@@ -286,13 +286,6 @@ def _measure(
         return row, _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
     except DataError as fault:
         return row, DataError(f"{name}: {fault}")
-
-
-def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
-    return [
-        Alike((int(rows[row]), int(rows[other])), by, float(distance))
-        for row, other, distance in zip(near.first, near.second, near.distance, strict=True)
-    ]
 
 
 def _copy(subjects: Subjects, bundle: Bundle, row: int) -> tuple[int, NDArray[np.float32]]:

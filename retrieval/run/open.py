@@ -69,13 +69,7 @@ class Run:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def open(
-        cls,
-        path: StrPath,
-        *,
-        or_kept: bool = False,
-        **objects: Any,
-    ) -> Self:
+    def open(cls, path: StrPath, *, or_kept: bool = False, **objects: Any) -> Self:
         """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
         Args:
@@ -294,15 +288,9 @@ class ItemCodes:
         if self.from_features:
             self.source = backbone_features(run.model, run.dataset, device, self.batch)
 
-    def __call__(self, indices: NDArray[np.int64], model: Model | None = None) -> Tensor:
-        """Return the items' codes (N, C), the outputs of the head, in float32 on the CPU.
-
-        Args:
-            indices: (N,), indices of the items.
-            model: the model to use, by default the run's own. If `from_features` is set, the model
-                must have the run's backbone.
-        """
-        model = (model or self.run.model).to(self.device)
+    def __call__(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return the codes (N, C) of items by index (N,): the head's outputs, on the CPU."""
+        model = self.run.model.to(self.device)
         if isinstance(self.source, KeptInputs):  # these are few and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)

@@ -189,6 +189,8 @@ def test_features_must_be_finite_rows(data, tmp_path):
         compute(infinite, data, tmp_path, width=2)
     with pytest.raises(DataError, match="shape"):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
+    with pytest.raises(NotImplementedError, match="forward"):  # no fault of the cache
+        compute(torch.nn.Module(), data, tmp_path, fingerprint="none")
 
 
 def test_a_cache_that_cannot_be_written(data, tmp_path):

@@ -197,22 +197,22 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos, cli):
 
 def test_what_a_model_takes_for_the_same(photos, bundle, cli):
     plant(photos)
-    found = check_data(photos, model=bundle, within=0.05, progress=False)
-    by_model = [each for each in found.near if each.by == "model"]
+    findings = check_data(photos, model=bundle, within=0.05, progress=False)
+    by_model = [pair for pair in findings.near if pair.by == "model"]
     vectors = {
-        i: bundle.encode_image(each.name).vector[0].astype(float)
-        for i, each in enumerate(found.subjects)
-        if i not in dict(found.broken)
+        i: bundle.encode_image(subject.name).vector[0].astype(float)
+        for i, subject in enumerate(findings.subjects)
+        if i not in dict(findings.broken)
     }
-    same = {frozenset(each.items) for each in found.same}
+    same = {frozenset(group.items) for group in findings.same}
     expected = {}
     for i, j in itertools.combinations(vectors, 2):
         apart = float(np.linalg.norm(vectors[i] - vectors[j]))
         if apart <= 0.05 and frozenset((i, j)) not in same:
             expected[i, j] = apart
     assert len(expected) > 3
-    assert {each.items: each.distance for each in by_model} == pytest.approx(expected, abs=1e-5)
-    assert any(names(found, each) == {"4.png", "saved.jpg"} for each in by_model)
+    assert {pair.items: pair.distance for pair in by_model} == pytest.approx(expected, abs=1e-5)
+    assert any(names(findings, pair) == {"4.png", "saved.jpg"} for pair in by_model)
     done = cli("data", "check", "photos", "--model", str(bundle.path), "--within", "0.05")
     says = "pairs of items are the same to the model (within 0.05)"
     assert done.code == 1 and says in done.out, done.err

@@ -110,10 +110,10 @@ def test_an_epoch_goes_on_from_any_batch_and_shares_make_up_the_batch(digits, ph
     for dataset, preprocessing in ((digits, GREY8), (photos, Preprocessing((12, 10)))):
         whole = epoch(dataset, preprocessing)
         for start in (1, len(whole) // 2, len(whole) - 1, len(whole)):
-            again = epoch(dataset, preprocessing, start=start)
-            assert len(again) == len(whole) - start
-            for one, other in zip(whole[start:], again, strict=True):
-                assert all(map(torch.equal, one, other))
+            resumed = epoch(dataset, preprocessing, start=start)
+            assert len(resumed) == len(whole) - start
+            for batch, same_batch in zip(whole[start:], resumed, strict=True):
+                assert all(map(torch.equal, batch, same_batch))
         shares = [epoch(dataset, preprocessing, rank=rank, world=3) for rank in range(3)]
         for batch, *parts in zip(whole, *shares, strict=True):
             for tensor, *pieces in zip(batch, *parts, strict=True):

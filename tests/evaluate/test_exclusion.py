@@ -125,8 +125,8 @@ def test_open_set_by_the_definition(same_label, tied, parted):
 
 def test_an_open_set_has_known_and_unknown_queries():
     codes, labels, _ = items(6, 60, False)
-    for classes, what in ((labels + 20, "known"), (labels, "unknown")):
-        with pytest.raises(DataError, match=f"no query is {what}"):
+    for classes, kind in ((labels + 20, "known"), (labels, "unknown")):
+        with pytest.raises(DataError, match=f"no query is {kind}"):
             open_set(codes, classes, codes, labels)
 
 
@@ -226,12 +226,13 @@ def check_the_report(codes: Any) -> None:
     """The report's neighbours and figures are of what a query may see, and so are its pairs."""
     run = Run.open(Path("runs/r"))
     labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
-    found = measured.measure(run, 100)
+    results = measured.measure(run, 100)
     apart = distances(codes, codes)
-    for place, query in enumerate(found.query.tolist()):
+    for place, query in enumerate(results.query.tolist()):
         seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]
         order = sorted(seen, key=lambda j: (apart[query, j], j))[:SHOWN]
-        assert found.neighbours[place].tolist() == order + [-1] * (SHOWN - len(order))
-        assert found.metrics["recall_at_1"][place] == (labels[order[0]] == labels[query])
-    firsts, seconds = found.pairs.items[found.pairs.first], found.pairs.items[found.pairs.second]
+        assert results.neighbours[place].tolist() == order + [-1] * (SHOWN - len(order))
+        assert results.metrics["recall_at_1"][place] == (labels[order[0]] == labels[query])
+    pairs = results.pairs
+    firsts, seconds = pairs.items[pairs.first], pairs.items[pairs.second]
     assert all(cameras[a] != cameras[b] for a, b in zip(firsts, seconds, strict=True))

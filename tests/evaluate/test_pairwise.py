@@ -30,9 +30,9 @@ def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(params=[17, 100, None])
 def block(request, monkeypatch):
-    """Blocks of so many queries and items of 8 columns, or those of the program.
+    """Size of a block: so many queries, and items of 8 columns, or by default the program's sizes.
 
-    Seven queries at a time are searched for in a thread.
+    A thread searches for seven queries at a time.
     """
     monkeypatch.setattr(module.Neighbors, "block", lambda self, k: 7)
     if request.param is not None:
@@ -45,9 +45,9 @@ def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
     assert pairwise(ArrayRows(codes), labels, metrics=METRICS) == evaluate(
         codes, labels, metrics=METRICS
     )
-    theirs = {"gallery_labels": labels[90:], "metrics": METRICS}
-    found = pairwise(ArrayRows(codes[:90]), labels[:90], ArrayRows(codes[90:]), **theirs)
-    assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
+    options = {"gallery_labels": labels[90:], "metrics": METRICS}
+    result = pairwise(ArrayRows(codes[:90]), labels[:90], ArrayRows(codes[90:]), **options)
+    assert result == evaluate(codes[:90], labels[:90], gallery=codes[90:], **options)
 
 
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):

@@ -143,17 +143,17 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
         "train": {"device": "cpu"},
     }
     train(tmp_path / "run", check_recipe(table))
-    seen = measured.measure(Run.open(tmp_path / "run"), 48)
-    assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
+    result = measured.measure(Run.open(tmp_path / "run"), 48)
+    assert [int(result.query[row]) for row in measured.suspects(result)] == [95]
     page = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False)
     text = page.read_text()
     assert "Labels that are likely wrong" in text
     assert "t-SNE by the learned distance" in text
     assert 'alt="" src=' not in text
-    names, columns, counts, total = measured.confusion_matrix(seen)
+    names, columns, counts, total = measured.confusion_matrix(result)
     assert names == columns == ["4", "5", "6", "7"] and total == 4
     assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
-    names, columns, counts, total = measured.confusion_matrix(seen, most=1)
+    names, columns, counts, total = measured.confusion_matrix(result, most=1)
     assert (names, columns, counts, total) == (["6"], ["6", "other classes"], [[12, 1]], 4)
     assert len(measured.measure(Run.open(tmp_path / "run"), 20).pairs.items) == 20
 
@@ -205,9 +205,9 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
 def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(run_folder, monkeypatch):
     run = Run.open(run_folder)
     monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
-    seen = measured.measure(run, 60, label_column="parity")
-    assert {seen.name(int(item)) for item in seen.query} == {"0", "1"}
-    assert len(seen.pairs.items) == 60
+    result = measured.measure(run, 60, label_column="parity")
+    assert {result.name(int(item)) for item in result.query} == {"0", "1"}
+    assert len(result.pairs.items) == 60
     with pytest.raises(DataError, match=r"label_column party: .*Did you mean 'parity'"):
         measured.measure(run, 60, label_column="party")
 
@@ -330,16 +330,16 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
 )
 def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
     run = protocol(run_folder, **given)
-    seen = measured.measure(run, sample=100)
+    result = measured.measure(run, sample=100)
     theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
     graded = "levels" in given or "tags" in given
-    assert ("ndcg_at_8" in seen.intervals) == graded
+    assert ("ndcg_at_8" in result.intervals) == graded
     for name in NAMES[: None if graded else -1]:
-        assert seen.intervals[name][0] == pytest.approx(theirs[name], abs=1e-9), name
-    text = page([Section("run", seen, Thumbnails(run.dataset, 0), None, {})])
+        assert result.intervals[name][0] == pytest.approx(theirs[name], abs=1e-9), name
+    text = page([Section("run", result, Thumbnails(run.dataset, 0), None, {})])
     assert sentence in text
     if given.get("gallery_items") == 2:
-        assert seen.rounds == 3 and seen.gallery == 2 * 5 and len(seen.query) == 100 - 10
+        assert result.rounds == 3 and result.gallery == 2 * 5 and len(result.query) == 100 - 10
     if len(given.get("levels", [])) == 2:
         assert "<br>same part" in text and "<br>same parity" in text
     rows = run.dataset.metadata
@@ -347,10 +347,10 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
     if "tags" in given:
         assert "Labels that are likely wrong" not in text
         tags = [set(row["tags"].split(";")) for row in rows]
-        for query, near, grades in zip(seen.query, seen.neighbours, seen.grades, strict=True):
+        for query, near, grades in zip(result.query, result.neighbours, result.grades, strict=True):
             want = [len(tags[query] & tags[item]) if item >= 0 else 0 for item in near]
             assert grades.tolist() == want
-        pairs = seen.pairs
+        pairs = result.pairs
         sides = (pairs.items[pairs.first], pairs.items[pairs.second])
         one, other = ([tags[item] - {""} for item in side] for side in sides)
         assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]

@@ -223,12 +223,12 @@ def test_few_items_have_fewer_folds(sizes, folds):
     assert sum(map(len, groups)) == len(set.union(*groups))
 
 
-@pytest.mark.parametrize(("count", "folds", "each"), [(4, 2, 1), (11, 5, 1), (59, 10, 2)])
-def test_few_pairs_have_fewer_folds_and_are_never_more_than_asked_for(count, folds, each):
+@pytest.mark.parametrize(("count", "folds", "per_kind"), [(4, 2, 1), (11, 5, 1), (59, 10, 2)])
+def test_few_pairs_have_fewer_folds_and_are_never_more_than_asked_for(count, folds, per_kind):
     for sizes in ([100] * 5, [12] * 40):
         labels = labels_of(*sizes)
         pairs = draw_pairs(np.arange(len(labels)) + 1000, labels, count=count)
-        check(pairs, labels, folds, each)
+        check(pairs, labels, folds, per_kind)
     for few in (3, 0, -20):
         with pytest.raises(DataError, match=f"{few} pairs are too few to draw"):
             draw_pairs(np.arange(len(labels)) + 1000, labels, count=few)

@@ -119,11 +119,12 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     distance = None if combiner is None else combiner.compute_mat
     rounds: list[tuple[Items, dict[str, Floats]]] = []
     for drawn in protocol.rounds(codes, gallery_codes):
-        evaluation = protocol.evaluate(*drawn, distance, metrics=metrics)
+        arguments = protocol.arguments(*drawn[:2])
+        evaluation = protocol.evaluate(*drawn, metrics=metrics, distance=distance, **arguments)
         answerable = np.flatnonzero(~np.isnan(evaluation.per_query["map_at_r"]))
         values = {name: column[answerable] for name, column in evaluation.per_query.items()}
         if not rounds:
-            first, places = drawn, answerable
+            first, places, further = drawn, answerable, arguments
         rounds.append((labels[drawn[0][answerable]], values))
     if not len(places):
         raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
@@ -134,8 +135,7 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     }
     items, gallery_items, left, right = first
     searched = items if gallery_items is None else gallery_items
-    arguments = protocol.arguments(items, gallery_items)
-    exclude, relevance = arguments.get("exclude"), arguments.get("relevance")
+    exclude, relevance = further.get("exclude"), further.get("relevance")
     hidden = None if exclude is None else exclude.hidden(labels[items], labels[searched])
     search = Search(left, right, hidden, distance)
     rows, distances = search.nearest(min(len(searched), SHOWN), places)
