@@ -72,10 +72,8 @@ def beside_paper(table: Table, paper: str, titles: dict[str, str], printed: str)
         (_, name), *cells = entry.items()
         lines.append([name])
         for method, cell in cells:
-            theirs = titles.get(method, method)
-            more = (
-                printed.format(published(paper, name, theirs)) if has(paper, name, theirs) else ""
-            )
+            place = (paper, name, titles.get(method, method))
+            more = printed.format(published(*place)) if has(*place) else ""
             lines[-1].append(cell.split(" ±")[0] + re.sub(r"(?<!\d)0\.", ".", more))
     return markdown(list(table[0]), lines)
 
@@ -102,7 +100,8 @@ def aml_verification() -> str:
     """AUC of pairs."""
     return f"""{whole(rows("aml_roc", "Verification"))}
 
-AUC over pairs of unseen classes, mean ± Student's 95 % interval over five choices of the classes. Differences on the same pairs:
+AUC over pairs of unseen classes, mean ± Student's 95 % interval over five choices of the classes.
+Differences on the same pairs:
 
 {whole(rows("aml_roc", "Verification", 1))}"""
 
@@ -131,8 +130,9 @@ def daml_real() -> str:
     title = "Several metrics"
     return f"""{whole(rows("daml_real", title), ("margin, rate",))}
 
-In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the same splits, in points, with its 95 % interval.
-The splits share items, which makes the intervals somewhat too narrow. Learned less even weights:
+In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the
+same splits, in points, with its 95 % interval. The splits share items, which makes the intervals
+somewhat too narrow. Learned less even weights:
 
 {whole(rows("daml_real", title, 1))}"""
 
@@ -147,8 +147,9 @@ def oahu_itself() -> str:
     ]
     return f"""{markdown(["", *names], lines)}
 
-Means of three repeats; `benchmarks/results/oahu_table3.md` has the spreads. *Error* is that of 5-nearest-neighbour classification. How η = .01 and τ = 1.9 were chosen was not recorded.
-In unseen classes:
+Means of three repeats; `benchmarks/results/oahu_table3.md` has the spreads. *Error* is that of
+5-nearest-neighbour classification. How η = .01 and τ = 1.9 were chosen was not recorded. In unseen
+classes:
 
 {whole(rows("oahu_table3", "Retrieval"))}"""
 
