@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pairs_by_loops import printed_eq_9, whole
+from pairs_by_loops import whole
 from scipy.linalg import sqrtm
 from torch import Tensor
 
@@ -16,15 +16,6 @@ def batch(items: int = 12, size: int = 3, seed: int = 0) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     scale = torch.linspace(0.5, 2.0, size, dtype=torch.float64)
     return torch.randn(items, size, dtype=torch.float64, generator=random) * scale + 3
-
-
-def dist(m: Matrix, x: Matrix, y: Matrix) -> float:
-    size = range(len(x))
-    return sum((x[i] - y[i]) * m[i, j] * (x[j] - y[j]) for i in size for j in size)
-
-
-def eq_9(m: Matrix, x: Matrix, y: Matrix, similar: bool, beta: float) -> Matrix:
-    return printed_eq_9(m, np.array([x, y]), similar, beta)
 
 
 def eq_11(
