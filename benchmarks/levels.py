@@ -26,11 +26,8 @@ from pictures import digits, fashion
 METRICS = ["map_at_r", "recall_at_1", "r_precision"]
 HELD_OUT = ["5", "6", "7", "8", "9"]
 TITLES = {"digits": "Scikit-learn's digits", "fashion": "Fashion-MNIST"}
-OWN, PIXELS, FROZEN = (
-    "this recipe",
-    "raw pixels",
-    "ImageNet net, frozen, its last layer at 224 pixels",
-)
+OWN, PIXELS = "this recipe", "raw pixels"
+FROZEN = "ImageNet net, frozen, its last layer at 224 pixels"
 NET = {"name": "core.efficientnet_lite0"}
 SIZES = (64, 112)
 LEVELS: tuple[dict[str, int], ...] = (

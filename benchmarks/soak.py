@@ -192,7 +192,7 @@ class Worker:
 
 @contextmanager
 def _not_found() -> Iterator[list[ServerError]]:
-    """Take the answer 404 for one, and put it into the list."""
+    """Catch the answer 404, and put it into the list."""
     faults: list[ServerError] = []
     try:
         yield faults
