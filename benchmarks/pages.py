@@ -51,14 +51,6 @@ def rows(result: str, heading: str, number: int = 0) -> Table:
     raise KeyError(f"results/{result}.md has no table {number} under '{heading}'.")
 
 
-def row(table: Table, name: str) -> dict[str, str]:
-    """Return the first row whose first cell is a name."""
-    for entry in table:
-        if next(iter(entry.values())) == name:
-            return entry
-    raise KeyError(f"No row {name}.")
-
-
 def whole(table: Table, without: tuple[str, ...] = ()) -> str:
     """Return a table as a page has it."""
     columns = [column for column in table[0] if column not in without]
@@ -140,9 +132,9 @@ somewhat too narrow. Learned less even weights:
 def oahu_itself() -> str:
     """What OAHU does on the set of the paper, and how its two ways to search do."""
     names = ("Euclid", "LEGO", "OAHU, untrained", "OAHU", "OAHU, η .01 τ 1.9")
-    measured = {name: row(rows("oahu_table3", "OAHU and its baselines"), name) for name in names}
+    measured = {entry[""]: entry for entry in rows("oahu_table3", "OAHU and its baselines")}
     lines = [
-        [column, *(re.split(r" ±|,", entry[column])[0] for entry in measured.values())]
+        [column, *(re.split(r" ±|,", measured[name][column])[0] for name in names)]
         for column in ("error", "error, 100 references", "AUC of pairs")
     ]
     return f"""{markdown(["", *names], lines)}
