@@ -129,7 +129,7 @@ def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str,
         spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
         better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
         span = f"{min(every):+.1f} … {max(every):+.1f}"
-        compared.append([f"{METHODS[one]} less {METHODS[other]}", *spans, better, span])
+        compared.append([f"{METHODS[one]} minus {METHODS[other]}", *spans, better, span])
     head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
     head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
     return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)

@@ -124,7 +124,7 @@ def daml_real() -> str:
 
 In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the
 same splits, in points, with its 95 % interval. The splits share items, which makes the intervals
-somewhat too narrow. Learned less even weights:
+somewhat too narrow. Learned weights minus even ones:
 
 {whole(rows("daml_real", title, 1))}"""
 
