@@ -112,7 +112,7 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 
 
 def small() -> None:
-    """Have little fill a segment or a log, so that every kind of work happens often."""
+    """Have few rows and pages start the upkeep, so that every kind of work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
     structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40

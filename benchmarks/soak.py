@@ -163,7 +163,7 @@ class Worker:
         with self._written({id: None}), _not_found() as missing:
             client.delete(id)
         if missing and None not in before:
-            self.wrong.append(f"{id} was there, and could not be deleted")
+            self.wrong.append(f"{id} was there, and could not be deleted: {missing[0]}")
 
     def _get(self, client: Client) -> None:
         id, found = self._id(), None
