@@ -41,8 +41,8 @@ SPLITS, TRAIN, TEST, FEW = 5, 1000, 1500, 10
 TS = (0.1, 0.2, 0.3, 0.5, 0.7)
 METHODS = {
     "euclid": "Euclid",
-    "gmml": "GMML, t = .5",
-    "aml": "AML, α = β = 1",
+    "gmml": "GMML (t = .5)",
+    "aml": "AML (α = β = 1)",
     "gmml_tuned": "GMML tuned",
     "aml_tuned": "AML tuned",
     "lanml": "LANML⁺",
@@ -129,7 +129,7 @@ def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str,
         spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
         better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
         span = f"{min(every):+.1f} … {max(every):+.1f}"
-        compared.append([f"{METHODS[one]} − {METHODS[other]}", *spans, better, span])
+        compared.append([f"{METHODS[one]} minus {METHODS[other]}", *spans, better, span])
     head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
     head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
     return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)

@@ -109,7 +109,7 @@ def render(rows: list[dict[str, Any]]) -> str:
     for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
         pairs = [np.subtract(auc(name, one), auc(name, other)).tolist() for name in names]
         cells = [bench.interval(pair, 4, sign=True) for pair in pairs]
-        gaps.append([f"{one} less {other}", *cells])
+        gaps.append([f"({one}) minus ({other})", *cells])
     return bench.page(f"""
         # Verification of pairs (Figure 4 of AML)
 

@@ -14,6 +14,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,14 +250,19 @@ def alone(work: Callable[..., Any], *values: Any, cpu: int | None = None, new: b
         new: whether the process starts afresh; else it is a copy of this one.
 
     Raises:
-        TimeoutError: the process was stopped, by this limit or another.
+        TimeoutError: the process was stopped at a limit of CPU seconds, this or its own.
+        BrokenProcessPool: the process died for another reason.
     """
     context = multiprocessing.get_context("spawn" if new else "fork")
-    with ProcessPoolExecutor(1, context, initializer=_limit, initargs=(cpu,)) as pool:
-        try:
-            return pool.submit(work, *values).result()
-        except BrokenProcessPool:
-            raise TimeoutError("The process was stopped.") from None
+    try:
+        with ProcessPoolExecutor(1, context, initializer=_limit, initargs=(cpu,)) as pool:
+            future = pool.submit(work, *values)
+            (process,) = pool._processes.values()
+            return future.result()
+    except BrokenProcessPool:
+        if process.exitcode != -signal.SIGXCPU:
+            raise
+        raise TimeoutError("The process was stopped at its limit of CPU seconds.") from None
 
 
 def _limit(cpu: int | None) -> None:

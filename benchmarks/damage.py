@@ -47,10 +47,12 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
         return {"call": "upsert", "items": [[f"id{n}", n * factor + more] for n in numbers]}
 
     calls: list[living.Call] = [
-        *(added(range(150), 31), {"call": "compact"}),
+        added(range(150), 31),
+        {"call": "compact"},
         {"call": "begin", "bundle": 1, "number": 2},
         {"call": "embed", "number": 2, "pending": [""] * 70, "left_out": []},
-        *(added(range(120, 200), 17), {"call": "delete", "ids": ["id3", "id130"]}),
+        added(range(120, 200), 17),
+        {"call": "delete", "ids": ["id3", "id130"]},
         *(added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)),
     ]
 

@@ -243,7 +243,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
         {markdown(head, lines)}
 
-        Learned weights less even ones:
+        Learned weights minus even ones:
 
         {markdown(["set", "Recall@1", "MAP@R"], weighed)}
 

@@ -48,8 +48,8 @@ Change = tuple[str, Any]
 
 
 class Answer(NamedTuple):
-    """What a reader was told, as plain values, about which query or ids; between the last operation
-    that was acknowledged before it asked and the last that had begun when it was answered.
+    """An answer to a reader, in plain values: `about` is a query's number or ids, `after` the last
+    operation acknowledged before the question, `until` the last one begun before the answer.
     """
 
     after: int

@@ -173,10 +173,10 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         {reasons}
 
-        *Not tried*: stopped at a smaller size. OAHU and Warm
-        learn from triplets, 10,000 at most whatever the number of items, so their time hardly
-        grows; LANML asks 5,000 items at most, each among all. scikit-learn's LDA is at its best
-        here: the classes are Gaussian, as it takes them to be.
+        *Not tried*: stopped at a smaller size. OAHU and Warm learn from triplets, 10,000 at most
+        whatever the number of items, so their time hardly grows; LANML asks 5,000 items at most,
+        each among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it
+        takes them to be.
     """)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from retrieval.host.plugins import create
 
 from bench import RAW, arguments, finish, machine, markdown, one_thread, page
 from pictures import digits, fashion
@@ -25,11 +26,8 @@ from pictures import digits, fashion
 METRICS = ["map_at_r", "recall_at_1", "r_precision"]
 HELD_OUT = ["5", "6", "7", "8", "9"]
 TITLES = {"digits": "Scikit-learn's digits", "fashion": "Fashion-MNIST"}
-OWN, PIXELS, FROZEN = (
-    "this recipe",
-    "raw pixels",
-    "ImageNet net, frozen, its last layer at 224 pixels",
-)
+OWN, PIXELS = "this recipe", "raw pixels"
+FROZEN = "ImageNet net, frozen, its last layer at 224 pixels"
 NET = {"name": "core.efficientnet_lite0"}
 SIZES = (64, 112)
 LEVELS: tuple[dict[str, int], ...] = (
@@ -57,13 +55,6 @@ def items(name: str, searched: bool) -> Items:
     return images[held == searched], labels[held == searched]
 
 
-def built(kind: str, table: dict[str, Any]) -> Any:
-    """Return a part from its table in a recipe."""
-    from retrieval.host.plugins import create
-
-    return create(kind, **table)
-
-
 def features(
     backbone: dict[str, Any], images: NDArray[np.uint8], labels: NDArray[np.str_]
 ) -> NDArray[np.float32]:
@@ -73,7 +64,7 @@ def features(
     from retrieval.data.features import backbone_features
     from retrieval.model.model import Model
 
-    model = Model(built("backbone", backbone), torch.nn.Identity())
+    model = Model(create("backbone", **backbone), torch.nn.Identity())
     dataset = ArrayDataset(images, labels.tolist())
     return np.asarray(backbone_features(model, dataset, torch.device("cpu"), 64).arrays)
 
@@ -99,7 +90,7 @@ def choose(name: str) -> list[dict[str, Any]]:
             scores = []
             for pair in pairs:
                 out = np.isin(labels, pair)
-                learner = built("learner", table).fit(x[~out], labels[~out])
+                learner = create("learner", **table).fit(x[~out], labels[~out])
                 scores.append(metrics_of(learner.transform(x[out]), labels[out])["map_at_r"])
             score = float(np.mean(scores))
             tried.append({"backbone": backbone, "learner": table, "score": score})
@@ -111,7 +102,7 @@ def measure(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of a recipe and of both baselines on the classes to search."""
     fit, fit_labels = items(name, searched=False)
     images, labels = items(name, searched=True)
-    learner = built("learner", chosen["learner"])
+    learner = create("learner", **chosen["learner"])
     learner.fit(features(chosen["backbone"], fit, fit_labels), fit_labels)
     own = learner.transform(features(chosen["backbone"], images, labels))
     row: dict[str, Any] = {"fitted": len(fit), "queries": len(images)}

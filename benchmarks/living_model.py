@@ -112,7 +112,7 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 
 
 def small() -> None:
-    """Have little fill a segment or a log, so that every kind of work happens often."""
+    """Have few rows and pages start the upkeep, so that every kind of work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
     structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
@@ -247,8 +247,8 @@ Copies = dict[str, tuple[State, bool]]
 
 class Told:
     """What an index should hold after what its writer told: states that are right, and snapshots.
-    `moments` has of each thing that was told: when, the states that are right from then on, what
-    each snapshot holds and whether it must be there, and the call that runs.
+    `moments` has for each message its time, the states that are right from then on, what each
+    snapshot holds and whether it must be there, and the call that runs.
     """
 
     def __init__(self, state: State, running: Call | None = None) -> None:

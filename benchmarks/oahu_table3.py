@@ -76,9 +76,8 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
     if kind == "OAHU":
         return learner.classify(query, learner.spaces(refs), labels, k)
     if kind == "OASIS":
-        return vote(
-            labels[bench.nearest(learner.queries(query), learner.transform(refs), k, inner=True)]
-        )
+        near = bench.nearest(learner.queries(query), learner.transform(refs), k, inner=True)
+        return vote(labels[near])
     if learner is not None:
         query, refs = learner.transform(query), learner.transform(refs)
     return vote(labels[bench.nearest(query, refs, k)])

@@ -51,14 +51,6 @@ def rows(result: str, heading: str, number: int = 0) -> Table:
     raise KeyError(f"results/{result}.md has no table {number} under '{heading}'.")
 
 
-def row(table: Table, name: str) -> dict[str, str]:
-    """Return the first row whose first cell is a name."""
-    for entry in table:
-        if next(iter(entry.values())) == name:
-            return entry
-    raise KeyError(f"No row {name}.")
-
-
 def whole(table: Table, without: tuple[str, ...] = ()) -> str:
     """Return a table as a page has it."""
     columns = [column for column in table[0] if column not in without]
@@ -72,10 +64,8 @@ def beside_paper(table: Table, paper: str, titles: dict[str, str], printed: str)
         (_, name), *cells = entry.items()
         lines.append([name])
         for method, cell in cells:
-            theirs = titles.get(method, method)
-            more = (
-                printed.format(published(paper, name, theirs)) if has(paper, name, theirs) else ""
-            )
+            place = (paper, name, titles.get(method, method))
+            more = printed.format(published(*place)) if has(*place) else ""
             lines[-1].append(cell.split(" ±")[0] + re.sub(r"(?<!\d)0\.", ".", more))
     return markdown(list(table[0]), lines)
 
@@ -102,7 +92,8 @@ def aml_verification() -> str:
     """AUC of pairs."""
     return f"""{whole(rows("aml_roc", "Verification"))}
 
-AUC over pairs of unseen classes, mean ± Student's 95 % interval over five choices of the classes. Differences on the same pairs:
+AUC over pairs of unseen classes, mean ± Student's 95 % interval over five choices of the classes.
+Differences on the same pairs:
 
 {whole(rows("aml_roc", "Verification", 1))}"""
 
@@ -131,8 +122,9 @@ def daml_real() -> str:
     title = "Several metrics"
     return f"""{whole(rows("daml_real", title), ("margin, rate",))}
 
-In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the same splits, in points, with its 95 % interval.
-The splits share items, which makes the intervals somewhat too narrow. Learned less even weights:
+In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the
+same splits, in points, with its 95 % interval. The splits share items, which makes the intervals
+somewhat too narrow. Learned weights minus even ones:
 
 {whole(rows("daml_real", title, 1))}"""
 
@@ -140,15 +132,16 @@ The splits share items, which makes the intervals somewhat too narrow. Learned l
 def oahu_itself() -> str:
     """What OAHU does on the set of the paper, and how its two ways to search do."""
     names = ("Euclid", "LEGO", "OAHU, untrained", "OAHU", "OAHU, η .01 τ 1.9")
-    measured = {name: row(rows("oahu_table3", "OAHU and its baselines"), name) for name in names}
+    measured = {entry[""]: entry for entry in rows("oahu_table3", "OAHU and its baselines")}
     lines = [
-        [column, *(re.split(r" ±|,", entry[column])[0] for entry in measured.values())]
+        [column, *(re.split(r" ±|,", measured[name][column])[0] for name in names)]
         for column in ("error", "error, 100 references", "AUC of pairs")
     ]
     return f"""{markdown(["", *names], lines)}
 
-Means of three repeats; `benchmarks/results/oahu_table3.md` has the spreads. *Error* is that of 5-nearest-neighbour classification. How η = .01 and τ = 1.9 were chosen was not recorded.
-In unseen classes:
+Means of three repeats; `benchmarks/results/oahu_table3.md` has the spreads. *Error* is that of
+5-nearest-neighbour classification. How η = .01 and τ = 1.9 were chosen was not recorded. In unseen
+classes:
 
 {whole(rows("oahu_table3", "Retrieval"))}"""
 

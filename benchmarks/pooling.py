@@ -93,9 +93,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             for key in ("recall", "map")
         ]
         lines.append([pool, *cells])
-    return markdown(
-        ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))], lines
-    )
+    head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))]
+    return markdown(head, lines)
 
 
 def render(rows: list[dict[str, Any]]) -> str:

@@ -198,8 +198,8 @@ def structures(file: Path | None = None) -> Row:
         sizes = SIZES
         whole, queries = vectors_of(max(sizes), 128, power=0.25)
     queries, width = np.ascontiguousarray(queries[:QUERIES], np.float32), whole.shape[1]
-    what = str(file or "Vectors of Fashion-MNIST's training images")
-    raw: Row = {"what": f"{what}, {width} numbers", "width": width}
+    source = str(file or "Vectors of Fashion-MNIST's training images")
+    raw: Row = {"what": f"{source}, {width} numbers", "width": width}
     raw |= {**machine_of("faiss-cpu", "numpy"), "rows": []}
     for size in sizes:
         vectors = np.ascontiguousarray(whole[:size], np.float32)

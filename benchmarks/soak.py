@@ -163,7 +163,7 @@ class Worker:
         with self._written({id: None}), _not_found() as missing:
             client.delete(id)
         if missing and None not in before:
-            self.wrong.append(f"{id} was there, and could not be deleted")
+            self.wrong.append(f"{id} was there, and could not be deleted: {missing[0]}")
 
     def _get(self, client: Client) -> None:
         id, found = self._id(), None
@@ -192,7 +192,7 @@ class Worker:
 
 @contextmanager
 def _not_found() -> Iterator[list[ServerError]]:
-    """Take the answer 404 for one, and put it into the list."""
+    """Catch the answer 404, and put it into the list."""
     faults: list[ServerError] = []
     try:
         yield faults

@@ -134,22 +134,15 @@ class Reader:
     def call(self, arguments: list[str], where: str) -> str:
         """Run the command line in this process; it must succeed."""
         done = retrieval(*arguments)
-        told = f"{where}: retrieval {shlex.join(arguments)}\n{done.output}"
-        assert done.exit_code == 0, f"{told}{done.exception!r}"
+        message = f"{where}: retrieval {shlex.join(arguments)}\n{done.output}{done.exception!r}"
+        assert done.exit_code == 0, message
         return str(done.output)
 
     def _serve(self, arguments: list[str]) -> None:
         self.close()
         photos = ["--images", str(self.photos)] if self.photos and "--images" in arguments else []
-        line = [
-            sys.executable,
-            "-m",
-            "retrieval.cli",
-            *arguments,
-            *photos,
-            "--port",
-            str(self.port),
-        ]
+        line = [sys.executable, "-m", "retrieval.cli", *arguments, *photos]
+        line += ["--port", str(self.port)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env)
         address = re.match(r"Serving .*:(\d+)/", self.server.stdout.readline())

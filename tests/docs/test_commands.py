@@ -31,9 +31,9 @@ def parse(arguments: list[str]) -> click.Context:
     command: click.Command = app
     context = app.make_context("retrieval", [], resilient_parsing=True)
     while isinstance(command, click.Group):
-        name, found, arguments = command.resolve_command(context, arguments)
-        assert found is not None and name is not None
-        command, context = found, click.Context(found, parent=context, info_name=name)
+        name, child, arguments = command.resolve_command(context, arguments)
+        assert child is not None and name is not None
+        command, context = child, click.Context(child, parent=context, info_name=name)
     return command.make_context(context.info_name, list(arguments), parent=context.parent)
 
 
@@ -95,7 +95,7 @@ def test_every_command_is_in_the_documentation(root, commands_in):
         )
 
 
-# What the page of stores says of them is shown by tests that there are
+# What the page of stores says is shown by tests, which it names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")

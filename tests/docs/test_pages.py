@@ -189,8 +189,8 @@ def test_what_stands_beside_another_librarys_call_exists(root):
     assert len(calls) >= 9
     for module, name in calls:
         # a module of theirs, or a class in one
-        found = pkgutil.resolve_name(f"{theirs.__name__}.{module.rstrip('.')}")
-        assert hasattr(found, name), (module, name)
+        owner = pkgutil.resolve_name(f"{theirs.__name__}.{module.rstrip('.')}")
+        assert hasattr(owner, name), (module, name)
 
 
 def test_the_notebook_is_the_python_page_executed(root):

@@ -54,10 +54,10 @@ def made(**tables: Any) -> Any:
 
 def trainer(folder: Path, **tables: Any) -> Trainer:
     """A trainer before its first step, its generator not at the identity any more."""
-    of = trainer_of(folder, made(**tables))
-    for parameter in of.objective.generator.parameters():
+    trainer = trainer_of(folder, made(**tables))
+    for parameter in trainer.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return of
+    return trainer
 
 
 def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,10 +115,8 @@ def in_shop(root: Path) -> Path:
 
 
 def vehicle_id(root: Path) -> Path:
-    number, names = (
-        itertools.count(1),
-        ("train_list", *(f"test_list_{n}" for n in (800, 1600, 2400))),
-    )
+    number = itertools.count(1)
+    names = ("train_list", *(f"test_list_{n}" for n in (800, 1600, 2400)))
     for pair, name in enumerate(names):
         rows = [f"{next(number):07d} {2 * pair + 1 + view // 3}" for view in range(6)]
         for file in (row.split()[0] for row in rows):
@@ -128,10 +126,11 @@ def vehicle_id(root: Path) -> Path:
 
 
 def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...] = ()) -> Path:
-    sides = (("0002", "0007"), ("0001", "0003"), ("0001", "0003", *junk))
-    for number, (folder, people) in enumerate(zip(folders, sides, strict=True)):
+    train, query, gallery = folders
+    sides = {train: ("0002", "0007"), query: ("0001", "0003"), gallery: ("0001", "0003", *junk)}
+    for folder, people in sides.items():
         for person in people:
-            for camera in (1,) if number == 1 else (1, 2):
+            for camera in (1,) if folder == query else (1, 2):
                 name = f"{person}_c{camera}s1_00{camera}451_03.jpg"
                 picture(root / folder / name, hash((folder, person, camera)) % 10_000)
     return root

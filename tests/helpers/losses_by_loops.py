@@ -51,8 +51,8 @@ def mined(s: list[list[float]], sets: Sets, epsilon: float) -> Sets:
     for row, (same, different) in zip(s, sets, strict=True):
         most = max((row[j] for j in different), default=-math.inf)
         least = min((row[j] for j in same), default=math.inf)
-        near = [j for j in same if row[j] - epsilon < most]
-        kept.append((near, [j for j in different if row[j] + epsilon > least]))
+        positives = [j for j in same if row[j] - epsilon < most]
+        kept.append((positives, [j for j in different if row[j] + epsilon > least]))
     return kept
 
 
@@ -89,6 +89,6 @@ def npair(s: list[list[float]], gamma: float, offset: float) -> float:
     """Equation 31 of N pairs of N classes, s[i][j] the similarity of anchor i and positive j."""
     n, total = len(s), 0.0
     for i in range(n):
-        others = [math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i]
-        total += math.log(1 + math.fsum(others))
+        terms = [math.exp(gamma * (s[i][j] - offset - s[i][i])) for j in range(n) if j != i]
+        total += math.log(1 + math.fsum(terms))
     return total / (n * gamma)

@@ -95,9 +95,9 @@ def make_bundle(
     else:
         nodes = [helper.make_node("Identity", ["input"], ["flat"])]
     nodes.append(helper.make_node("MatMul", ["flat", "W"], ["projected"]))
-    scaled = ("LpNormalization", {"axis": 1, "p": 2}) if normalized else ("Identity", {})
-    nodes.append(helper.make_node(scaled[0], ["projected"], ["vector"], **scaled[1]))
-    names, parts = ["vector"], {}
+    op, settings = ("LpNormalization", {"axis": 1, "p": 2}) if normalized else ("Identity", {})
+    nodes.append(helper.make_node(op, ["projected"], ["vector"], **settings))
+    names, optional = ["vector"], {}
     if query_vectors:
         constants["V"] = weights(seed + 1, WIDTH) + np.eye(WIDTH, dtype=np.float32)
         nodes.append(helper.make_node("MatMul", ["vector", "V"], ["query"]))
@@ -106,19 +106,19 @@ def make_bundle(
         nodes.append(helper.make_node("Identity", ["projected"], ["code"]))
         names.append("code")
         write_rescorer(folder / "rescorer.onnx", WIDTH)
-        parts["rescorer"] = RescorerEntry(file="rescorer.onnx", candidates=50)
-    kinds = TensorProto.UINT8 if image else TensorProto.FLOAT
-    inputs = [helper.make_tensor_value_info("input", kinds, ["N", *shape])]
+        optional["rescorer"] = RescorerEntry(file="rescorer.onnx", candidates=50)
+    dtype = TensorProto.UINT8 if image else TensorProto.FLOAT
+    inputs = [helper.make_tensor_value_info("input", dtype, ["N", *shape])]
     outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", WIDTH]) for n in names]
     save_graph(folder / "encoder.onnx", nodes, inputs, outputs, constants)
     if variant:
         constants["W"] = constants["W"].astype(np.float16).astype(np.float32)
         save_graph(folder / "encoder.fp16.onnx", nodes, inputs, outputs, constants)
-        close = Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))
-        parts["variants"] = {"fp16": close}
+        fp16 = Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))
+        optional["variants"] = {"fp16": fp16}
     if subspaces:
         spans = {"left": (0, 6), "right": (6, WIDTH)}
-        parts["subspaces"] = tuple(
+        optional["subspaces"] = tuple(
             SubspaceEntry(name=name, start=start, stop=stop)
             for name, (start, stop) in spans.items()
         )
@@ -143,7 +143,7 @@ def make_bundle(
             measure="inner" if inner else "euclidean",
         ),
         verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
-        **parts,
+        **optional,
     )
     write_manifest(folder, manifest)
     return folder
@@ -155,16 +155,14 @@ def cut_in_two(path: Path) -> Path:
     end = 1 + next(i for i, node in enumerate(graph.node) if "flat" in node.output)
     first = [*graph.node[:end], helper.make_node("Identity", ["flat"], ["features"])]
     second = [helper.make_node("Identity", ["input"], ["flat"]), *graph.node[end:]]
-    features, given = (
-        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 64])
-        for n in ("features", "input")
-    )
+    features = helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", 64])
+    inputs = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 64])
     pixels, weights = {}, {}
     for constant in graph.initializer:
         part = pixels if constant.name in ("full", "shape") else weights
         part[constant.name] = numpy_helper.to_array(constant)
     save_graph(path / "backbone.onnx", first, list(graph.input), [features], pixels)
-    save_graph(path / "head.onnx", second, [given], list(graph.output), weights)
+    save_graph(path / "head.onnx", second, [inputs], list(graph.output), weights)
     (path / "encoder.onnx").unlink()
     entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
     write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))

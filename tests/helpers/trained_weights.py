@@ -89,20 +89,20 @@ def same(one: Path, other: Path, name: str = "last") -> bool:
     return ours.keys() == theirs.keys() and not moved(ours, theirs)
 
 
-def same_state(one: Any, other: Any, where: str = "state") -> None:
+def same_state(left: Any, right: Any, where: str = "state") -> None:
     """Fail unless two nested states are the same, bit for bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            same_state(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        for number, pair in enumerate(zip(one, other, strict=True)):
+    assert type(left) is type(right), where
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            same_state(left[key], right[key], f"{where}/{key}")
+    elif isinstance(left, list | tuple):
+        for number, pair in enumerate(zip(left, right, strict=True)):
             same_state(*pair, f"{where}/{number}")
     else:
-        assert one == other, where
+        assert left == right, where
 
 
 def difference(one: Weights, other: Weights) -> float:
@@ -121,8 +121,8 @@ def lines_of(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     """What was logged of each epoch, without what depends on the clock."""
-    clocked = {"images_per_second"}
-    return [{k: v for k, v in line.items() if k not in clocked} for line in lines_of(folder)]
+    lines = lines_of(folder)
+    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
 
 
 def summary(folder: Path) -> Any:
