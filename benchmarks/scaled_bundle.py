@@ -14,7 +14,7 @@ from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
-from retrieval.serving.store.testing.bundles import save_graph
+from retrieval.serving.store.testing.small_bundles import save_graph
 
 
 def make_bundle(folder: Path, width: int, scale: float) -> None:

@@ -38,7 +38,7 @@ from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
+from retrieval.serving.store.testing.small_bundles import FEATURES, make_bundle
 
 from bench import page
 from living_model import conclude, run_arguments, system, unsound

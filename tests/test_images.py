@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.client.images import image_bytes
+from retrieval.client.bodies import image_bytes
 from retrieval.errors import DataError
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import (

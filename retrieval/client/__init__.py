@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from retrieval.client.answers import ItemAnswer as ItemAnswer
     from retrieval.client.answers import PutAnswer as PutAnswer
     from retrieval.client.answers import SearchAnswer as SearchAnswer
+    from retrieval.client.bodies import NewItem as NewItem
     from retrieval.client.clients import AsyncClient as AsyncClient
     from retrieval.client.clients import Client as Client
-    from retrieval.client.folder import PushReport as PushReport
-    from retrieval.client.images import NewItem as NewItem
+    from retrieval.client.push import PushReport as PushReport
     from retrieval.client.sending import Retries as Retries
 
 __getattr__, __dir__ = lazy(
@@ -33,8 +33,8 @@ __getattr__, __dir__ = lazy(
             "SearchAnswer",
         ],
         "retrieval.client.clients": ["AsyncClient", "Client"],
-        "retrieval.client.folder": ["PushReport"],
-        "retrieval.client.images": ["NewItem"],
+        "retrieval.client.push": ["PushReport"],
+        "retrieval.client.bodies": ["NewItem"],
         "retrieval.client.sending": ["Retries"],
     },
 )

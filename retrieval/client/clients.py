@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from retrieval.client import answers
-from retrieval.client.folder import Push, PushReport
-from retrieval.client.images import (
+from retrieval.client.bodies import (
     NewItem,
     dumps,
     form_of,
@@ -32,11 +31,12 @@ from retrieval.client.images import (
     texts_of,
     without_none,
 )
+from retrieval.client.push import Push, PushReport
 from retrieval.client.sending import Sender
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.client.images import Image
+    from retrieval.client.bodies import Image
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.folder import check_record
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
-from retrieval.serving.store.testing.bundles import WIDTH
+from retrieval.serving.store.testing.small_bundles import WIDTH
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "power_cuts.py"
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")

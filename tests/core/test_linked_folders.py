@@ -9,7 +9,7 @@ import pytest
 import retrieval
 import torchvision
 from layouts import picture
-from retrieval.client.folder import walk
+from retrieval.client.push import walk
 from retrieval.data.findings import Findings
 from retrieval.errors import DataError
 from retrieval.export.export_backbone import Photos

@@ -100,9 +100,14 @@ def test_by_item_is_stratified_and_follows_the_seed():
 
 def test_validation_by_class():
     labels = each("a b c d e f g h", 6)
-    found = make_splits(dataset(labels), Split(by="class", validation=0.5, validation_by="class"))
-    assert len(found.train_classes) == 2
-    assert not set(found.labels[found.train]) & set(found.labels[found.validation])
+    split = make_splits(dataset(labels), Split(by="class", validation=0.5, validation_by="class"))
+    assert len(split.train_classes) == 2
+    assert not set(split.labels[split.train]) & set(split.labels[split.validation])
+    rounded = make_splits(  # 2.6 of 13 training classes
+        dataset(each("a b c d e f g h i j k l m n", 3)),
+        Split(by="class", test=["n"], validation=0.2, validation_by="class"),
+    )
+    assert len(set(rounded.labels[rounded.validation])) == 3
     with pytest.raises(DataError, match="validation_by"):
         make_splits(dataset(each("a b c", 6)), Split(by="class", test=["c"], validation_by="class"))
 

@@ -9,7 +9,7 @@ from retrieval.errors import DataError
 from retrieval.plugin import stores
 from retrieval.serving.filters import matches, metadata_text
 from retrieval.serving.store.testing.bench import item, normal, scanned
-from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.small_bundles import WIDTH, opened
 
 NAMES = ["a", "b", "c", *strategies.ODD]
 

@@ -25,7 +25,7 @@ from retrieval.serving.manifest import (
     read_manifest,
     write_manifest,
 )
-from retrieval.serving.store.testing.bundles import save_graph, write_rescorer
+from retrieval.serving.store.testing.small_bundles import save_graph, write_rescorer
 from sklearn.datasets import load_digits
 
 SIDE = 8

@@ -88,6 +88,8 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
         ({"count": 5.0}, "count: should be an integer, not 5.0."),
         ({"scale": "1e-3"}, 'scale: should be a number, not "1e-3". Write it without quotes.'),
         ({"scale": float("nan")}, "scale: is nan, which is not a number."),
+        ({"scale": 2**63}, "scale: has more digits than a number of 64 bits can hold."),
+        ({"scale": -(2**63) - 1}, "scale: has more digits than a number of 64 bits can hold."),
         ({"name": 3}, "name: should be text, not 3."),
         ({"on": 1}, "on: should be true or false, not 1."),
         ({"kind": "man"}, 'kind: should be "mean" or "sum", not "man". Did you mean \'mean\'?'),

@@ -18,7 +18,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 from retrieval.serving.store.testing.bench import normal, some
-from retrieval.serving.store.testing.bundles import FEATURES, opened
+from retrieval.serving.store.testing.small_bundles import FEATURES, opened
 from sklearn.datasets import load_digits
 
 WIDTH = 16

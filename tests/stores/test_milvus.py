@@ -16,7 +16,7 @@ from retrieval.plugin import stores, testing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, normal, some
-from retrieval.serving.store.testing.bundles import opened
+from retrieval.serving.store.testing.small_bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_milvus.place import MilvusPlace

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.plugin import stores, testing
 from retrieval.serving.store.testing.bench import item, some
-from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.small_bundles import WIDTH, opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from qdrant_client import QdrantClient

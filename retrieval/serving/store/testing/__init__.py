@@ -12,9 +12,9 @@ returns the place of an index:
 Run the subclass with pytest. The tests write small bundles, so they need the package `onnx`.
 """
 
-from retrieval.serving.store.testing.bundles import make_bundle
 from retrieval.serving.store.testing.generations import GenerationCases, WholeCases
-from retrieval.serving.store.testing.items import ItemCases
+from retrieval.serving.store.testing.item_cases import ItemCases
+from retrieval.serving.store.testing.small_bundles import make_bundle
 
 __all__ = ["StoreSuite", "make_bundle"]
 

@@ -27,7 +27,7 @@ from retrieval.serving.store.contract import (
     spans_of,
     widths_of,
 )
-from retrieval.serving.store.testing.bundles import opened
+from retrieval.serving.store.testing.small_bundles import opened
 
 State = dict[str, Item]
 """Expected content of a store: items by id."""

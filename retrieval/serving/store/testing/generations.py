@@ -37,7 +37,7 @@ from retrieval.serving.store.testing.bench import (
     some,
     together,
 )
-from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.small_bundles import WIDTH, opened
 
 
 def fill(

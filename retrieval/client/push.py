@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from retrieval.client.images import NewItem, file_bytes
+from retrieval.client.bodies import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
 

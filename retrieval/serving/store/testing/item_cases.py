@@ -35,7 +35,7 @@ from retrieval.serving.store.testing.bench import (
     some,
     together,
 )
-from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.small_bundles import WIDTH, opened
 
 TEXTS = {
     "combining": "e\u0301 and \u00e9 are two texts",
