@@ -25,8 +25,8 @@ class TripletGenerator(Generator):
         lambda_reg: λ₁, weight of keeping the synthetic sample near the original.
         lambda_adv: λ₂, weight of fooling the metric.
         margin: α, a squared distance.
-        residual: whether to add the network's output to the sample that is changed.
-        normalize: whether to scale the result to the length of that sample.
+        residual: whether to add the network's output to the original sample.
+        normalize: whether to scale the synthetic sample to the length of the original.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TripletGenerator(Generator):
         self.network = nn.Sequential(nn.Linear(3 * features, features), nn.ReLU(), last)
 
     def change(self, sample: Tensor, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return the changed samples (T, F) of triplets, each (T, F)."""
+        """Return synthetic samples (T, F) that replace `sample` (T, F) in T triplets."""
         changed: Tensor = self.network(torch.cat([anchor, positive, negative], 1))
         if self.residual:
             changed = sample + changed
@@ -80,9 +80,10 @@ class HardNegativeGenerator(TripletGenerator):
 
     where D is the distance that the model learns (Euclidean or a combiner's), even if the loss uses
     another distance. With `form = "contrastive"`, for losses of pairs, the network sees the anchor
-    instead of the positive, and the last term is [D(x̃, a)² − α]₊. The first two terms alone pull x̃
-    to (a + λ₁ n)/(1 + λ₁). With the paper's λ₁ = 1, this point is half-way between anchor and
-    negative, where neither label is right. The network is 3F → F → F with a ReLU.
+    instead of the positive, and the last term is [D(x̃, a)² − α]₊. The first two terms alone have
+    their minimum at x̃ = (a + λ₁ n)/(1 + λ₁). With the paper's λ₁ = 1, this point is half-way
+    between anchor and negative, where neither label is right. The network is 3F → F → F with a
+    ReLU.
 
     Args:
         preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).

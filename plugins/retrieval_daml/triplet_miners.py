@@ -15,9 +15,9 @@ from retrieval_daml.paper_losses import Measure, default_distance
 class OnePerClass(nn.Module):
     """One triplet per anchor and other class, with a random positive and a random negative.
 
-    A generator then makes one synthetic negative per anchor and other class, as required by the
-    lifted structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning"
-    (equations 10 to 12). The miner uses only labels.
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 10 to 12: with a
+    generator, the lifted structure and N-pair losses need one synthetic negative per anchor and
+    other class. The miner uses only labels.
 
     Args:
         anchors: "all" items of the batch, or "one" random item per class, as for N-pair.
@@ -78,8 +78,8 @@ class SemiHard(nn.Module):
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
-    negative has no triplet. At most one triplet per pair limits the cost of a generator;
-    `pml.triplet_margin` with `type_of_triplets = "semihard"` returns all semi-hard triplets.
+    negative has no triplet. One triplet per pair limits the cost of a generator. For all semi-hard
+    triplets, use `pml.triplet_margin` with `type_of_triplets = "semihard"`.
 
     Args:
         margin: a difference of squared distances. Use the margin of the loss.
