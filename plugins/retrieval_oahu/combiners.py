@@ -58,7 +58,7 @@ class OverComplete(nn.Module):
         """Return a float32 network with a learner's weights.
 
         The first of `levels` is (F, hidden + E), the others are (hidden, hidden + E). The hidden
-        columns of the last one are unused.
+        columns of the last level are unused.
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
@@ -91,7 +91,7 @@ class OverComplete(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Scale rows to unit length; a zero row stays zero."""
+    """Scales rows to unit length; a zero row stays zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors (B, F)."""
@@ -226,13 +226,13 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted metric spaces, each with its own index; Eq 27 of the paper merges their hits.
+    """Hedge-weighted metric spaces, each searched in its own index; Eq 27 merges the hits.
 
     Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Each of the
-    depth + 1 spaces proposes its k nearest items. The space scores such an item α e^{−r}: α is the
-    space's weight, and r rises with distance from 0 for the nearest of the k to 1 for the farthest.
-    An item that several spaces propose keeps its best score. Training and `retrieval evaluate` use
-    the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
+    depth + 1 spaces proposes its k nearest items. A space with weight α gives an item the score
+    α e^{−r}, where r rises with distance from 0 for the nearest of the k items to 1 for the
+    farthest. An item that several spaces propose keeps its best score. Training and `retrieval
+    evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
 
     Args:
         embedding: dimension E of the embedding in a space.
