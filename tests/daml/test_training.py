@@ -1,4 +1,4 @@
-"""DAML trained by recipes: which objective reaches what, phases, other losses."""
+"""DAML trained by recipes: which objective trains which part, and phases."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from retrieval.run import checkpoint
 from retrieval.run.build import Called
 from trained_weights import fit, log, moved, start, weights
 
-# --- which objective reaches what
-
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
 def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupling):
-    """Separate: J_m's for the metric, through what the generator made too, J_gen's for the
-    generator, bit for bit. Joint: the sum's for all.
+    """Separate: J_m for the metric, also through synthetic samples, and J_gen for the generator,
+    bit for bit. Joint: the sum for both.
     """
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
@@ -54,10 +52,8 @@ def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupl
 
 
 @pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive"])
-def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path, name):
-    """A triplet: the backbone has the gradient of the loss written out, with the generator's
-    weights as constants.
-    """
+def test_the_loss_trains_the_backbone_through_synthetic_samples(tmp_path, name):
+    """The backbone's gradient for one triplet, with the generator's weights as constants."""
     of = trainer(tmp_path, generator={"name": name}, loss={"name": "daml.triplet", "margin": 3.0})
     images, labels = batch(of)
     labels = torch.arange(len(images)) // 2
@@ -84,7 +80,7 @@ def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path, name)
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
-def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path, generator):
+def test_a_learning_rate_of_zero_changes_nothing(tmp_path, generator):
     table = {"name": generator, "margin": 0.0}
     still = dict.fromkeys(METRIC, 0.0)
     recipe = made(generator=table, optimizer={"lr_factor": still})
@@ -112,10 +108,7 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path):
     assert {"loss", "generator_loss", "synthetic_shift", "triplets"} <= lines[2].keys()
 
 
-def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path):
-    """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the
-    metric, bit for bit.
-    """
+def test_a_phase_can_train_the_generator_while_the_metric_sees_real_samples_only(tmp_path):
     of = trainer(tmp_path, phase=[{"name": "apart", "epochs": 1, "synthetic": False}])
     inputs, labels = batch(of)
     losses = of.step.losses(inputs, labels)

@@ -1,5 +1,5 @@
 """DAML trained by recipes: mining before and after generation, batches without triplets, and the
-docs' recipes.
+example of the docs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from retrieval.errors import RecipeError
 from retrieval.run.open import build_run
 from retrieval.training.synthetic import choose_triplets, extend, mine
 from trained_weights import fit, log
-
-# --- semi-hard selection before and after generation
 
 SEMI_HARD = [
     {"name": "daml.semi_hard", "margin": 0.5},
@@ -50,9 +48,7 @@ def test_a_miner_picks_before_or_after_generation(tmp_path, miner, generator, wh
 
 
 def test_what_is_mined_after_generation_by_loops():
-    """Semi-hard triplets among real and synthetic negatives, no synthetic positive, nobody its own
-    positive.
-    """
+    """Semi-hard triplets with synthetic samples in one role only, and no item its own positive."""
     miner = TripletMarginMiner(margin=0.4, type_of_triplets="semihard")
     torch.manual_seed(0)
     labels = torch.tensor([0, 0, 1, 1, 1, 2, 2])
@@ -91,12 +87,9 @@ AFTER = {"train": {"mine": "after"}}
         ({"loss": {"name": "pml.normalized_softmax"}}, r"takes no `ref_emb`|picks its own pairs"),
     ],
 )
-def test_what_cannot_go_together_is_refused(tables, words):
+def test_impossible_combinations_are_refused(tables, words):
     with pytest.raises(RecipeError, match=words):
         made(**tables)
-
-
-# --- odd batches
 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
@@ -113,13 +106,8 @@ def test_a_batch_without_triplets_trains_nothing(tmp_path, tables, labels):
     assert all(torch.allclose(before[k], after[k], rtol=1e-3) for k in before)
 
 
-# --- the page and the recipes
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path):
-    page = (ROOT / "docs" / "daml.md").read_text(encoding="utf-8")
+def test_the_generator_of_the_docs_moves_towards_the_anchor_and_trains(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "daml.md").read_text(encoding="utf-8")
     body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
     (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")
     generator = {"name": "my_steps.towards", "step": 0.01}
