@@ -1,6 +1,4 @@
-"""The figures of a bundle that is searched by Eq 27, and of its variants, are of Eq 27 and of no
-other ranking.
-"""
+"""The metrics of a bundle that is searched by Eq 27, and of its variants, are those of Eq 27."""
 
 from __future__ import annotations
 
@@ -43,13 +41,13 @@ search = "score"
 
 
 def ranking(query: Any, vectors: Any, left_out: Any, alpha: list[float], k: int) -> list[int]:
-    """Return the rows that a plain loop over Eq 27 finds, best first."""
+    """Return the best rows by Eq 27 in plain loops."""
     kept = [row for row in range(len(vectors)) if row != left_out]
     query, *rows = (v.reshape(len(alpha), -1).tolist() for v in (query, *vectors[kept]))
     return [kept[row] for row, _ in loops.retrieve(query, rows, alpha, k)]
 
 
-def test_a_bundles_figures_are_of_eq_27(cli, tmp_path):
+def test_the_metrics_of_a_bundle_are_those_of_eq_27(cli, tmp_path):
     digits = load_digits()
     labels = digits.target[:300].astype(str)
     np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=labels)
@@ -75,13 +73,13 @@ def test_a_bundles_figures_are_of_eq_27(cli, tmp_path):
     right = theirs[np.array(rows)] == labels[query][:, None]
     expected = {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
     assert actual == pytest.approx(expected)
-    # the whole vector's Euclidean order is another one
+    # the Euclidean order of the whole vectors differs
     exclude = np.arange(len(ours)) if gallery is None else None
     whole = nearest_in_each(ours, rivals, 10, (), exclude)[0]
     assert (theirs[whole[:, 0]] == labels[query]).mean() != actual["recall_at_1"]
 
 
-def test_a_variants_drift_is_of_eq_27():
+def test_the_drift_of_a_variant_is_that_of_eq_27():
     rng = np.random.default_rng(1)
     labels = np.repeat(np.arange(6), 5)
     x = rng.standard_normal((30, 6)) + rng.standard_normal((6, 6))[labels]
