@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class HardestOfClass(Generator):
-    """Base class: replaces a negative with the nearest to the anchor among candidate points."""
+    """Base class: replaces a negative with the nearest to the anchor of a subclass's points."""
 
     space = "embeddings"
     classmates = True

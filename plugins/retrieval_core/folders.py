@@ -159,9 +159,9 @@ def manifest(
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
     Files of OML (open-metric-learning) are read unchanged. If they have the columns `is_query` and
-    `is_gallery`, their validation rows become the test side. Either all test rows are both query
-    and gallery, or each is only one of the two. `x_1`, `x_2`, `y_1` and `y_2` are the left, right,
-    top and bottom of an item's box.
+    `is_gallery`, their validation rows become the test side. Either every test row is both query
+    and gallery, or every test row is only one of them. `x_1`, `x_2`, `y_1` and `y_2` are the left,
+    right, top and bottom of an item's box.
 
     Args:
         manifest: the CSV file. A relative path starts at the working directory.

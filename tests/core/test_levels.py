@@ -7,18 +7,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.features import OnnxBackbone
-from retrieval.errors import RecipeError
-from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
-from retrieval.model.model import Model, build_head
+from retrieval.model.model import Model
 from retrieval.plugin import Backbone
-from retrieval.serving.images import from_array
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,7 +42,7 @@ def rooted(maps: Tensor, grid: int) -> Tensor:
     return functional.normalize(cells.sign() * cells.abs().sqrt())
 
 
-def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels, images):
+def test_each_level_is_a_map_of_the_network_averaged_over_a_grid(levels, images):
     network: Any = levels.network.network
     seen: dict[str, Tensor] = {}
     modules = {"2": network.blocks[1], "4": network.blocks[3], "last": network.bn2}
@@ -72,40 +67,8 @@ def test_gradients_are_finite_where_a_map_is_zero(levels):
     assert torch.isfinite(black.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"levels": {}}, "name at least one"),
-        (
-            {"levels": {"image": 65, "last": 3}},
-            r"image has 64 × 64 positions, .* 65 × 65 cells; last has 2 × 2 .* 3 × 3 cells\. Use c",
-        ),
-        ({"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
-        ({"levels": {"last": 0}}, "levels.last"),
-        ({"crop": 0.0}, "crop"),
-        ({"crop": 1.5}, "crop"),
-    ],
-)
-def test_what_it_refuses(values, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        net(**values)
-
-
 def test_the_crop_is_a_share_of_the_image():
     assert net().preprocessing.resize == 73 and net(crop=1.0).preprocessing.resize == 64
-
-
-def test_its_bundle_gives_the_same_codes(tmp_path):
-    backbone = net(levels={"image": 14, "1": 3, "4": 2}, crop=1.0)
-    corners = [(y, x) for y in (0, 200) for x in (0, 100, 200, 300)]
-    patches = [
-        backbone.preprocessing(from_array(photo[y : y + 120, x : x + 120]))
-        for photo in load_sample_images().images
-        for y, x in corners
-    ]
-    model = Model(backbone, build_head(backbone.features, 32))
-    manifest = export_model(model, np.stack(patches), tmp_path / "b", name="b")
-    assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
 
 
 ROOT = Path(__file__).parents[2]
@@ -117,11 +80,11 @@ def text(path: str) -> str:
 
 
 @both_recipes
-def test_the_recipe_is_the_chosen_one(name):
+def test_the_recipe_is_the_best_that_was_measured(name):
     recipe = tomllib.loads(text(f"models/{name}/recipe.toml"))
-    kept = json.loads(text("benchmarks/results/raw/levels.json"))
-    tried = kept["sets"][name.partition("-")[0]]["tried"]
-    chosen = max(tried, key=lambda one: one["score"])
+    results = json.loads(text("benchmarks/results/raw/levels.json"))
+    tried = results["sets"][name.partition("-")[0]]["tried"]
+    chosen = max(tried, key=lambda result: result["score"])
     assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}
     assert recipe["learner"] == chosen["learner"]
 
@@ -134,8 +97,8 @@ def test_the_card_has_the_pages_table(name):
     assert len(rows) == 7 and all(line in part.splitlines() for line in rows)
 
 
-def test_frozen_features_are_exported_though_lengths_do_not_divide():
-    """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
+def test_frozen_features_are_exported_for_lengths_that_do_not_divide():
+    """The cache of features exports with TorchScript; here, 64 rows on a grid of 14."""
     backbone = net(levels={"image": 14})
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)

