@@ -188,24 +188,17 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypat
     same_state(load(tmp_path / "whole"), load(run))
 
 
-@pytest.mark.parametrize(
-    ("rate", "words"),
-    [
-        (1e12, r"step \d+ \(epoch 1\): .*generator"),
-        (1e38, r"step 1 \(epoch 1\): weights of the generator became NaN"),
-    ],
-    ids=["output", "weights"],
-)
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(tmp_path, rate, words):
+def test_nan_weights_of_a_generator_stop_the_training(tmp_path):
     tables = {
         "miner": None,
         "generator": {"name": "daml.hard_negative", "residual": False, "normalize": False},
-        "generator_optimizer": {"name": "SGD", "lr": rate},
+        "generator_optimizer": {"name": "SGD", "lr": 1e38},
         "schedule": {},
         "train": {"epochs": 3, "device": "cpu", "checkpoint_every": 1},
     }
     recipe = check_recipe({k: v for k, v in (BASE | tables).items() if v is not None})
-    with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
+    says = r"stopped at step 1 \(epoch 1\): weights of the generator became NaN.*last good checkp"
+    with pytest.raises(DataError, match=says):
         train(tmp_path / "run", recipe)
     kept = load(tmp_path / "run")
     assert all_finite([*kept["model"].values(), *kept["modules"]["generator"].values()])

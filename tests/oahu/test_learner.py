@@ -1,4 +1,4 @@
-"""OAHU as a learner: chunks, seeds, counters, bad input, save and load, and its three uses."""
+"""OAHU as a learner: seeds, counters, bad input, damaged files, and its three uses."""
 
 from __future__ import annotations
 
@@ -22,24 +22,6 @@ def clouds(classes: int = 3, each: int = 30, apart: float = 3.0) -> tuple[Any, A
     rng, y = np.random.default_rng(0), np.repeat(np.arange(classes), each)
     centres = rng.standard_normal((classes, 6))[y] * apart
     return centres + rng.standard_normal((len(y), 6)), y
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("prepared", [True, False])
-def test_chunks_give_the_same_as_single_triplets_bit_for_bit(dtype, prepared):
-    triplets = stream_of(clouds(), 40)
-    triplets[7, 2] = triplets[7, 0]  # this triplet is skipped
-    learners = []
-    for sizes in ([40], [1] * 40, [3, 1, 20, 16]):
-        learner = OAHU(**SMALL, dtype=dtype)
-        if prepared:
-            learner.prepare(clouds()[0])
-        learners.append(learner.learn_from(np.split(triplets, np.cumsum(sizes)[:-1])))
-    same(learners[0], learners[1])
-    same(learners[0], learners[2])
-    counts = [getattr(learners[0], f"n_{kind}_") for kind in ("triplets", "skipped", "used")]
-    assert counts == [40, 1, 39]
-    assert learners[0].input_layer_.dtype == dtype
 
 
 def test_a_stream_is_learned_as_by_plain_loops():
@@ -161,17 +143,6 @@ def test_labels_without_triplets_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             OAHU(**SMALL).fit(x, labels)
-
-
-def test_learning_goes_on_after_save_and_load_bit_for_bit(tmp_path):
-    triplets = stream_of(clouds(), 60)
-    learner = OAHU(**SMALL, rule="linear").partial_fit(triplets[:30])
-    learner.save(tmp_path / "learner.safetensors")
-    again = OAHU.load(tmp_path / "learner.safetensors")
-    assert again.get_params() == learner.get_params()
-    same(learner, again)
-    same(learner.partial_fit(triplets[30:]), again.partial_fit(triplets[30:]))
-    assert [p.name for p in tmp_path.iterdir()] == ["learner.safetensors"]
 
 
 def test_damaged_and_foreign_files_are_refused(tmp_path):

@@ -1,10 +1,11 @@
-"""The linear baselines against plain float64 loops; chunks, save and load, also of `Warm`."""
+"""The linear baselines against plain float64 loops; chunks, save and load of every learner."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,15 @@ from retrieval_oahu.linear import one_pass
 from retrieval_oahu.streams import Triplet
 
 ALL = [LEGO, RDML, OASIS, OPML, Warm]
+SMALL: dict[str, Any] = {"depth": 2, "hidden": 8, "embedding": 4, "rule": "linear"}
+EVERY = {
+    **{kind.__name__: kind for kind in ALL},
+    "float32": partial(OAHU, **SMALL),
+    "float64": partial(OAHU, **SMALL, dtype="float64"),
+}
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("prepared", [True, False])
 def test_chunks_save_and_load_change_nothing(kind, prepared, tmp_path):
     triplets = stream_of(clouds(), 300)
@@ -31,10 +38,15 @@ def test_chunks_save_and_load_change_nothing(kind, prepared, tmp_path):
     whole.partial_fit(triplets)
     single.learn_from(triplets)
     loaded.partial_fit(triplets[:170]).save(tmp_path / "x.safetensors")
-    loaded = kind.load(tmp_path / "x.safetensors").partial_fit(triplets[170:])
+    loaded = type(whole).load(tmp_path / "x.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+    assert loaded.get_params() == whole.get_params()
+    loaded.learn_from(np.split(triplets[170:], [3, 4, 100]))
     same(whole, single)
     same(whole, loaded)
     assert whole.n_skipped_ == 1 and whole.n_triplets_ == 300
+    if isinstance(whole, OAHU):
+        assert whole.n_used_ == 299 and whole.input_layer_.dtype == whole.dtype
     x = clouds()[0]
     assert np.array_equal(whole.transform(x), loaded.transform(x))
 
