@@ -116,15 +116,11 @@ class NeighborhoodLearner(LinearMap):
     ) -> tuple[Floats, NDArray[np.intp]]:
         self._chosen_seed()
         check_parameters(self)
+        labels = learner_labels(y)
         if reset:
-            x, labels = validate_data(
-                self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-            )
+            x, labels = validate_data(self, X, labels, dtype=np.float64, ensure_min_samples=2)
         else:
-            x, labels = (
-                check_array(X, dtype=np.float64, ensure_min_samples=2),
-                np.asarray(learner_labels(y)),
-            )
+            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(labels)
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items, but {len(labels)} labels.")
         return x, class_codes(labels, type(self).__name__)

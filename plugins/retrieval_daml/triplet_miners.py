@@ -48,6 +48,7 @@ class OnePerClass(nn.Module):
         known_labels = labels if ref_labels is None else ref_labels
         classes, group = torch.unique(known_labels, return_inverse=True)
         order = torch.argsort(group, stable=True)
+        # class c is order[start[c] : start[c] + count[c]]
         count = torch.bincount(group, minlength=len(classes))
         start = count.cumsum(0) - count
         anchors = torch.arange(len(labels), device=labels.device)
@@ -55,15 +56,16 @@ class OnePerClass(nn.Module):
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
         row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
-        rest = count[cls] - 1 if same_items else count[cls]
-        row, cls, rest = row[rest > 0], cls[rest > 0], rest[rest > 0]
+        positives = count[cls] - 1 if same_items else count[cls]
+        kept = positives > 0
+        row, cls, positives = row[kept], cls[kept], positives[kept]
         differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
             differs = torch.zeros_like(differs).scatter_(1, chosen, True)
         place, other = differs.nonzero(as_tuple=True)
         a = anchors[row[place]]
-        step = _below(rest[place])
+        step = _below(positives[place])
         if same_items:  # an item is not its own positive
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]

@@ -141,9 +141,10 @@ class Warm(LinearMap, OnlineLearner):
         self.group_ = np.arange(places)
         self.parted_ = np.zeros((places, places), bool)
         self.used_ = np.zeros(places, np.int64)
-        # For each item, the latest d per expert and the number of triplets at that judgement; then
-        # the sums of d and d² over the items that the memory has evicted.
+        # For each item of the memory, the latest d per expert, and the number of triplets learned
+        # when the item was judged.
         self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
+        # The sums of d and d² per expert over the items that the memory has evicted.
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
         self.components_ = np.eye(features)
@@ -268,6 +269,7 @@ class Warm(LinearMap, OnlineLearner):
         for fold in range(FOLDS):
             in_fold = folds == fold
             rows = np.arange(in_fold.sum())
+            # rows 3t, 3t + 1 and 3t + 2 are the anchor, positive and negative of triplet t
             items, along = (x[in_fold].reshape(-1, x.shape[2]) for x in (triplets, codes))
             euclid, *experts = (
                 _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
