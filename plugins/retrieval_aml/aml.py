@@ -154,7 +154,7 @@ class Result:
 def minimise(objective: Objective, *, tol: float, max_iter: int) -> Result:
     """Minimise D(M) over M = W exp(S) W, starting at S = 0.
 
-    W² = √c A⁻¹ # B is GMML's metric at first. Every `ROUND` iterations, and after a failed line
+    At first, W² is √c A⁻¹ # B, GMML's metric. Every `ROUND` iterations, and after a failed line
     search, the search restarts with the current metric as W². Line searches fail for moments of low
     rank and large α. The search ends when `Result.slope` is at most `tol`.
     """

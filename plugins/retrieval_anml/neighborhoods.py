@@ -187,7 +187,7 @@ class _Push(NamedTuple):
     """Effect of the dissimilar items on a block of queries.
 
     Attributes:
-        rows: the queries of the block with ℓ above 0, B in number.
+        rows: index into the block of the B queries with ℓ above 0.
         loss: sum of ℓ.
         slope: (B,) ℓ′.
         weights: (B, K) weights of the dissimilar items, dense or sparse, not scaled to sum 1.

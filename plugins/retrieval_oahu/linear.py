@@ -28,7 +28,10 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Percentile = Annotated[float, Field(gt=0, lt=100, allow_inf_nan=False)]
 SETTLE = 100
-"""Without `prepare` or `fit`, the first triplets, this many, only set the scale of distances."""
+"""Number of first triplets that only set the scale of distances.
+
+`prepare` and `fit` set the scale from their sample instead.
+"""
 _PAIRS = 5000
 """Number of random pairs of a sample that set the scale of distances."""
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()

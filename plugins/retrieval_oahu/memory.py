@@ -90,9 +90,9 @@ class Memory:
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
         """Return how well neighbours classify items (A,), from 0 to 1.
 
-        For each number in `VOTERS`, so many of the nearest items with a known relation vote. The
-        vote is 1 if most of them are of the item's group, ½ for a tie with another group, and 0
-        otherwise. The result is the mean over these numbers.
+        For each number v in `VOTERS`, the v nearest items with a known relation vote. The vote is 1
+        if more of them are of the item's group than of any dissimilar group, ½ for a tie, and 0
+        otherwise. The result is the mean of these votes.
 
         Args:
             anchors: (A,) places of the items.

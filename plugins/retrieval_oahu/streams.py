@@ -157,7 +157,7 @@ def from_labels(
             members.
     """
     codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
-    # Each class is a range of `order`. Read as a circle, so are all other classes together.
+    # Each class is a range of `order`. If `order` is circular, all other classes are a range too.
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)
     starts = np.cumsum(sizes) - sizes

@@ -50,9 +50,9 @@ REFRESH = 512
 Up to 1,024 triplets, every block is followed by an eigendecomposition.
 """
 SETTLE = 500
-"""Without `prepare` or `fit`, the first triplets, this many, yield mean and principal components.
+"""Number of first triplets that only yield mean and principal components.
 
-Until then, the learned map is the identity.
+Until then, the learned map is the identity. `prepare` and `fit` use their sample instead.
 """
 MIXTURE = 5.0
 """r of the bound in `Warm`, which holds for every n and is tightest for n near r."""

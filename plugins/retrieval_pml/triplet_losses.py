@@ -1,4 +1,4 @@
-"""Losses of triplets, most of which add up all triplets without listing them."""
+"""Losses of triplets, two of which can add up all triplets without listing them."""
 
 from __future__ import annotations
 
