@@ -139,6 +139,11 @@ def test_labels_without_a_proxy_are_refused():
         ImprovedProxyNCALoss(4, 2)(X, Y)
 
 
+def test_a_loss_with_a_built_in_miner_refuses_another():
+    with pytest.raises(ValueError, match="takes no miner's indices"):
+        MinedDANMLoss()(X, Y, (Y, Y, Y))
+
+
 def test_indices_of_another_batch_are_refused():
     two = torch.tensor([0, 1])
     for wrong in ((two, two, two + 5), (two, two, two, two - 1), (two, two[:1], two), (two, two)):

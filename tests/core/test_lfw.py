@@ -105,11 +105,11 @@ def test_view_1(made):
     assert actual.train_classes == NAMES[:9] and len(actual.query) == 2 * 5 + 1
 
 
-@pytest.mark.parametrize("fold", [1, 2, 3])
-def test_view_2(made, fold):
-    data = build(made / "faces", view="folds", fold=fold)
-    tested = set(NAMES[4 * fold - 4 : 4 * fold])
-    assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
+def test_view_2(made):
+    for fold in (1, 2, 3):
+        data = build(made / "faces", view="folds", fold=fold)
+        tested = set(NAMES[4 * fold - 4 : 4 * fold])
+        assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
 
 
 def test_without_a_view_no_list_is_needed(made):

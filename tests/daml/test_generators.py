@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 from discriminator_by_loops import affine
-from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.model import build_head
@@ -178,46 +178,33 @@ def test_one_per_class_from_a_reference_set():
     assert len(a) == 4 * 2
 
 
-def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_margin():
-    random = torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(0))
-    codes = nn.functional.normalize(random)
-    rows, triplets = codes.tolist(), loss_and_miner_utils.get_all_triplets_indices(Y)
-    allowed = {
-        (a, p, n)
-        for a, p, n in zip(*(t.tolist() for t in triplets), strict=True)
-        if 0 < squared(rows[a], rows[n]) - squared(rows[a], rows[p]) < 0.8
-    }
+@pytest.mark.parametrize("margin", [0.3, 0.8, 2.0])
+def test_semi_hard_negatives_by_loops(margin):
+    codes = torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rows = nn.functional.normalize(codes).tolist()
+    apart = [[squared(x, y) for y in rows] for x in rows]
+    fits: dict[tuple[int, int], list[int]] = {}
+    for a, p, n in itertools.product(range(len(Y)), repeat=3):
+        if a != p and Y[a] == Y[p] != Y[n] and 0 < apart[a][n] - apart[a][p] < margin:
+            fits.setdefault((a, p), []).append(n)
+
+    def triplets(**options: Any) -> list[tuple[int, int, int]]:
+        indices = SemiHard(margin, **options)(nn.functional.normalize(codes), Y)
+        return list(zip(*(index.tolist() for index in indices), strict=True))
+
     seen: set[tuple[int, int, int]] = set()
     for _ in range(200):
-        a, p, n = SemiHard(0.8)(codes, Y)[:3]
-        picked = list(zip(a.tolist(), p.tolist(), n.tolist(), strict=True))
-        assert len({x[:2] for x in picked}) == len(picked) == len({x[:2] for x in allowed})
-        seen |= set(picked)
-    assert seen == allowed
+        drawn = triplets()
+        assert [(a, p) for a, p, _ in drawn] == list(fits)
+        seen |= set(drawn)
+    assert seen == {(*pair, n) for pair, negatives in fits.items() for n in negatives}
+    hardest = [(a, p, min(fit, key=lambda n: apart[a][n])) for (a, p), fit in fits.items()]
+    assert triplets(pick="hardest") == hardest
 
 
-@pytest.mark.parametrize("margin", [0.3, 2.0])
-def test_the_hardest_semi_hard_negative_by_loops(margin):
-    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
-    codes = torch.randn(8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    rows = codes.tolist()
-    apart = [[squared(x, y) for y in rows] for x in rows]
-    expected = []
-    for a in range(8):
-        for p in range(8):
-            if a == p or labels[a] != labels[p]:
-                continue
-            fit = [
-                (apart[a][n], n)
-                for n in range(8)
-                if labels[n] != labels[a] and apart[a][p] < apart[a][n] < apart[a][p] + margin
-            ]
-            if fit:
-                expected.append((a, p, min(fit)[1]))
-    actual = SemiHard(margin, pick="hardest")(codes, labels)
-    assert list(zip(*(x.tolist() for x in actual), strict=True)) == expected
+def test_wrong_parameters_of_semi_hard_are_refused():
     with pytest.raises(ValueError, match="pick is"):
-        SemiHard(1.0, pick="nearest")
+        SemiHard(1.0, pick="nearest")  # type: ignore[arg-type]
     for wrong in (0.0, math.nan):
         with pytest.raises(ValueError, match="must be a number above 0"):
             SemiHard(wrong)

@@ -113,22 +113,6 @@ def test_nothing_is_learned_from_a_bad_chunk(triplets, words):
     assert all(np.array_equal(before[name], value) for name, value in fitted(learner).items())
 
 
-def test_parameters_out_of_range_are_refused_by_name():
-    for name, value in [
-        *(("tau", value) for value in (0.0, 2.0, float("nan"))),
-        *(("beta", value) for value in (0.0, 1.0)),
-        *(("smoothing", value) for value in (0.0, 1.5)),
-        *(("learning_rate", value) for value in (0.0, float("inf"))),
-        ("depth", -1),
-        ("hidden", 0),
-        ("rule", "both"),
-        ("dtype", "float16"),
-        ("search", "best"),
-    ]:
-        with pytest.raises(ValueError, match=f"OAHU {name}: "):
-            OAHU(**{**SMALL, name: value}).prepare(clouds()[0])  # type: ignore[arg-type]
-
-
 def test_tau_beyond_the_theorem_is_allowed_with_a_warning():
     with pytest.warns(UserWarning, match="2/3"):
         OAHU(**SMALL, tau=1.9).prepare(clouds()[0])

@@ -156,26 +156,32 @@ def test_opml_makes_one_pass():
     assert learner.n_triplets_ <= len(clouds()[0])
 
 
-@pytest.mark.parametrize(
-    ("learner", "words"),
-    [
-        (LEGO(learning_rate=0.0), "learning_rate"),
-        (LEGO(upper=0.0), "upper"),
-        (LEGO(lower=100.0), "lower"),
-        (RDML(learning_rate=-1.0), "learning_rate"),
-        (OASIS(aggressiveness=0.0), "aggressiveness"),
-        (OASIS(margin=float("nan")), "margin"),
-        (OPML(gamma=0.0), "gamma"),
-        (Warm(components=0), "components"),
-        (Warm(memory=255), "memory"),
-        (Warm(prior=0.0), "prior"),
-        (Warm(ridge=0.0), "ridge"),
-        (Warm(doubt=1.0), "doubt"),
-    ],
-)
-def test_parameters_out_of_range_are_refused_by_name(learner, words):
-    with pytest.raises(ValueError, match=words):
-        learner.prepare(clouds()[0])
+OUT_OF_RANGE: dict[Any, dict[str, list[Any]]] = {
+    LEGO: {"learning_rate": [0.0], "upper": [0.0], "lower": [100.0]},
+    RDML: {"learning_rate": [-1.0]},
+    OASIS: {"aggressiveness": [0.0], "margin": [math.nan]},
+    OPML: {"gamma": [0.0]},
+    Warm: {"components": [0], "memory": [255], "prior": [0.0], "ridge": [0.0], "doubt": [1.0]},
+    OAHU: {
+        "tau": [0.0, 2.0, math.nan],
+        "beta": [0.0, 1.0],
+        "smoothing": [0.0, 1.5],
+        "learning_rate": [0.0, math.inf],
+        "depth": [-1],
+        "hidden": [0],
+        "rule": ["both"],
+        "dtype": ["float16"],
+        "search": ["best"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_RANGE)
+def test_parameters_out_of_range_are_refused_by_name(kind):
+    for name, values in OUT_OF_RANGE[kind].items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{kind.__name__} {name}: "):
+                kind(**{name: value}).prepare(clouds()[0])
 
 
 @pytest.mark.parametrize("kind", [*ALL, OAHU])
