@@ -131,6 +131,14 @@ class Hedge(Combiner):
 
     D_l is the distance of two unit embeddings in space l.
 
+    Args:
+        embedding: dimension E of the embedding in a space.
+        depth: L, the number of hidden layers.
+        hidden: number of units per hidden layer.
+        beta: β, by which a weight is multiplied after a loss of 1.
+        smoothing: s. No weight falls below about s / (depth + 1).
+        rule: factor of a weight after a loss; see `oahu.oahu`.
+
     Attributes:
         spaces: L + 1, the number of metric spaces.
     """
@@ -233,14 +241,6 @@ class HedgeScore(Hedge):
     α e^{−r}, where r rises with distance from 0 for the nearest of the k items to 1 for the
     farthest. An item that several spaces propose keeps its best score. Training and `retrieval
     evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
-
-    Args:
-        embedding: dimension E of the embedding in a space.
-        depth: L, the number of hidden layers.
-        hidden: number of units per hidden layer.
-        beta: β, by which a weight is multiplied after a loss of 1.
-        smoothing: s. No weight falls below about s / (depth + 1).
-        rule: factor of a weight after a loss; see `oahu.oahu`.
     """
 
     merge = "score"
@@ -261,14 +261,6 @@ class HedgeSum(Hedge):
     is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The reported distance is √(Σ α_l D_l²), 0 for the
     item itself. With `oahu.abtl` the weights adapt during training. This search is neither Eq 27 of
     the paper (`oahu.hedge`) nor an approximation of it.
-
-    Args:
-        embedding: dimension E of the embedding in a space.
-        depth: L, the number of hidden layers.
-        hidden: number of units per hidden layer.
-        beta: β, by which a weight is multiplied after a loss of 1.
-        smoothing: s. No weight falls below about s / (depth + 1).
-        rule: factor of a weight after a loss; see `oahu.oahu`.
     """
 
     measure = "inner"
