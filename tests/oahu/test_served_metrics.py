@@ -8,36 +8,14 @@ from typing import Any
 import numpy as np
 import oahu_loops as loops
 import pytest
-from retrieval.evaluation.evaluate_run import (
-    encoded,
-    evaluate,
-    nearest_in_each,
-)
+from retrieval.evaluation.evaluate_run import encoded, evaluate, nearest_in_each
+from retrieval.export.export_run import export
 from retrieval.export.variants import SCORED, measure
 from retrieval.model.contracts import Subspace
-from retrieval.run.open import Run
+from retrieval.recipe.read import check_recipe
 from retrieval.serving.bundle import Bundle
+from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
-
-RECIPE = """
-[data]
-name = "core.features"
-file = "{file}"
-[split]
-by = "item"
-test = 0.5
-[backbone]
-name = "core.features"
-[learner]
-name = "oahu.oahu"
-depth = 2
-hidden = 16
-embedding = 4
-learning_rate = 0.05
-seeds = 400
-closure = 400
-search = "score"
-"""
 
 
 def ranking(query: Any, vectors: Any, left_out: Any, alpha: list[float], k: int) -> list[int]:
@@ -47,36 +25,32 @@ def ranking(query: Any, vectors: Any, left_out: Any, alpha: list[float], k: int)
     return [kept[row] for row, _ in loops.retrieve(query, rows, alpha, k)]
 
 
-def test_the_metrics_of_a_bundle_are_those_of_eq_27(cli, tmp_path):
+def test_the_metrics_of_a_bundle_are_those_of_eq_27(tmp_path):
     digits = load_digits()
-    labels = digits.target[:300].astype(str)
-    np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=labels)
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
-    for words in (
-        ("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
-        ("export", tmp_path / "run", "-o", tmp_path / "bundle"),
-    ):
-        assert cli(*words).code == 0
-    run = Run.open(tmp_path / "run")
+    np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300])
+    learner = {"name": "oahu.oahu", "depth": 2, "hidden": 16, "embedding": 4, "search": "score"}
+    recipe = {
+        "data": {"name": "core.features", "file": str(tmp_path / "d.npz")},
+        "split": {"by": "item", "test": 0.5},
+        "backbone": {"name": "core.features"},
+        "learner": {**learner, "learning_rate": 0.05, "seeds": 400, "closure": 400},
+    }
+    run = train(tmp_path / "run", check_recipe(recipe))
+    export(run)
+    bundle = Bundle.open(run.path / "bundle", threads=1)
+    assert bundle.manifest.merge == "score" and run.splits.gallery is None
     metrics = ["recall_at_1", "recall_at_10"]
-    actual = evaluate(run, metrics=metrics, bundle=tmp_path / "bundle").metrics["bundle"]
-    bundle = Bundle.open(tmp_path / "bundle", threads=1)
-    assert bundle.manifest.merge == "score"
-    query, labels = run.splits.query, run.splits.labels
-    gallery = run.splits.gallery
-    ours = encoded(bundle, run, query)["vector"].astype(np.float64)
-    rivals = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
-    theirs = labels[query if gallery is None else gallery]
+    actual = evaluate(run, metrics=metrics, bundle=run.path / "bundle").metrics["bundle"]
+    vectors = encoded(bundle, run, run.splits.query)["vector"].astype(np.float64)
+    labels = run.splits.labels[run.splits.query]
     alpha = [space.weight for space in bundle.manifest.subspaces]
-    left_out = range(len(ours)) if gallery is None else [None] * len(ours)
-    rows = [ranking(v, rivals, n, alpha, 10) for v, n in zip(ours, left_out, strict=True)]
-    right = theirs[np.array(rows)] == labels[query][:, None]
+    rows = [ranking(vector, vectors, row, alpha, 10) for row, vector in enumerate(vectors)]
+    right = labels[np.array(rows)] == labels[:, None]
     expected = {"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()}
     assert actual == pytest.approx(expected)
     # the Euclidean order of the whole vectors differs
-    exclude = np.arange(len(ours)) if gallery is None else None
-    whole = nearest_in_each(ours, rivals, 10, (), exclude)[0]
-    assert (theirs[whole[:, 0]] == labels[query]).mean() != actual["recall_at_1"]
+    whole = nearest_in_each(vectors, vectors, 10, (), np.arange(len(vectors)))[0]
+    assert (labels[whole[:, 0]] == labels).mean() != actual["recall_at_1"]
 
 
 def test_the_drift_of_a_variant_is_that_of_eq_27():
