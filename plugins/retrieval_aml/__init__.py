@@ -1,7 +1,7 @@
-"""Adversarial metric learning: `GMML` in closed form and `AML` by L-BFGS, from moments of pairs.
+"""Adversarial metric learning: `AML`, the metric `GMML` that it extends, and their deep forms.
 
 Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
-Learning" (ICML 2016). Learners are fitted without torch.
+Learning" (ICML 2016). The learners do not need torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def retrieval_losses() -> Factories:
     return {"geometric_mean": "retrieval_aml.geometric_mean:GeometricMeanLoss"}
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(
     __name__, [retrieval_learners(), retrieval_generators(), retrieval_losses()]
 )

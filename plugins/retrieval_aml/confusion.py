@@ -38,8 +38,8 @@ class Confusion(Generator):
     This is exact for a linear head, and holds to first order for a head with hidden layers.
 
     The generator has no parameters. Gradients of the loss pass through z to the features of a and
-    n; their shares in z are constants. Set `[train] real_weight` to train on the real negatives
-    too. real_weight = 1/α corresponds to the paper's α (Eq 4).
+    n, with the weights of a and n in z as constants. Set `[train] real_weight` to train on the real
+    negatives too; real_weight = 1/α corresponds to the paper's α (Eq 4).
 
     Args:
         beta: β > 0, weight of staying near the real negative. z approaches the anchor as β → 0, and
@@ -101,7 +101,7 @@ def _before_scaling(head: nn.Module) -> nn.Sequential | None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Context manager that puts a module into evaluation mode, so that it keeps its statistics."""
+    """Context manager that puts a module into evaluation mode, where it updates no statistics."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""GMML (geometric mean metric learning), and moments and matrix functions that AML also uses."""
+"""GMML (geometric mean metric learning), and the moments and matrix functions that AML shares."""
 
 from __future__ import annotations
 
@@ -173,7 +173,10 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 
 
 def completed(half: Floats, constant: Floats) -> Floats:
-    """Extend H to (F, F): other directions get the geometric mean of its singular values."""
+    """Return H extended to (F, F).
+
+    The directions in `constant` get the geometric mean of H's singular values.
+    """
     if not constant.shape[1]:
         return half
     values = np.linalg.svd(half, compute_uv=False)
@@ -189,7 +192,7 @@ def components(half: Floats) -> Floats:
 
 
 class PairLearner(LinearMap):
-    """Base class of metrics from the second moments of similar and dissimilar pairs.
+    """Base class of learners of a metric from the second moments of similar and dissimilar pairs.
 
     Subclasses define `_learn`. Every subclass has the parameters `t`, `regularization`, `prior`,
     `n_pairs`, `standardize`, `seed` and `random_state`.
@@ -377,10 +380,10 @@ class GMML(PairLearner):
 
         M = (A + λ M₀⁻¹)⁻¹ #_t (B + λ M₀).
 
-    Directions in which no pair differs, such as a constant feature, are left out of the fit. There,
-    M gets the geometric mean of its other eigenvalues. If only pairs of one kind never differ in a
-    direction (for fewer items than features), the eigenvalues of their moment are raised to 1e-10
-    of their mean. M is therefore always positive definite.
+    M is always positive definite. Directions in which no pair differs, such as a constant feature,
+    are left out of the fit; M gets the geometric mean of its other eigenvalues there. If only the
+    similar or only the dissimilar pairs never differ in a direction (for fewer items than
+    features), the eigenvalues of their moment are raised to 1e-10 of their mean.
 
     Args:
         t: position on the geodesic, from 0 (A⁻¹, whitening within classes) over .5 (the geometric

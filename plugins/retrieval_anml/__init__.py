@@ -1,7 +1,7 @@
 """Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses.
 
-Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning". The learners are fitted without torch;
-the log-exp mean does not need it either.
+Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean do
+not need torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def retrieval_losses() -> Factories:
     }
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(
     __name__,
     [

@@ -19,7 +19,7 @@ from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 ONE_THREAD = 10_000_000
-"""Below this many pairs, `fit` limits BLAS to one thread."""
+"""Below this many pairs of a query and an item, `fit` limits BLAS to one thread."""
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -116,15 +116,11 @@ class NeighborhoodLearner(LinearMap):
     ) -> tuple[Floats, NDArray[np.intp]]:
         self._chosen_seed()
         check_parameters(self)
+        labels = learner_labels(y)
         if reset:
-            x, labels = validate_data(
-                self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-            )
+            x, labels = validate_data(self, X, labels, dtype=np.float64, ensure_min_samples=2)
         else:
-            x, labels = (
-                check_array(X, dtype=np.float64, ensure_min_samples=2),
-                np.asarray(learner_labels(y)),
-            )
+            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(labels)
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items, but {len(labels)} labels.")
         return x, class_codes(labels, type(self).__name__)
@@ -168,14 +164,14 @@ class LANML(NeighborhoodLearner):
     averaging it, so its λ is N times this λ. γ₁ < 0 is LANML⁻, which is convex in M. γ₁ > 0 is
     LANML⁺, which is not convex. γ₁ = 0 uses the mean of S_i, which is convex too.
 
-    The log-exp means are smooth forms of the means from which the paper starts: of the K₁ nearest
-    (or farthest) similar items and of the K₂ nearest dissimilar items (Eq 6, 10 and 11). `k1` and
-    `k2` select this hard form. It is continuous, but has kinks where distances tie, so L-BFGS may
-    end slightly above its minimum.
+    The paper starts from a hard form: the mean distance of the K₁ nearest (or farthest) similar
+    items and that of the K₂ nearest dissimilar items (Eq 6, 10 and 11). The log-exp means are
+    smooth forms of these means. `k1` and `k2` select the hard form, which has kinks where distances
+    tie, so L-BFGS may end slightly above its minimum.
 
     An item that is alone in its class is never a query, only a dissimilar item of all others. A
-    constant feature has no influence. A class with fewer than `neighbors` + 1 members uses all of
-    them.
+    constant feature has no influence. In a class with at most `neighbors` + 1 members, S_i is all
+    other members.
 
     Args:
         gamma1: γ₁ of the average over similar items. The more negative it is, the more weight the

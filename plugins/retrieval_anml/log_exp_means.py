@@ -58,15 +58,16 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
         extreme: NDArray[Any] = a.min(axis) if gamma > 0 else a.max(axis)
         return extreme
     mean = a.mean(axis, keepdims=True)
+    if gamma == 0:
+        zero_limit: NDArray[Any] = mean.squeeze(axis)
+        return zero_limit
     t = -gamma * (a - mean)
     top = t.max(axis, keepdims=True)
     # For a small γ, log(mean(e^t)) is about var(t)/2. Then log1p and expm1 keep digits that log and
     # exp would lose.
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        small = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
-        large = (
-            (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
-        )
+        small = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma
+        large = (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma
         means = mean - np.where(top < 1, small, large)
     means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
     squeezed: NDArray[Any] = means.squeeze(axis)
@@ -94,10 +95,10 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
 
 
 def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
-    """Return the γ whose log-exp mean is the mean of the `k` smallest (Song et al., Theorem 3).
+    """Return the γ at which the log-exp mean is the mean of the `k` smallest numbers.
 
-    This relates a γ to a number of neighbours. For the `k` largest numbers, negate both the numbers
-    and γ.
+    Song et al., Theorem 3, which relates γ to a number of neighbours. For the `k` largest numbers,
+    negate the numbers and the result.
 
     Args:
         a: n numbers, not all equal.
@@ -106,8 +107,8 @@ def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) ->
         tol: relative tolerance of γ.
 
     Raises:
-        ValueError: k is not between 1 and n, numbers are not finite, or there is no such γ because
-            of ties: the mean of the k smallest equals the minimum or the mean of all.
+        ValueError: k is not between 1 and n, a number is not finite, or ties make the mean of the k
+            smallest equal to the minimum or to the mean of all, so that no γ above 0 gives it.
     """
     values = np.sort(np.asarray(a, dtype=np.float64).ravel())
     n = len(values)

@@ -11,16 +11,17 @@ Either b can instead be the mean of the K smallest or largest distances (Eq 6; f
 Then W_ij is ℓ′/K for these distances, and ∇f is a subgradient where two distances tie.
 
 W is computed for a block of queries against all items and then discarded, so memory holds a few
-blocks and N × F numbers, never N × N. The queries of a block belong to one class, or to many small
-classes. For small classes, distances to all items are computed and the class of the query is masked
-afterwards, because copying the other classes would cost more.
+blocks and N × F numbers, never N × N. The queries of a block belong to one large class, or to many
+small classes. For a large class, the items of the other classes are copied. For small classes,
+distances to all items are computed and those to the query's own class are masked, which costs less
+than copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,10 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(mean of the k largest) of each row (B,), their mask (B, K), and number (B,)."""
+    """Return minus the mean of each row's k largest elements (B,), their mask (B, K), and k (B,).
+
+    A row with fewer elements uses all of them.
+    """
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -121,8 +125,8 @@ def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
 def exponentials(t: Floats) -> tuple[Any, Floats]:
     """Return e^t (B, K) and the sums of its rows (B,), for t ≤ 0 with a 0 in each row.
 
-    If most terms are too small to change a sum in float64, as for large data and a large γ₂, the
-    first result is a sparse array of the other terms.
+    If most terms are too small to change a sum in float64, the first result is a sparse array of
+    the other terms. This is common for many items and a large γ₂.
     """
     relevant = t > NEGLIGIBLE
     if np.count_nonzero(relevant) > t.size // 8:
@@ -143,12 +147,17 @@ def is_small(queries: int, count: int, items: int) -> bool:
 
 @dataclass(frozen=True)
 class _Class:
-    """Items `start` to `stop`, which are a class; queries and neighbours count from `start`."""
+    """One class: the items `start` to `stop`, sorted by class.
+
+    Attributes:
+        queries: (Q,) queries, counted from `start`.
+        neighbors: (Q, k) S_i of each query, counted from `start`; `None` for the whole class.
+    """
 
     start: int
     stop: int
     queries: Ints
-    neighbors: Ints | None  # (queries, k); None: the whole class
+    neighbors: Ints | None
 
     @property
     def count(self) -> int:
@@ -172,6 +181,24 @@ class _Small:
     queries: Ints
     neighbors: Ints
     members: Ints
+
+
+class _Push(NamedTuple):
+    """Effect of the dissimilar items on a block of queries.
+
+    Attributes:
+        rows: index into the block of the B queries with ℓ above 0.
+        loss: sum of ℓ.
+        slope: (B,) ℓ′.
+        weights: (B, K) weights of the dissimilar items, dense or sparse, not scaled to sum 1.
+        mass: (B,) sums of the weights.
+    """
+
+    rows: Any
+    loss: float
+    slope: Floats
+    weights: Any
+    mass: Floats
 
 
 class Neighborhoods:
@@ -214,6 +241,7 @@ class Neighborhoods:
     ) -> None:
         self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
         self.k1, self.k2 = k1, k2
+        self.sharpness = gamma2 if k2 is None else 1.0
         self.regularization, self.offset = regularization, offset
         # Distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0.
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
@@ -270,7 +298,7 @@ class Neighborhoods:
         z = self.x @ L
         square = np.einsum("ij,ij->i", z, z)[:, None]
         ones = np.ones_like(square)
-        # Their product is −2ab + |a|² + |b|².
+        # left @ right.T has the elements −2ab + |a|² + |b|², the squared distances.
         left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
         gradient, total = np.zeros_like(z), 0.0
         for c in self.large:
@@ -289,11 +317,15 @@ class Neighborhoods:
         return float(value), out
 
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
-        """Add what the queries of a class contribute to the gradient by z; return the sum of ℓ."""
+        """Add the share of a large class to `gradient`, ∂f/∂z (N, C); return its sum of ℓ.
+
+        `left` and `right` (N, C + 2) give squared distances as in `__call__`.
+        """
         rivals = np.concatenate([right[: c.start], right[c.stop :]])
-        # Σ_i W_ij z_i and Σ_i W_ij for each j in D_i
+        # Each row j of D_i holds Σ_i W_ij z_i and Σ_i W_ij.
         pushed = np.zeros((len(rivals), z.shape[1] + 1))
         own, total = z[c.start : c.stop], 0.0
+        own_gradient = gradient[c.start : c.stop]
         offset = self.offset(c.similar, len(rivals))
         rows = max(1, BLOCK // max(len(rivals), c.count))
         space = np.empty(min(rows, len(c.queries)) * len(rivals))
@@ -302,39 +334,19 @@ class Neighborhoods:
             near = None if c.neighbors is None else c.neighbors[i : i + rows]
             a = left[c.start + query]
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
-            sharpness = self.gamma2 if self.k2 is None else 1.0
-            t = np.matmul(
-                -sharpness * a, rivals.T, out=space[: len(a) * len(rivals)].reshape(len(a), -1)
-            )
-            np.minimum(t, 0, out=t)
-            top = t.max(axis=1)
-            least = -top / sharpness
-            # b_{γ₂}, like a mean of K₂ distances, is at least the smallest distance. A query whose
-            # smallest distance is large enough therefore has ℓ = 0, and needs no exponentials.
-            alive = radius - least + offset > self.outer.floor
-            if not alive.any():
+            t = self._exponents(a, rivals, space)
+            push = self._push(t, radius + offset, len(rivals))
+            if push is None:
                 continue
-            if not alive.all():
-                t, top, least, radius, query = (
-                    t[alive],
-                    top[alive],
-                    least[alive],
-                    radius[alive],
-                    query[alive],
-                )
-                weights = weights[alive]
-            reach, e, mass = self._reach(t, top, least, len(rivals))
-            loss, slope = self.outer(radius - reach + offset)
-            total += float(loss.sum())
+            query, weights = query[push.rows], weights[push.rows]
+            total += push.loss
             # A row of W sums to 0 (−ℓ′ over D_i, ℓ′ over S_i), so diag(W1) vanishes.
             part = own[query]
-            scale = (slope / mass)[:, None]
-            pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
-            own_gradient = gradient[c.start : c.stop]
-            own_gradient[query] += 2 * scale * (e @ rivals[:, :-2])
-            weighted = slope[:, None] * np.hstack([part, np.ones_like(scale)])
-            pulled = weights.T @ weighted
-            own_gradient[query] -= 2 * slope[:, None] * (weights @ own)
+            slope, scale = push.slope[:, None], (push.slope / push.mass)[:, None]
+            pushed -= push.weights.T @ (scale * np.hstack([part, np.ones_like(scale)]))
+            own_gradient[query] += 2 * scale * (push.weights @ rivals[:, :-2])
+            pulled = weights.T @ (slope * np.hstack([part, np.ones_like(scale)]))
+            own_gradient[query] -= 2 * slope * (weights @ own)
             own_gradient += 2 * (pulled[:, -1:] * own - pulled[:, :-1])
         pushed[:, :-1] -= pushed[:, -1:] * rivals[:, :-2]
         gradient[: c.start] -= 2 * pushed[: c.start, :-1]
@@ -344,10 +356,12 @@ class Neighborhoods:
     def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add what small classes contribute to the gradient and `pushed`; return the sum of ℓ."""
+        """Add the share of small classes to `gradient` and `pushed`; return their sum of ℓ.
+
+        `pushed` (N, C + 1) collects Σ_i W_ij z_i and Σ_i W_ij of each item j.
+        """
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
-        sharpness = self.gamma2 if self.k2 is None else 1.0
         rows = max(1, BLOCK // max(len(z), similar * z.shape[1]))
         space = np.empty(min(rows, len(s.queries)) * len(z))
         waiting = _Waiting(pushed)
@@ -357,54 +371,69 @@ class Neighborhoods:
             )
             difference = z[query, None] - z[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
-            t = np.matmul(
-                -sharpness * left[query],
-                right.T,
-                out=space[: len(query) * len(z)].reshape(-1, len(z)),
-            )
-            np.minimum(t, 0, out=t)
+            t = self._exponents(left[query], right, space)
             np.put_along_axis(t, members, -np.inf, axis=1)
-            top = t.max(axis=1)
-            least = -top / sharpness
-            alive = radius - least + offset > self.outer.floor  # as in _class
-            if not alive.any():
+            push = self._push(t, radius + offset, dissimilar)
+            if push is None:
                 continue
-            if not alive.all():
-                t, top, least, radius = t[alive], top[alive], least[alive], radius[alive]
-                query, near, weights = query[alive], near[alive], weights[alive]
-            reach, e, mass = self._reach(t, top, least, dissimilar)
-            loss, slope = self.outer(radius - reach + offset)
-            total += float(loss.sum())
+            query, near, weights = query[push.rows], near[push.rows], weights[push.rows]
+            total += push.loss
+            slope, scale = push.slope[:, None], (push.slope / push.mass)[:, None]
             ends = np.arange(0, near.size + 1, similar)
-            pull = csr_array(
-                ((slope[:, None] * weights).ravel(), near.ravel(), ends), shape=t.shape
+            of_similar = csr_array(
+                ((slope * weights).ravel(), near.ravel(), ends), shape=(len(query), len(z))
             )
-            push = (
-                e * (slope / mass)[:, None]
-                if isinstance(e, np.ndarray)
-                else e.multiply((slope / mass)[:, None]).tocsr()
+            of_dissimilar = (
+                push.weights * scale
+                if isinstance(push.weights, np.ndarray)
+                else push.weights.multiply(scale).tocsr()
             )
-            gradient[query] += 2 * (push @ z - pull @ z)
+            gradient[query] += 2 * (of_dissimilar @ z - of_similar @ z)
             part = np.hstack([z[query], np.ones((len(query), 1))])
-            waiting.add(pull, part)
-            waiting.add(-push, part)
+            waiting.add(of_similar, part)
+            waiting.add(-of_dissimilar, part)
         waiting.empty()
         return total
 
-    def _reach(
-        self, t: Floats, top: Floats, least: Floats, dissimilar: int
-    ) -> tuple[Floats, Any, Floats]:
-        """Return b of each D_i (B,), the rows of W up to a factor (B, K), and their sums (B,)."""
-        if self.k2 is not None:
-            return largest(t, min(self.k2, dissimilar))
-        t -= top[:, None]
-        e, mass = exponentials(t)
-        return least - np.log(mass / dissimilar) / self.gamma2, e, mass
+    def _exponents(self, a: Floats, b: Floats, space: Floats) -> Floats:
+        """Return −γ₂ d (B, K), or −d for the mean of K₂ distances, at the start of `space`.
+
+        The squared distances are d = a @ b.T, raised to at least 0.
+        """
+        t = np.matmul(-self.sharpness * a, b.T, out=space[: len(a) * len(b)].reshape(len(a), -1))
+        return np.minimum(t, 0, out=t)
+
+    def _push(self, t: Floats, radius: Floats, dissimilar: int) -> _Push | None:
+        """Return the effect of D_i on queries with ℓ above 0, or `None` if there is none.
+
+        Args:
+            t: (B, K) from `_exponents`, −∞ for items that are not in D_i. It is overwritten.
+            radius: (B,) the mean over S_i plus offset_i.
+            dissimilar: size of D_i.
+        """
+        top = t.max(axis=1)
+        least = -top / self.sharpness
+        # The mean over D_i is at least the smallest distance. If that is large enough, ℓ = 0 and
+        # the query needs no exponentials.
+        rows: Any = radius - least > self.outer.floor
+        if not rows.any():
+            return None
+        if rows.all():
+            rows = slice(None)  # no copies
+        t, top, least, radius = t[rows], top[rows], least[rows], radius[rows]
+        if self.k2 is None:
+            t -= top[:, None]
+            weights, mass = exponentials(t)
+            reach = least - np.log(mass / dissimilar) / self.gamma2
+        else:
+            reach, weights, mass = largest(t, min(self.k2, dissimilar))
+        loss, slope = self.outer(radius - reach)
+        return _Push(rows, float(loss.sum()), slope, weights, mass)
 
     def _similar(
         self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
     ) -> tuple[Floats, Any]:
-        """Return b_{γ₁} of each S_i (B,) and its derivatives by the distances in the class."""
+        """Return the mean over each S_i (B,) and its derivatives by the distances in the class."""
         if near is not None:
             difference = own[query, None] - own[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
@@ -421,7 +450,7 @@ class Neighborhoods:
 
 
 class _Waiting:
-    """Collects sparse blocks of W, and adds Wᵀ [z 1] of many blocks at a time to `pushed`."""
+    """Collects sparse blocks of W and adds Wᵀ [z 1] to `pushed` for many blocks at a time."""
 
     def __init__(self, pushed: Floats) -> None:
         self.pushed = pushed

@@ -30,7 +30,7 @@ would magnify its rounding error."""
 
 
 def pairs_of_labels(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return all pairs: those with equal labels are positive, except of an item with itself.
+    """Return all pairs except those of an item with itself; equal labels make a positive pair.
 
     Args:
         labels: (B,) labels of the anchors.
@@ -65,8 +65,8 @@ class Rule:
         gamma2: γ₂ ≥ 0 of the negatives: 0 takes their mean, infinity the most similar one.
         positive_threshold: p, a similarity added to the positives, or `None`.
         negative_threshold: q, a similarity added to the negatives, or `None`.
-        average: whether to take means of exponentials. Otherwise sums are taken, which need γ > 0.
-        epsilon: margin of the Multi-Similarity miner, whose pairs are used; `None` uses all pairs.
+        average: `True` takes means of exponentials, `False` sums, which need γ > 0.
+        epsilon: margin ε of the Multi-Similarity miner, which selects the pairs. `None` keeps all.
     """
 
     gamma1: float
@@ -80,12 +80,12 @@ class Rule:
 def gaps(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return the gaps (B,) of anchors, 0 where undefined, and the mask (B,) of defined gaps.
 
-    A gap is defined if the anchor has a pair, and if each kind of pair without a threshold has one.
+    A gap is defined if the anchor has a pair, has a positive or p, and has a negative or q.
 
     Args:
         similarity: (B, R).
         pairs: the masks of positives and negatives.
-        rule: parameters of the gap.
+        rule: parameters of the gap, including the thresholds p and q.
     """
     positive, negative = pairs
     p = rule.positive_threshold

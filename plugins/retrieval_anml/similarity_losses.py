@@ -16,17 +16,18 @@ from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of
 
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
-"""A similarity, or `None` for no threshold; recipes write "none", because TOML has no null."""
+"""A similarity, or `None` for no threshold. Recipes write "none", because TOML has no null."""
 Positive = Annotated[float, Field(gt=0)]
-# Largest excess of the negatives' threshold over that of positives; .01 to .03 in the paper.
+# Largest amount by which the threshold of negatives may exceed that of positives. The paper's
+# thresholds differ by .01 to .03.
 OVERLAP = 0.1
 
 
 def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
-    """Return similarities (B, R) by a distance of pytorch-metric-learning or a combiner.
+    """Return similarities (B, R) computed by a distance of pytorch-metric-learning or a combiner.
 
     A similarity is used unchanged. A distance D becomes s = 1 − D²/2, which is the cosine if D is
-    the Euclidean distance of unit vectors. The result of `LpDistance` with power 2 is taken as D².
+    the Euclidean distance of unit vectors. `LpDistance` with power 2 already returns D².
     """
     matrix: Tensor = distance(query, reference)
     if getattr(distance, "is_inverted", False):
@@ -36,7 +37,7 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
-    """Raise a `ValueError` for values of γ for which the gap is not defined."""
+    """Raise a `ValueError` if γ₁ is NaN or γ₂ is not above 0."""
     if gamma1 != gamma1:
         raise ValueError(
             "gamma1 is NaN and must be a number: 0 averages the positives, infinity takes the least"
@@ -50,7 +51,11 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return numbers or `None`; raise a `ValueError` if the second is well above the first."""
+    """Return p and q as numbers or `None`.
+
+    Raises:
+        ValueError: a threshold is not finite, or q exceeds p by more than `OVERLAP`.
+    """
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
@@ -129,9 +134,8 @@ class DANMLoss(SimilarityLoss):
     suggest similarities: p = λ₁, q = λ₂.
 
     With ℓ(x) = x and p = q, the loss is Multi-Similarity minus a constant that depends on the
-    number of pairs. An anchor without any pair has loss 0. If p is "none", an anchor without
-    positives has loss 0 too; if q is "none", so does one without negatives. A distance D of a
-    combiner becomes s = 1 − D²/2.
+    number of pairs. An anchor has loss 0 if it has no pair, if p is "none" and it has no positives,
+    or if q is "none" and it has no negatives. A distance D of a combiner becomes s = 1 − D²/2.
 
     Args:
         gamma1: γ₁. The larger |γ₁|, the more the least similar positives count; 0 averages all. The
@@ -176,15 +180,16 @@ class DANMLoss(SimilarityLoss):
 
 @traits(miner=False)
 class MinedDANMLoss(DANMLoss):
-    """`anml.danml` on the pairs of the miner `pml.multi_similarity`, without lists of pairs.
+    """`anml.danml` with the miner `pml.multi_similarity` built in.
 
-    The paper always uses the two together. The result is the same as with the miner and the loss in
-    turn, but no lists of pairs are stored. ε is a difference of similarities, even if a distance is
-    given. All other parameters are those of `anml.danml`.
+    The paper always uses this loss with this miner. The value is that of the separate miner and
+    loss, but no lists of pairs are stored. All parameters but ε are those of `anml.danml`.
 
     Args:
-        epsilon: the miner's margin ε. A positive counts unless it is more similar than every
-            negative by ε, a negative unless it is less similar than every positive by ε.
+        epsilon: the miner's margin ε, a difference of similarities even if `distance` is a
+            distance. A positive counts if its similarity is below that of the most similar
+            negative plus ε, a negative if its similarity is above that of the least similar
+            positive minus ε.
     """
 
     def __init__(
@@ -205,9 +210,9 @@ class ImprovedLiftedLoss(SimilarityLoss):
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
           + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    where s is the cosine. An anchor without any pair has loss 0. If p is "none", an anchor without
-    positives has loss 0 too; if q is "none", so does one without negatives. A distance D of a
-    combiner becomes s = 1 − D²/2.
+    where s is the cosine. An anchor has loss 0 if it has no pair, if p is "none" and it has no
+    positives, or if q is "none" and it has no negatives. A distance D of a combiner becomes s = 1 −
+    D²/2.
 
     Args:
         gamma1: γ₁. The larger it is, the more the least similar positives count.
@@ -249,11 +254,11 @@ class ImprovedLiftedLoss(SimilarityLoss):
 
 
 class LiftedLoss(ImprovedLiftedLoss):
-    """Lifted structure loss over anchors, the form that the paper improves.
+    """Lifted structure loss over anchors, the form that `anml.improved_lifted` improves.
 
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 23. The loss comes from
     Hermans, Beyer & Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017,
-    after Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; equation 23 of Song, Nie, Han & Li: the
-    mean over anchors of
+    after Oh Song, Xiang, Jegelka & Savarese, CVPR 2016. It is the mean over anchors of
 
         [ log Σ_S e^{−s} + log Σ_D e^{s} + margin ]₊
 
@@ -363,8 +368,8 @@ class NPairLoss(ImprovedNPairLoss):
     """N-pair loss: softmax over similarities to the positive and to one item of each other class.
 
     Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
-    equation 28 of Song, Nie, Han & Li. This is `anml.improved_npair` with γ = 1 and λ = 0; see
-    it for batches with more than two items of a class, miners and reference sets.
+    equation 28 of Song, Nie, Han & Li. This is `anml.improved_npair` with γ = 1 and λ = 0, whose
+    description explains which pairs count.
 
     Args:
         distance: distance or similarity of two embeddings; by default the inner product of

@@ -136,7 +136,7 @@ def retrieval_stores() -> Factories:
     return built_in()
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(
     __name__,
     [

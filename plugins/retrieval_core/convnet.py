@@ -16,8 +16,8 @@ Count = Annotated[int, Field(ge=1)]
 class ConvNet(Backbone):
     """Stages of 3 × 3 convolutions, then pooling. A stage halves the size and doubles the width.
 
-    The features are the width × 2^(depth − 1) channels of the last stage. With `pool = "grid"`,
-    there are cells² times as many. The convolutions are from Simonyan & Zisserman, "Very Deep
+    The features are the width × 2^(depth − 1) channels of the last stage, times cells² with
+    `pool = "grid"`. The convolutions are from Simonyan & Zisserman, "Very Deep
     Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015), with batch normalisation.
     The global average of Lin et al., "Network In Network" (ICLR 2014), replaces the linear layers.
     A strided stem is from He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016).
@@ -29,7 +29,7 @@ class ConvNet(Backbone):
         depth: number of stages.
         layers: number of convolutions per stage.
         batch_norm: whether batch normalisation follows each convolution.
-        mean: number that is subtracted from pixels in 0–1.
+        mean: number that is subtracted from the pixels, which are from 0 to 1.
         std: number by which the differences are divided.
         stem: stride of the first convolution. 2 (3 × 3 windows) and 4 (7 × 7) reduce the pixels to
             a quarter and a sixteenth; use them for images of 64 pixels and more.

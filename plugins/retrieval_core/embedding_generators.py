@@ -12,7 +12,10 @@ from torch.nn import functional
 
 
 class HardestOfClass(Generator):
-    """Base class: replaces a negative with the nearest to the anchor among candidate points."""
+    """Base class of generators that replace a negative with the candidate nearest to the anchor.
+
+    Subclasses define the candidate points.
+    """
 
     space = "embeddings"
     classmates = True

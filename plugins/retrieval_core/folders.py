@@ -61,56 +61,61 @@ def image_folder(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
     names = _levels(levels, label)
+    chosen = label or names[-1]
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     above = int(split)  # number of folders above the levels
-    depth = above + len(names)
     images = find_images(folder)
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
-    stray = [key for key in keys if len(key.parts) <= depth]
-    if stray:
-        plural = len(stray) > 1
-        where = "no class folder" if levels is None else f"fewer than {depth} folders"
-        raise DataError(
-            f"{folder}: {len(stray):,} image{'s are' if plural else ' is'} in {where},"
-            f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
-        )
+    _refuse_shallow(folder, keys, above + len(names), levels is None)
     classes = [inner for place in top for inner in _folders(place)] if split else top
     filled = {folder.joinpath(*key.parts[: above + 1]) for key in keys}
-    empty = [place.relative_to(folder) for place in classes if place not in filled]
-    if empty:
+    if empty := [place.relative_to(folder) for place in classes if place not in filled]:
         log.warning("%s: no image in %s.", folder, some(empty))
     if skip_bad:
         kept, unread = skip_unreadable(files, str(folder))
         notes += unread
         files, keys = [files[i] for i in kept], [keys[i] for i in kept]
+    deepest = max((len(key.parts) - 1 for key in keys), default=0) - above
+    if levels is not None or deepest > len(names):
+        notes = [*notes, _level_note(folder, names, chosen, deepest)]
     rows = [dict(zip(names, key.parts[above:], strict=False)) for key in keys]
-    chosen = label or names[-1]
-    deepest = max((len(key.parts) for key in keys), default=0) - 1
-    if levels is not None or deepest > depth:
-        read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
-        deeper = (
-            f" Some images are up to {deepest - above} levels deep. Set levels = [...] to read more"
-            " levels."
-        )
-        notes = [
-            *notes,
-            f"{folder}: The dataset reads {read}, and the label is the {chosen}."
-            f"{deeper if deepest > depth else ''}",
-        ]
-    sides = [SIDES[key.parts[0].lower()] for key in keys] if split else None
-    roles = [role for _, role in sides] if sides else []
+    places = [SIDES[key.parts[0].lower()] if split else ("", "") for key in keys]
     further = [name for name in names if name != chosen]
     return FileDataset(
         files,
         [row[chosen] for row in rows],
         [key.as_posix() for key in keys],
-        splits=[side for side, _ in sides] if sides else None,
-        roles=roles if any(roles) else None,
+        splits=[side for side, _ in places] if split else None,
+        roles=[role for _, role in places] if any(role for _, role in places) else None,
         metadata=[{name: row[name] for name in further} for row in rows] if further else None,
         advice=ADVICE,
         notes=notes,
+    )
+
+
+def _refuse_shallow(folder: Path, keys: list[Path], depth: int, plain: bool) -> None:
+    """Raise a `DataError` for images in fewer than `depth` folders; `plain` means no `levels`."""
+    shallow = [key for key in keys if len(key.parts) <= depth]
+    if shallow:
+        plural = len(shallow) > 1
+        where = "no class folder" if plain else f"fewer than {depth} folders"
+        raise DataError(
+            f"{folder}: {len(shallow):,} image{'s are' if plural else ' is'} in {where},"
+            f" so there is no label: {some(shallow)}. Move {'them' if plural else 'it'}."
+        )
+
+
+def _level_note(folder: Path, names: list[str], chosen: str, deepest: int) -> str:
+    """Return a note on the levels of folders that are read, and on deeper folders."""
+    read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
+    note = f"{folder}: The dataset reads {read}, and the label is the {chosen}."
+    if deepest <= len(names):
+        return note
+    return (
+        f"{note} Some images are up to {deepest} levels deep. Set levels = [...] to read more"
+        " levels."
     )
 
 
@@ -159,9 +164,9 @@ def manifest(
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
     Files of OML (open-metric-learning) are read unchanged. If they have the columns `is_query` and
-    `is_gallery`, their validation rows become the test side. Either all test rows are both query
-    and gallery, or each is only one of the two. `x_1`, `x_2`, `y_1` and `y_2` are the left, right,
-    top and bottom of an item's box.
+    `is_gallery`, their validation rows become the test side. Either every test row is both query
+    and gallery, or every test row is only one of them. `x_1`, `x_2`, `y_1` and `y_2` are the left,
+    right, top and bottom of an item's box.
 
     Args:
         manifest: the CSV file. A relative path starts at the working directory.

@@ -106,11 +106,9 @@ class MetrixMultiSimilarity(CheckedLoss):
 
         1/β log(1 + Σ_p exp(−β (s_ap − m))) + 1/γ log(1 + Σ_n exp(γ (s_an − m)))
 
-    over its positives p and negatives n, where s is the cosine. Its mixtures v, which are those of
-    `core.metrix`, add w times the same loss, with exp(−β (s_av − m)) multiplied by λ, and
-    exp(γ (s_av − m)) by 1 − λ (equations 4 and 9).
-
-    Without a miner, all triplets are listed, as in `core.metrix`.
+    over its positives p and negatives n, where s is the cosine. The mixtures v of `core.metrix` add
+    w times the same loss, with exp(−β (s_av − m)) multiplied by λ, and exp(γ (s_av − m)) by 1 − λ
+    (equations 4 and 9). Without a miner, all triplets are listed, as in `core.metrix`.
 
     Args:
         positive_scale: β, sharpness of positives.
@@ -168,8 +166,8 @@ class MetrixProxyAnchor(CheckedLoss):
         mean_z⁺ log(1 + Σ_p exp(−γ (s_zp − δ))) + mean_z log(1 + Σ_n exp(γ (s_zn + δ)))
 
     has a mean over the proxies z⁺ of the batch's classes, and a mean over all proxies. The mixtures
-    v of each p with each n of a proxy z⁺ add w times the same loss, with the first exponential
-    multiplied by λ, the second by 1 − λ, and both means over z⁺.
+    of each p with each n of a proxy z⁺ add w times the same loss. There, the first exponential is
+    multiplied by λ, the second by 1 − λ, and both means are over z⁺.
 
     Args:
         classes: number of training classes; the framework sets it.

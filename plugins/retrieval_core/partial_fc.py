@@ -23,9 +23,9 @@ class PartialFC(nn.Module):
     An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
     CNNs by Partial FC, CVPR 2022. For each item, the processes exchange the largest logit, the sum
     of exponentials and the target's logit. The loss and gradients therefore equal those of one
-    process with all classes. A step can be limited to a share `sample` of all classes: those of the
-    batch and random others. The paper draws the others in each process. Here they are drawn from
-    all classes at once, so that they do not depend on the number of processes.
+    process with all classes. A step can use only a share `sample` of all classes: the classes of
+    the batch and random others. The paper draws the others in each process. Here they are drawn
+    from all classes at once, so that they do not depend on the number of processes.
 
     The margin is ArcFace's (in the angle), CosFace's (in the cosine), or both: s (cos(θ + m) − c).
 
@@ -127,7 +127,7 @@ class PartialFC(nn.Module):
     def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (K, C) of this step, and the row (B,) of each item's class in them.
 
-        The row of a class of another process is −1.
+        The row is −1 if the class belongs to another process.
         """
         shard = self._shard
         place = labels - shard.start

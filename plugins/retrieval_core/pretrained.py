@@ -77,9 +77,9 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Context manager that makes Hugging Face's client use its cache if the hub is unreachable.
+    """Context manager in which Hugging Face's client uses its cache if the hub is unreachable.
 
-    Otherwise the client would retry for about a minute.
+    Without it, the client would retry for about a minute.
     """
     from huggingface_hub import constants
 
@@ -114,7 +114,7 @@ def fetch(what: str, advice: str, load: Callable[[], T]) -> T:
 
     Args:
         what: subject of the error message, in the plural.
-        advice: what users without a network can do instead; ends the error message.
+        advice: end of the error message: what users without a network can do instead.
         load: downloads and returns the model.
 
     Raises:
@@ -254,7 +254,7 @@ def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessi
 
 def _options(model: str, size: int) -> dict[str, Any]:
     """Return further arguments of the model's constructor, which a few models need."""
-    # Auxiliary classifiers would change what training mode returns.
+    # With auxiliary classifiers, a model returns several outputs in training mode.
     if model in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if model.startswith("vit_"):

@@ -96,8 +96,8 @@ class HardClasses(BatchSampler):
     A batch starts with a random class. Until it has P classes, it adds the class whose mean
     embedding is nearest to that of a class in the batch. This is the "hard negative class mining"
     of Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016),
-    except that the paper uses one or two examples of a class instead of its mean. For this, the
-    model embeds all training items once per epoch.
+    except that the paper uses one or two examples of a class instead of its mean. The model embeds
+    all training items once per epoch to compute the means.
     """
 
     uses_embeddings = True

@@ -131,8 +131,9 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
 
     Args:
         path: the table or the folder. A relative path starts at the working directory.
-        column: which vectors of a folder to read: the backbone's "features", or "vector" for the
-            embeddings. By default the features are read, if there are any.
+        column: which vectors of a folder to read: "features" for the backbone's features, or
+            "vector" for the embeddings. By default the features, or the embeddings if the folder
+            has no features.
 
     Raises:
         DataError: the file cannot be read, a label is missing, a key occurs twice, or a vector is

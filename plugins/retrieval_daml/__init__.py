@@ -71,7 +71,7 @@ def retrieval_report_panels(run: Run) -> dict[str, bytes]:
     return report_panels(run)
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(
     __name__,
     [retrieval_generators(), retrieval_losses(), retrieval_miners(), retrieval_combiners()],

@@ -34,9 +34,10 @@ QUANTILES = (0.1, 0.5, 0.9)  # of the weights, in the log
 def all_pairs(
     function: PairFunction, query: Tensor, reference: Tensor, *parameters: Tensor, width: int
 ) -> Tensor:
-    """Return `function` of all pairs; compute many pairs in blocks of rows, to save memory.
+    """Return `function` of all pairs.
 
-    The backward pass computes the blocks again.
+    Many pairs are computed in blocks of rows, and the backward pass computes the blocks again, to
+    save memory.
 
     Args:
         function: called with a block of queries, the references, and the parameters.
@@ -63,7 +64,7 @@ def exporting() -> bool:
 
 
 class UnitParts(nn.Module):
-    """Scale each of K equal parts of a row to unit Euclidean length; a zero part stays zero."""
+    """Scales each of K equal parts of a row to unit Euclidean length; a zero part stays zero."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class LocalMetrics(Combiner):
         return codes[:, : self.embedding_size]
 
     def local_distances(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local distances (Q, R, K) between codes, without blocks: for few pairs."""
+        """Return the local distances (Q, R, K) between codes, all pairs at once."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         if exporting():  # the same result from operators that every exporter supports
             difference = x[:, None] - y[None]
@@ -156,7 +157,7 @@ class LocalMetrics(Combiner):
         return distances.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local cosine similarities (Q, R, K), without blocks: for few pairs."""
+        """Return the local cosine similarities (Q, R, K), all pairs at once."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         return torch.matmul(x.transpose(0, 1), y.permute(1, 2, 0)).movedim(0, -1)
 
@@ -186,9 +187,9 @@ class UniformMetrics(LocalMetrics):
     """K local metrics of equal weight 1/K, the baseline of `daml.discriminator`.
 
     D = (1/K · Σ_k d_k^p)^(1/p) with d_k = ‖e_k(x) − e_k(y)‖ of unit embeddings (Eq 14 with Γ =
-    1/K). The index proposes candidates by the Euclidean distance of the embeddings side by side,
-    √(Σ d_k²). With `power = 2`, this order is that of D, so that candidates need not be rescored.
-    With the paper's `power = 1`, this holds only for K = 1; otherwise a server rescores candidates.
+    1/K). The index proposes candidates in the order of √(Σ d_k²), the Euclidean distance of the
+    embeddings side by side. With `power = 2` or K = 1, D has the same order. With the paper's
+    `power = 1` and K > 1, a server computes D of the candidates and orders them by it.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
     Processing 29, 2020, Table X.
@@ -208,8 +209,8 @@ class UniformMetrics(LocalMetrics):
             metrics: K, the number of local metrics, which share the embedding evenly. 1 is the
                 plain Euclidean distance.
             power: p. 1 is the paper's mean of distances, 2 the root of the mean of their squares.
-            views: whether the features are K views of an item side by side, all of the same size,
-                of which metric k sees only the k-th.
+            views: whether the features are K views of an item side by side, all of the same size.
+                Metric k then sees only the k-th view.
             candidates: number of candidates that a server rescores by default.
         """
         super().__init__(embedding_size, metrics, "daml.uniform", views)
@@ -265,10 +266,10 @@ class Discriminator(LocalMetrics):
     features x, y (2F → H → K, Eq 13). Γ is symmetric in x and y. The code of an item includes A x +
     c₁ and B x + c₂, so a server needs no features, and the cost per pair grows with H instead of F.
 
-    Unless `start` is above 0, V and v start at zero, and Γ = 1/K until a training phase trains the
-    combiner (Algorithm 2, line 1). `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ
-    − 1/K‖² over the pairs of the batch (Eq 16, with its 1/K), which is between −(1 − 1/K) and 0.
-    With K = 1, results are bit for bit those without a combiner.
+    By default V and v start at zero, so Γ = 1/K until a training phase trains the combiner
+    (Algorithm 2, line 1). `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ − 1/K‖²
+    over the pairs of the batch (Eq 16, which prints the norm without 1/K). J_dis is between −(1 −
+    1/K) and 0. With K = 1, results are bit for bit those without a combiner.
 
     With the paper's μ = 1e5 and no balance term, one metric gets all the weight. ρ keeps the mean
     weights even, while μ controls how uneven the weights of each pair are.
@@ -374,7 +375,10 @@ class Discriminator(LocalMetrics):
         )
 
     def _weights(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return Γ (…, K) for codes (…, C); one product is enough for both orders of a pair."""
+        """Return Γ (…, K) for codes (…, C).
+
+        V is linear, so one product with V serves both orders of a pair.
+        """
         ax, bx = x[..., self.embedding_size :].chunk(2, dim=-1)
         ay, by = y[..., self.embedding_size :].chunk(2, dim=-1)
         both = torch.relu(ax + by) + torch.relu(ay + bx)
@@ -440,7 +444,7 @@ class Discriminator(LocalMetrics):
     # Serving
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return the number of candidates to rescore: `candidates`, or 200 or 500 by sharpness."""
+        """Return the number of candidates that a server rescores by default for these codes."""
         if self.fixed_candidates is not None:
             return self.fixed_candidates
         return 500 if self.sharpness(codes) > SHARP else 200

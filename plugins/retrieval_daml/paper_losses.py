@@ -17,9 +17,9 @@ Positive = Annotated[float, Field(gt=0)]
 class Measure:
     """Distances and similarities of pairs between two sets of embeddings.
 
-    A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2. Both are exact for
-    the Euclidean distance and the cosine of unit vectors. The result of `LpDistance` with power 2
-    is taken as D².
+    A similarity s gives D² = 2 − 2s, and a distance D gives s = 1 − D²/2. These formulas are exact
+    for the cosine and the Euclidean distance of unit vectors. `LpDistance` with power 2 already
+    returns D².
 
     Args:
         distance: a `BaseDistance`, or a combiner.
@@ -191,15 +191,14 @@ class LiftedLoss(PaperLoss):
     """Lifted structure loss: each positive pair against the negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
-    Learning", equations 10 and 11. The latter print the mean over positive pairs (i, j) of ½ [ J ]₊
-    with
+    Learning", equations 10 and 11: the mean over positive pairs (i, j) of ½ [ J ]₊ with
 
         J = max( max_{n of i} α − D(i, n), max_{n of j} α − D(j, n) ) + D(i, j)
 
-    With `form = "original"`, the loss of a pair is ½ [ J ]₊², with the log-exp sum over the
-    negatives of both items instead of the maximum. The negatives of j count only if j is an anchor
-    too. This holds without a reference set, and with a reference set that begins with the batch, as
-    with a generator. A pair without negatives has loss 0.
+    This is the form that the DAML paper prints. With `form = "original"`, the loss of a pair is
+    ½ [ J ]₊², with the log-exp sum over the negatives of both items instead of the maximum. The
+    negatives of j count only if j is an anchor too: without a reference set, or if the reference
+    set begins with the batch, as a generator's does. A pair without negatives has loss 0.
 
     Args:
         margin: α, a distance.
@@ -263,17 +262,18 @@ def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
 
 
 class NPairLoss(PaperLoss):
-    """N-pair loss: similarity of a pair against those of the anchor and a negative per other class.
+    """N-pair loss: softmax over similarities to the positive and to one item of each other class.
 
     Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the
     mean over pairs (a, p) of
 
         log( 1 + Σ_n exp( scale · ( s(a, n) − s(a, p) ) ) )
 
-    Instead of s(a, p), the paper prints the similarity to the item from which the negative was
-    generated. Without a miner, the first two items of each class in the batch are the pairs of a
-    first round, the next two those of a second round. With a reference set, positives come from
-    that set. With a miner, the negatives of a pair are the miner's negatives of the anchor.
+    The paper prints the similarity to the item from which the negative was generated in place of
+    s(a, p). Without a miner, the first two items of each class in the batch are the pairs of a
+    first round, the next two those of a second round, and so on; the negatives of a pair are the
+    positives of the other pairs of its round. With a reference set, positives come from that set.
+    With a miner, the negatives of a pair are the miner's negatives of the anchor.
 
     Args:
         scale: factor of the similarities: 8 to 16 for unit vectors, 1 for unscaled embeddings.

@@ -32,7 +32,7 @@ def report_panels(run: Run) -> dict[str, bytes]:
 
 
 def read_log(run: Run) -> Epochs:
-    """Return the log of a run, one entry per epoch, without a line that a crash cut short."""
+    """Return the log of a run, one entry per epoch; a line that a crash cut short ends the log."""
     epochs = []
     with contextlib.suppress(OSError, ValueError):
         for line in run.metrics_file.read_text(encoding="utf-8").splitlines():
@@ -41,7 +41,7 @@ def read_log(run: Run) -> Epochs:
 
 
 def draw_losses(figure: Any, epochs: Epochs) -> None:
-    """Draw the losses of metric, J_m, and generator, J_gen, by epoch (Fig. 8), on two axes."""
+    """Draw the metric's loss J_m and the generator's loss J_gen by epoch (Fig. 8 of the paper)."""
     x = [epoch["epoch"] + 1 for epoch in epochs]
     axes = figure.subplots()
     # If the combiner is trained, the logged loss includes its objective.

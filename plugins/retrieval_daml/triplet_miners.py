@@ -15,9 +15,9 @@ from retrieval_daml.paper_losses import Measure, default_distance
 class OnePerClass(nn.Module):
     """One triplet per anchor and other class, with a random positive and a random negative.
 
-    A generator then makes one synthetic negative per anchor and other class, as required by the
-    lifted structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning"
-    (equations 10 to 12). The miner uses only labels.
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 10 to 12: with a
+    generator, the lifted structure and N-pair losses need one synthetic negative per anchor and
+    other class. The miner uses only labels.
 
     Args:
         anchors: "all" items of the batch, or "one" random item per class, as for N-pair.
@@ -48,6 +48,7 @@ class OnePerClass(nn.Module):
         known_labels = labels if ref_labels is None else ref_labels
         classes, group = torch.unique(known_labels, return_inverse=True)
         order = torch.argsort(group, stable=True)
+        # class c is order[start[c] : start[c] + count[c]]
         count = torch.bincount(group, minlength=len(classes))
         start = count.cumsum(0) - count
         anchors = torch.arange(len(labels), device=labels.device)
@@ -55,15 +56,16 @@ class OnePerClass(nn.Module):
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
         row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
-        rest = count[cls] - 1 if same_items else count[cls]
-        row, cls, rest = row[rest > 0], cls[rest > 0], rest[rest > 0]
+        positives = count[cls] - 1 if same_items else count[cls]
+        kept = positives > 0
+        row, cls, positives = row[kept], cls[kept], positives[kept]
         differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
             differs = torch.zeros_like(differs).scatter_(1, chosen, True)
         place, other = differs.nonzero(as_tuple=True)
         a = anchors[row[place]]
-        step = _below(rest[place])
+        step = _below(positives[place])
         if same_items:  # an item is not its own positive
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
@@ -78,8 +80,8 @@ class SemiHard(nn.Module):
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
-    negative has no triplet. At most one triplet per pair limits the cost of a generator;
-    `pml.triplet_margin` with `type_of_triplets = "semihard"` returns all semi-hard triplets.
+    negative has no triplet. One triplet per pair limits the cost of a generator. For all semi-hard
+    triplets, use `pml.triplet_margin` with `type_of_triplets = "semihard"`.
 
     Args:
         margin: a difference of squared distances. Use the margin of the loss.

@@ -23,5 +23,5 @@ def retrieval_learners() -> Factories:
     return {name.lower(): f"retrieval_metric_learn.learners:{name}" for name in names}
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(__name__, retrieval_learners())

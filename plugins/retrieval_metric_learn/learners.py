@@ -64,8 +64,8 @@ class MetricLearnLearner(LinearMap):
             settings["random_state"] = self._chosen_seed()
         return settings
 
-    def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
-        """Raise a `ValueError` for class sizes (C,) that the estimator cannot handle."""
+    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+        """Raise a `ValueError` if class sizes (C,) or features do not suit the estimator."""
 
     def _fit_options(self) -> dict[str, Any]:
         """Return further arguments of the estimator's `fit`."""
@@ -94,12 +94,12 @@ class MetricLearnLearner(LinearMap):
                 f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at"
                 " least two."
             )
-        self._refuse(counts, x.shape[1])
+        self._check_sizes(counts, x.shape[1])
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
             with warnings.catch_warnings():
-                # metric-learn warns of fewer pairs than requested, a default number of bases and
-                # divisions by zero. The check of the result below suffices.
+                # metric-learn warns of fewer pairs than requested, of a default number of bases and
+                # of divisions by zero. The check that the map is finite suffices.
                 for message in ("Only generated", "As no value for `n_basis`"):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")
@@ -107,7 +107,7 @@ class MetricLearnLearner(LinearMap):
             components = self._components(np.atleast_2d(np.real(fitted.components_)))
         except Exception as error:  # metric-learn raises many kinds
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            # LinAlgError is a ValueError, so callers can catch either, as with metric-learn.
+            # LinAlgError is a ValueError, so callers can catch either, as with metric-learn itself.
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
             raise kind(
                 f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items:"
@@ -240,7 +240,7 @@ class SCML(MetricLearnLearner):
     seed: int | None = None
     random_state: int | None = None
 
-    def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
             raise ValueError(
                 "Each class needs 2 items, but the smallest has 1. Remove such classes."
@@ -327,7 +327,7 @@ class LFDA(MetricLearnLearner):
     k: Count | None = None
     embedding_type: Literal["weighted", "orthonormalized", "plain"] = "weighted"
 
-    def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
         if self.n_components is not None and not 1 <= self.n_components <= features:
             raise ValueError(
                 f"n_components is {self.n_components}; it must lie between 1 and the {features}"
@@ -369,7 +369,8 @@ class RCA(MetricLearnLearner):
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "n_chunks": self._chunks}
 
-    def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+        """Check the number of chunks, and keep it for `_settings`."""
         limit = int((counts // self.chunk_size).sum())
         self._chunks = min(100, limit) if self.n_chunks is None else self.n_chunks
         if self._chunks > limit:

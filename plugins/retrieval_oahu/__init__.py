@@ -1,7 +1,7 @@
-"""Online adaptive metric learning: `OAHU`, `Warm`, linear baselines, streams of triplets, and ABTL.
+"""Metric learning from a stream of triplets: `OAHU`, `Warm`, linear baselines, and a deep loss.
 
-Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. Learners are fitted
-without torch.
+Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. The learners do not need
+torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def retrieval_losses() -> Factories:
     return {"abtl": "retrieval_oahu.abtl:ABTL"}
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(
     __name__,
     [

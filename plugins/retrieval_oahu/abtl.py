@@ -32,9 +32,9 @@ class ABTL(CheckedLoss):
         d_sim = τ (e^{D⁺} − 1) / (e² − 1),  d_dis = 2 − τ + τ (1 − e^{−D⁻}) / (1 − e^{−2})
 
     The bounds d_sim and d_dis have no gradient. The loss is 0 only for D⁺ = 0 and D⁻ = 2, so every
-    triplet contributes. The combiners `oahu.hedge` and `oahu.hedge_sum` have several embedding
-    spaces. With them the loss is the weighted sum of the losses of the spaces (Eq 19), and the
-    weights adapt with each training batch.
+    triplet contributes. With the combiners `oahu.hedge` and `oahu.hedge_sum`, which have several
+    embedding spaces, the loss is the weighted sum of the losses of the spaces (Eq 19). The weights
+    adapt with each training batch.
 
     Args:
         tau: τ, above 0 and below 2. Similar pairs are pulled below a bound of at most τ. Dissimilar

@@ -58,7 +58,7 @@ class OverComplete(nn.Module):
         """Return a float32 network with a learner's weights.
 
         The first of `levels` is (F, hidden + E), the others are (hidden, hidden + E). The hidden
-        columns of the last one are unused.
+        columns of the last level are unused.
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
@@ -91,7 +91,7 @@ class OverComplete(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Scale rows to unit length; a zero row stays zero."""
+    """Scales rows to unit length; a zero row stays zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors (B, F)."""
@@ -130,6 +130,14 @@ class Hedge(Combiner):
     """Base class of combiners with the distance √(Σ α_l D_l²), whose weights α `observe` updates.
 
     D_l is the distance of two unit embeddings in space l.
+
+    Args:
+        embedding: dimension E of the embedding in a space.
+        depth: L, the number of hidden layers.
+        hidden: number of units per hidden layer.
+        beta: β, by which a weight is multiplied after a loss of 1.
+        smoothing: s. No weight falls below about s / (depth + 1).
+        rule: factor of a weight after a loss; see `oahu.oahu`.
 
     Attributes:
         spaces: L + 1, the number of metric spaces.
@@ -226,21 +234,13 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted metric spaces, each with its own index; Eq 27 of the paper merges their hits.
+    """Hedge-weighted metric spaces, each searched in its own index; Eq 27 merges the hits.
 
     Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Each of the
-    depth + 1 spaces proposes its k nearest items. The space scores such an item α e^{−r}: α is the
-    space's weight, and r rises with distance from 0 for the nearest of the k to 1 for the farthest.
-    An item that several spaces propose keeps its best score. Training and `retrieval evaluate` use
-    the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
-
-    Args:
-        embedding: dimension E of the embedding in a space.
-        depth: L, the number of hidden layers.
-        hidden: number of units per hidden layer.
-        beta: β, by which a weight is multiplied after a loss of 1.
-        smoothing: s. No weight falls below about s / (depth + 1).
-        rule: factor of a weight after a loss; see `oahu.oahu`.
+    depth + 1 spaces proposes its k nearest items. A space with weight α gives an item the score
+    α e^{−r}, where r rises with distance from 0 for the nearest of the k items to 1 for the
+    farthest. An item that several spaces propose keeps its best score. Training and `retrieval
+    evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
     """
 
     merge = "score"
@@ -261,14 +261,6 @@ class HedgeSum(Hedge):
     is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The reported distance is √(Σ α_l D_l²), 0 for the
     item itself. With `oahu.abtl` the weights adapt during training. This search is neither Eq 27 of
     the paper (`oahu.hedge`) nor an approximation of it.
-
-    Args:
-        embedding: dimension E of the embedding in a space.
-        depth: L, the number of hidden layers.
-        hidden: number of units per hidden layer.
-        beta: β, by which a weight is multiplied after a loss of 1.
-        smoothing: s. No weight falls below about s / (depth + 1).
-        rule: factor of a weight after a loss; see `oahu.oahu`.
     """
 
     measure = "inner"

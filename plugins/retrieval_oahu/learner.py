@@ -12,7 +12,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.network import Network, Rule, hedge_update
-from retrieval_oahu.online import OnlineLearner, refuse_range, warn_tau
+from retrieval_oahu.online import OnlineLearner, warn_tau
 from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class OAHU(OnlineLearner):
 
     The input and each hidden layer of a network have an embedding layer on the unit sphere. The
     network therefore has one metric per depth, from linear to deep. Every triplet trains all
-    metrics with the adaptive-bound triplet loss. A hedge has one weight per depth: it weights the
-    losses and adapts to them. Each feature is standardised.
+    metrics with the adaptive-bound triplet loss. A hedge holds one weight per depth, which scales
+    the loss of that depth and adapts to it. Each feature is standardised.
 
     Gao, Li, Chandra, Khan & Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW
     2019. docs/oahu.md lists the errors of the paper.
@@ -77,10 +77,10 @@ class OAHU(OnlineLearner):
     depth: Annotated[int, Field(ge=0)] = 5
     hidden: Count = 100
     embedding: Count = 50
-    tau: Annotated[float, Field(gt=0, lt=2)] = 0.1
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1
-    learning_rate: Annotated[float, Field(gt=0)] = 0.3
+    tau: Annotated[float, Field(gt=0, lt=2, allow_inf_nan=False)] = 0.1
+    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.99
+    smoothing: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3
     rule: Rule = "exp"
     search: Literal["sum", "score"] = "sum"
     dtype: Literal["float32", "float64"] = "float32"
@@ -161,28 +161,6 @@ class OAHU(OnlineLearner):
         return state
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        for name in ("tau", "beta"):
-            refuse_range(name, getattr(self, name), 0, 2 if name == "tau" else 1)
-        refuse_range("smoothing", self.smoothing, 0, 1, closed=True)
-        refuse_range("learning_rate", self.learning_rate, 0, float("inf"))
-        for name, least in (
-            ("depth", 0),
-            ("hidden", 1),
-            ("embedding", 1),
-            ("seeds", 0),
-            ("closure", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)} and must be at least {least}.")
-        for name, known in (
-            ("rule", ("exp", "linear", "paper")),
-            ("search", ("sum", "score")),
-            ("dtype", ("float32", "float64")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} and must be one of {', '.join(known)}."
-                )
         warn_tau(self.tau)
         network = Network.random(
             features, self.depth, self.hidden, self.embedding, self._chosen_seed(), self.dtype
@@ -196,7 +174,8 @@ class OAHU(OnlineLearner):
         self._live: Network | None = None
         self.alpha_ = np.full(self.depth + 1, 1.0 / (self.depth + 1))
         self._record(self.alpha_, 0)
-        # Without a sample, these yield the running mean and deviation of the stream.
+        # Without a sample, mean and deviation follow the first triplets of the stream: `seen_`
+        # counts these triplets, `squares_` sums squared deviations.
         self.seen_, self.squares_ = 0, np.zeros(features)
         self.mean_: Floats = np.zeros(features)
         self.scale_: Floats = np.ones(features)

@@ -24,9 +24,16 @@ if TYPE_CHECKING:
     from retrieval_oahu.combiners import Bilinear
 
 Floats = NDArray[np.floating[Any]]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Percentile = Annotated[float, Field(gt=0, lt=100, allow_inf_nan=False)]
 SETTLE = 100
-"""Without `prepare` or `fit`, this many triplets at first only set the scale of distances."""
-_PAIRS = 5000  # random pairs of a sample that set this scale
+"""Number of first triplets that only set the scale of distances.
+
+`prepare` and `fit` set the scale from their sample instead.
+"""
+_PAIRS = 5000
+"""Number of random pairs of a sample that set the scale of distances."""
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
 """Cache of `components_`, valid until the learner learns again.
 
@@ -48,8 +55,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
     Attributes:
         matrix_: (F, F) M, for features divided by `unit_`.
         unit_: number by which features are divided.
-        distances_: sorted squared distances of a few thousand pairs at most, from which subclasses
-            compute thresholds.
+        distances_: sorted squared distances of at most a few thousand pairs, for thresholds.
     """
 
     matrix_: Floats
@@ -58,10 +64,10 @@ class MatrixLearner(LinearMap, OnlineLearner):
     mean_: Floats
 
     def _start(self, features: int) -> None:
-        """Check parameters and set the subclass's further attributes."""
+        """Set the subclass's further attributes."""
 
     def _pair(self, difference: Floats, similar: bool) -> bool:
-        """Learn from one pair's difference (F,); return whether that changed the model."""
+        """Learn from one pair's difference (F,); return whether the model has changed."""
         raise NotImplementedError
 
     def _begin(self, features: int, sample: Floats | None) -> None:
@@ -141,22 +147,13 @@ class LEGO(MatrixLearner):
         matrix_: (F, F) M, of features divided by `unit_`.
     """
 
-    learning_rate: Annotated[float, Field(gt=0)] = 0.1
-    upper: Annotated[float, Field(gt=0, lt=100)] = 5.0
-    lower: Annotated[float, Field(gt=0, lt=100)] = 95.0
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
+    learning_rate: Positive = 0.1
+    upper: Percentile = 5.0
+    lower: Percentile = 95.0
+    seeds: Count = 5000
+    closure: Count = 5000
     seed: int | None = None
     random_state: int | None = None
-
-    def _start(self, features: int) -> None:
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate} and must be above 0.")
-        for name in ("upper", "lower"):
-            if not 0 < getattr(self, name) < 100:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; a percentile must be above 0 and below 100."
-                )
 
     def _settle(self, squares: Floats) -> None:
         super()._settle(squares)
@@ -199,15 +196,13 @@ class RDML(MatrixLearner):
         inverse_: (F, F) M⁻¹.
     """
 
-    learning_rate: Annotated[float, Field(gt=0)] = 0.1
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
+    learning_rate: Positive = 0.1
+    seeds: Count = 5000
+    closure: Count = 5000
     seed: int | None = None
     random_state: int | None = None
 
     def _start(self, features: int) -> None:
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate} and must be above 0.")
         self.inverse_ = np.eye(features)
         self.changes_ = 0
 
@@ -246,7 +241,7 @@ class OPML(MatrixLearner):
         map_: (F, F) L. Embeddings are L x, where x is centred and divided by `unit_`.
     """
 
-    gamma: Annotated[float, Field(gt=0)] = 1e-3
+    gamma: Positive = 1e-3
     seed: int | None = None
     random_state: int | None = None
 
@@ -260,11 +255,6 @@ class OPML(MatrixLearner):
         triplets = one_pass(class_codes(labels, "OPML"), order)
         self.learn_from(in_chunks(triplets, x, CHUNK))
         return self
-
-    def _start(self, features: int) -> None:
-        if not self.gamma > 0:
-            raise ValueError(f"gamma is {self.gamma} and must be above 0.")
-        self.matrix_ = np.eye(features)
 
     def _learn(self, triplets: Floats) -> int:
         used = 0
@@ -307,8 +297,7 @@ class OPML(MatrixLearner):
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
     """Yield triplets: an item of `order`, the latest one of its class and of another class."""
     latest: dict[int, int] = {}
-    # The two latest classes, the later one first. One of them is the other class.
-    recent: list[int] = []
+    recent: list[int] = []  # the two latest classes, the latest first
     for item in map(int, order):
         label = int(labels[item])
         other = next((c for c in recent if c != label), None)
@@ -341,10 +330,10 @@ class OASIS(OnlineLearner):
         similarity_: (F, F) W.
     """
 
-    aggressiveness: Annotated[float, Field(gt=0)] = 0.1
-    margin: Annotated[float, Field(gt=0)] = 0.01
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
+    aggressiveness: Positive = 0.1
+    margin: Positive = 0.01
+    seeds: Count = 5000
+    closure: Count = 5000
     seed: int | None = None
     random_state: int | None = None
 
@@ -388,9 +377,6 @@ class OASIS(OnlineLearner):
         return UnitLength(), Bilinear(self.similarity_)
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        for name in ("aggressiveness", "margin"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)} and must be above 0.")
         self.similarity_: Floats = np.eye(features)
 
     def _learn(self, triplets: Floats) -> int:

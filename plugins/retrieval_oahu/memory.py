@@ -1,8 +1,8 @@
 """Memory of a stream's latest items and their relations, and votes of an item's neighbours.
 
 Relations follow the rules of `streams.Closure`: similar pairs join items into groups, and a
-dissimilar pair separates two groups. If a triplet contradicts earlier ones, its items lose their
-earlier relations.
+dissimilar pair makes two groups dissimilar. If a triplet contradicts earlier triplets, its items
+lose their earlier relations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 VOTERS = (1, 3, 5, 7, 9)
 """Numbers of neighbours that vote; an item's vote is the mean over these numbers."""
 NEAR, NEAR_TURNED_OVER = 0.01, 0.05
-"""Share of the memory whose items may vote: the nearest ones, at least the largest of `VOTERS`.
+"""Share of the memory that may vote on an item: its nearest items, at least `VOTERS[-1]` of them.
 
 The second value applies once the memory has evicted items. Few items of such a stream come back, so
 few relations are known, and items with a known relation are farther away.
@@ -27,14 +27,15 @@ few relations are known, and items with a known relation are farther away.
 
 
 class Memory:
-    """View of a learner's arrays, which it changes in place. A place is a row of these arrays.
+    """A memory in a learner's arrays, which are changed in place. A place is a row of the arrays.
 
     Args:
         vectors: (m, F) centred features of the items.
         keys: (m, 2) uint64 digests of the items' bytes, which identify the items.
         group: (m,) number of each place's group, below m. An empty place has a group of its own.
         parted: (m, m) bool, whether two groups are dissimilar.
-        used: (m,) time of each place's last use, 0 for never. The longest unused item is evicted.
+        used: (m,) time of each place's last use, or 0. A full memory evicts the item whose last use
+            is the earliest.
     """
 
     def __init__(
@@ -87,12 +88,16 @@ class Memory:
         parted[joined, group[negative]] = parted[group[negative], joined] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return votes (A,): means over `VOTERS` of 1 (the item's group wins), 0 or ½ (a tie).
+        """Return how well neighbours classify items (A,), from 0 to 1.
+
+        For each number v in `VOTERS`, the v nearest items with a known relation vote. The vote is 1
+        if more of them are of the item's group than of any dissimilar group, ½ for a tie, and 0
+        otherwise. The result is the mean of these votes.
 
         Args:
             anchors: (A,) places of the items.
             distances: (A, size) distances to every item. They are changed in place.
-            share: share of the memory whose nearest items may vote.
+            share: share of the memory that may vote; see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
@@ -102,19 +107,21 @@ class Memory:
         )
         groups, anchor_group = self.group[nearest], self.group[anchors][:, None]
         alike, unlike = groups == anchor_group, self.parted[anchor_group, groups]
+        # Neighbours with a known relation come first, the nearest of them first.
         voters = np.argsort(~(alike | unlike), axis=1, kind="stable")[:, : VOTERS[-1]]
         groups, alike, unlike = (
             np.take_along_axis(values, voters, 1) for values in (groups, alike, unlike)
         )
         same_group = groups[:, :, None] == groups[:, None]
-        verdicts = np.zeros(len(anchors))
+        total = np.zeros(len(anchors))
         for number in VOTERS:
             against = unlike[:, :number]
-            largest = (same_group[:, :number, :number] & against[:, None]).sum(axis=2)
-            largest = np.where(against, largest, 0).max(axis=1)
+            # the size of the largest dissimilar group among the voters
+            sizes = (same_group[:, :number, :number] & against[:, None]).sum(axis=2)
+            largest = np.where(against, sizes, 0).max(axis=1)
             favouring = alike[:, :number].sum(axis=1)
-            verdicts += (favouring > largest) + 0.5 * (favouring == largest)
-        return verdicts / len(VOTERS)
+            total += (favouring > largest) + 0.5 * (favouring == largest)
+        return total / len(VOTERS)
 
     def _leave(self, place: int) -> None:
         """Move an item into an empty group, which has no known relations."""

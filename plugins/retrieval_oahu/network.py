@@ -1,4 +1,4 @@
-"""OAHU's network in NumPy, which has an embedding per level: forward pass, gradient and update.
+"""OAHU's network in NumPy, with one embedding per level: forward pass, gradient and update.
 
 Level l of L + 1 maps h_l (h_0 is the input) to h_{l+1} = relu(h_l W_{l+1}) and to the embedding f_l
 = h_l Θ_l, scaled to unit length (Gao et al., "Towards Self-Adaptive Metric Learning On the Fly",
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from scipy.linalg import blas
 
 Floats = NDArray[np.floating[Any]]
-_SIM = math.exp(2.0) - 1.0  # e² − 1, so that d_sim equals τ at the largest distance, 2
-_DIS = 1.0 - math.exp(-2.0)  # 1 − e⁻², so that d_dis equals 2 there
+# At the largest distance, 2, these divisors make d_sim equal τ and d_dis equal 2.
+_SIM = math.exp(2.0) - 1.0
+_DIS = 1.0 - math.exp(-2.0)
 Rule = Literal["exp", "linear", "paper"]
 TINY = 1e-12
 """An embedding shorter than this counts as zero: its unit vector and its gradient are 0."""
@@ -29,7 +30,7 @@ def similar_threshold(distance: Floats, tau: float) -> Floats:
 
 
 def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_dis (Eq 11), from 2 − τ to 2: it grows with the distance and is never below it."""
+    """Return d_dis (Eq 11), from 2 − τ to 2; increases with the distance and is never below it."""
     return (2.0 - tau) - tau / _DIS * np.expm1(-distance)
 
 

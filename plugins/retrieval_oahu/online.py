@@ -12,7 +12,13 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from retrieval.errors import DataError
-from retrieval.plugin import MetricLearner, class_codes, learner_labels, write_bytes
+from retrieval.plugin import (
+    MetricLearner,
+    check_parameters,
+    class_codes,
+    learner_labels,
+    write_bytes,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -115,7 +121,7 @@ class OnlineLearner(MetricLearner):
     n_skipped_: int
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        """Check parameters and set the fitted attributes to their initial values."""
+        """Set the fitted attributes to their initial values."""
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
@@ -134,16 +140,16 @@ class OnlineLearner(MetricLearner):
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
         """Learn from triplets in order; their division into chunks does not change the result.
 
-        A repeated triplet is learned again. Triplets that contradict each other cancel out;
-        `retrieval_oahu.with_closure` skips them.
+        A triplet is learned even if it repeats or contradicts earlier triplets;
+        `retrieval_oahu.with_closure` skips such triplets.
 
         Args:
             triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
             y: ignored; part of scikit-learn's interface.
 
         Raises:
-            ValueError: the chunk has a wrong shape, or has NaN or infinity. Then nothing is learned
-                from it.
+            ValueError: the chunk has a wrong shape, or has NaN or infinity. Nothing is learned from
+                such a chunk.
         """
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
@@ -249,6 +255,7 @@ class OnlineLearner(MetricLearner):
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
         try:
             self._chosen_seed()  # checked now, as some streams never use it
+            check_parameters(self)
             self._begin(features, sample)
         except Exception:
             del self.n_triplets_  # the learner counts as not fitted

@@ -1,4 +1,7 @@
-"""Streams of triplets from labels or a click log, and triplets that they imply (§3.1 of OAHU)."""
+"""Streams of triplets from labels or a click log, and triplets that other triplets imply.
+
+Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from retrieval.errors import DataError
 from retrieval.plugin import read_labels
 
 Floats = NDArray[np.floating[Any]]
-_TRIES = 20  # draws of an implied triplet before giving up
+_TRIES = 20
+"""Number of draws of an implied triplet before giving up."""
 COLUMNS = ("query", "shown", "chosen", "time")
 
 
@@ -33,7 +37,7 @@ class Closure:
     """Groups of similar items, and the pairs of groups known to be dissimilar.
 
     Attributes:
-        contradictions: number of triplets that were refused, as earlier ones imply the opposite.
+        contradictions: number of refused triplets, of which earlier triplets imply the opposite.
     """
 
     def __init__(self) -> None:
@@ -153,7 +157,7 @@ def from_labels(
             members.
     """
     codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
-    # In `order`, each class is a contiguous range, and so are all others in a circular array.
+    # Each class is a range of `order`. If `order` is circular, all other classes are a range too.
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)
     starts = np.cumsum(sizes) - sizes

@@ -13,7 +13,7 @@ from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner, refuse_range
+from retrieval_oahu.online import OnlineLearner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,15 +31,18 @@ class Expert(NamedTuple):
 EXPERTS = (Expert(1.0, False), Expert(1e-3, False), Expert(1.0, True), Expert(1e-2, True))
 """Two values of `reach` for distances and two for angles.
 
-A small value changes the metric more: it evens out features of very different scales.
+A smaller `reach` changes the metric more, and evens out features of very different scales.
 """
 BLOCK = 64
-"""Largest number of triplets that are judged, then learned, together: 1, 1, 2, 4, …, 64."""
+"""Largest number of triplets in a block. The blocks of a stream have 1, 1, 2, 4, …, 64 triplets.
+
+A block is judged before it is learned.
+"""
 FOLDS = 4
 """Number of folds into which items are divided, by their digests.
 
-Experts that have learned no pair with an item of a fold judge the items of that fold. Otherwise the
-votes would favour the experts, above all when implied triplets reuse few items.
+The items of a fold are judged with experts that have learned no pair with an item of that fold.
+Otherwise the votes would favour the experts, above all when implied triplets reuse few items.
 """
 REFRESH = 512
 """Number of triplets between two eigendecompositions of the moments.
@@ -47,9 +50,9 @@ REFRESH = 512
 Up to 1,024 triplets, every block is followed by an eigendecomposition.
 """
 SETTLE = 500
-"""Without `prepare` or `fit`, this many triplets at first yield mean and principal components.
+"""Number of first triplets that only yield mean and principal components.
 
-Until then, the learned map is the identity.
+Until then, the learned map is the identity. `prepare` and `fit` use their sample instead.
 """
 MIXTURE = 5.0
 """r of the bound in `Warm`, which holds for every n and is tightest for n near r."""
@@ -60,32 +63,31 @@ class Warm(LinearMap, OnlineLearner):
     """Euclidean distance, except while the stream proves that a learned metric is better.
 
     Let A be the second moment of the differences between similar items, divided by its mean
-    eigenvalue. The experts in `EXPERTS` are metrics (I + A / ρ)⁻¹ with several ρ: regularised
-    Mahalanobis distances of within-class differences. Directions in which similar items do not
-    differ keep their scale. An expert replaces Euclidean distance while it passes two tests. No
-    expert is judged on pairs that it has learned: a block of triplets is judged before it is
-    learned, and an item is judged by an expert trained without the pairs of the item's fold.
+    eigenvalue. The experts in `EXPERTS` are metrics (I + A / ρ)⁻¹ with several ρ, which shrink
+    directions in which similar items differ and keep the scale of all others. An expert replaces
+    Euclidean distance while it passes two tests. No expert is judged on pairs that it has learned:
+    a block of triplets is judged before it is learned, and an item is judged with experts trained
+    without the pairs of the item's fold.
 
     - *neighbours*: a memory holds the latest items and which of them are similar or dissimilar
       according to the triplets. For each item, the nearest 1, 3, 5, 7 and 9 items with a known
-      relation vote on whether it is classified correctly. They are among the nearest hundredth of
-      the memory, or the nearest twentieth once the memory has evicted items. An item counts once,
-      with the mean of its latest votes. Let d be the expert's score of an item minus the Euclidean
-      score, S the sum of d over the items, and n the sum of d². The expert passes if S > √(2 (n +
-      r) ln(1 + √((n + r) / r) / 2p)), with r = 5 and p = `doubt` divided by the number of experts.
-      If the d are independent and symmetric about 0, the probability that S ever exceeds this bound
-      is at most p. The bound is the
-      one-sided normal mixture of Robbins, "Statistical methods related to the law of the iterated
-      logarithm", 1970, in the closed form of Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform,
-      nonparametric, nonasymptotic confidence sequences", 2021.
+      relation vote on whether it is classified correctly. These voters are among the nearest
+      hundredth of the memory, or the nearest twentieth once the memory has evicted items. An item
+      counts once, with the mean of its latest votes as its score. Let d be the expert's score of an
+      item minus the Euclidean score, S the sum of d over the items, and n the sum of d². The expert
+      passes if S > √(2 (n + r) ln(1 + √((n + r) / r) / 2p)), with r = 5 and p = `doubt` divided by
+      the number of experts. If the d are independent and symmetric about 0, the probability that S
+      ever exceeds this bound is at most p. The bound is the one-sided normal mixture of Robbins,
+      "Statistical methods related to the law of the iterated logarithm", 1970, in the closed form
+      of Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence
+      sequences", 2021.
     - *triplets*: the expert has ranked the negative before the positive less often than Euclidean
-      distance has. (This test alone is not enough: random triplets order classes and say little
-      about neighbours.)
+      distance has. This test alone is not enough, because random triplets say little about
+      neighbours.
 
-    If several experts pass, the one with the largest S is served. The tests are repeated after
-    every block. An expert whose lead falls to the bound is therefore withdrawn, and may return. The
-    model is always one linear map, followed by scaling to unit length if the served expert is an
-    angle.
+    If several experts pass, the expert with the largest S is served. The tests are repeated after
+    every block, so an expert whose S falls to the bound is withdrawn, and may return. The model is
+    always one linear map, followed by scaling to unit length if the served expert is an angle.
 
     Args:
         components: number of principal components along which A is learned. Other directions keep
@@ -117,9 +119,9 @@ class Warm(LinearMap, OnlineLearner):
     """
 
     components: Annotated[int, Field(ge=1)] | None = 256
-    prior: Annotated[float, Field(gt=0)] = 20.0
-    ridge: Annotated[float, Field(gt=0)] = 1.0
-    doubt: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    prior: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 20.0
+    ridge: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    doubt: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.05
     memory: Annotated[int, Field(ge=256)] = 2000
     seeds: Annotated[int, Field(ge=0)] = 5000
     closure: Annotated[int, Field(ge=0)] = 5000
@@ -127,14 +129,6 @@ class Warm(LinearMap, OnlineLearner):
     random_state: int | None = None
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        for name, least in (("components", 1), ("memory", 256)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value} and must be at least {least}.")
-        for name in ("prior", "ridge"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)} and must be above 0.")
-        refuse_range("doubt", self.doubt, 0, 1)
         number, places = len(EXPERTS), self.memory
         self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
@@ -147,9 +141,10 @@ class Warm(LinearMap, OnlineLearner):
         self.group_ = np.arange(places)
         self.parted_ = np.zeros((places, places), bool)
         self.used_ = np.zeros(places, np.int64)
-        # For each item, the latest d per expert and the number of triplets at that judgement; then
-        # the sums of d and d² over the items that the memory has evicted.
+        # For each item of the memory, the latest d per expert, and the number of triplets learned
+        # when the item was judged.
         self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
+        # The sums of d and d² per expert over the items that the memory has evicted.
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
         self.components_ = np.eye(features)
@@ -274,6 +269,7 @@ class Warm(LinearMap, OnlineLearner):
         for fold in range(FOLDS):
             in_fold = folds == fold
             rows = np.arange(in_fold.sum())
+            # rows 3t, 3t + 1 and 3t + 2 are the anchor, positive and negative of triplet t
             items, along = (x[in_fold].reshape(-1, x.shape[2]) for x in (triplets, codes))
             euclid, *experts = (
                 _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
@@ -282,7 +278,7 @@ class Warm(LinearMap, OnlineLearner):
             self.triplets_lead_ += euclid - np.array(experts)
 
     def _decide(self) -> None:
-        """Choose the expert to serve, if any passes both tests now, and set the map."""
+        """Serve the best expert that passes both tests, or Euclidean distance, and set the map."""
         self.lead_ = self.let_go_[0] + self.verdicts_.sum(axis=0)
         self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
         proven = (self.lead_ > self._bound()) & (self.triplets_lead_ > 0)

@@ -1,8 +1,8 @@
 """Miners of pytorch-metric-learning, which choose the pairs or triplets that a loss works on.
 
-`MultiSimilarityMiner` and `TripletMarginMiner` choose the same as their base classes of
-pytorch-metric-learning. `AngularMiner` differs in that it scales embeddings to unit length. All
-three need less memory and time: they build no list of all triplets, and do not sort.
+`MultiSimilarityMiner` and `TripletMarginMiner` choose the same pairs and triplets as their base
+classes. `AngularMiner`, unlike its base class, scales embeddings to unit length. All three need
+less memory and time than their base classes: they build no list of all triplets, and do not sort.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MultiSimilarityMiner(miners.MultiSimilarityMiner):
     Metric Learning, CVPR 2019.
 
     Args:
-        epsilon: pairs that miss this condition by less than `epsilon` are chosen too.
+        epsilon: tolerance. Pairs that miss the condition by less than `epsilon` are chosen too.
         distance: distance or similarity of two embeddings; cosine similarity by default.
     """
 

@@ -55,11 +55,14 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], Positive),
     **dict.fromkeys(["temperature", "p", "power"], Positive),
 }
-"""Types of parameters that mean the same in every part; others have the type of their default."""
+"""Types of parameters that mean the same in every part.
+
+Any other parameter has the type of its default value.
+"""
 NAMES = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
 """The framework sets these upstream parameters itself, under the names on the right."""
 FIXED = ("distance",)
-"""For `without`: a part whose formula holds for one distance only does not offer `distance`."""
+"""Value of `without` for a part whose formula holds for one distance only."""
 
 
 class _Loss(CheckedLoss):

@@ -145,10 +145,10 @@ class LiftedStructureLoss(losses.LiftedStructureLoss):
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
-    Embedding, CVPR 2016. The memory grows with N², because positive pairs are not compared with all
-    negative pairs as in pytorch-metric-learning. A pair without negatives has loss 0. With a
-    reference set, only the negatives of the anchor count; pytorch-metric-learning also uses those
-    of the batch item that has the positive's index.
+    Embedding, CVPR 2016. The memory grows with N²; pytorch-metric-learning compares all positive
+    pairs with all negative pairs. A pair without negatives has loss 0. With a reference set, only
+    the negatives of the anchor count; pytorch-metric-learning also uses the negatives of the batch
+    item that has the positive's index.
 
     Args:
         neg_margin: margin from which the distances of negatives are subtracted.
@@ -218,8 +218,8 @@ class CircleLoss(_MaskedPairs, losses.CircleLoss):
     """Circle loss: a similarity is weighted by its difference from the optimum.
 
     Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The
-    paper sets m = 0.25, gamma = 256 for faces, 0.25 and 128 for persons, 0.4 and 80 for
-    fine-grained retrieval.
+    paper sets m = 0.25 and gamma = 256 for faces, m = 0.25 and gamma = 128 for persons, and m = 0.4
+    and gamma = 80 for fine-grained retrieval.
 
     Args:
         m: the cosines of positives should exceed 1 − m, those of negatives should stay below m.
@@ -251,17 +251,16 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
 class _AgainstNegatives(_ListedPairs):
     """A positive pair against all negatives of its anchor: log(1 + Σ exp(pushed − pulled)).
 
-    pytorch-metric-learning compares every positive with every negative pair, and its NT-Xent adds
-    the smallest number to the argument of the logarithm, which bounds the loss at 87.
+    pytorch-metric-learning compares every positive pair with every negative pair. Its NT-Xent adds
+    the smallest number to the argument of the logarithm, so its losses are at most 87.
     """
 
     def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
         a1, p, a2, _ = indices_tuple
         if len(a1) == 0 or (len(a2) == 0 and first_row() is None):
             return self.zero_losses()
-        if (
-            len(a2) == 0
-        ):  # other rows of the batch may have negatives; their mean counts these pairs
+        # If other rows of the batch have negatives, a mean over pairs counts these pairs too.
+        if len(a2) == 0:
             neg_pairs = pos_pairs[:0]
         anchors = int(torch.cat([a1, a2]).max()) + 1
         pushed = _log_sums(self.pushed(neg_pairs), a2, anchors)[a1]

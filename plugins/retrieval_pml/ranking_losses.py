@@ -200,7 +200,7 @@ class ProxyNCALoss(losses.ProxyNCALoss):
     """Proxy-NCA: neighbourhood components analysis with one proxy per class instead of neighbours.
 
     Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies,
-    ICCV 2017. Unlike the paper's, the denominator includes the proxy of the item's class, as in
+    ICCV 2017. Unlike in the paper, the denominator includes the proxy of the item's class, as in
     ProxyNCA++ (Teh, DeVries & Taylor, ECCV 2020), so that the loss is a proper softmax.
 
     Args:

@@ -1,4 +1,4 @@
-"""Losses of triplets."""
+"""Losses of triplets, two of which can add up all triplets without listing them."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class _AllTriplets(torch.autograd.Function):
             part = slice(start, start + step)
             rows = anchor[part]
             loss = (limit[part, None] - to_negative[rows]).relu_()
-            kept = negative[rows] if low is None or low < 0 else loss > low
-            if low is not None and low < 0:
+            kept = negative[rows]
+            if low is not None:
                 kept = kept & (loss > low)
             if high is not None:
                 kept = kept & (loss < high)

@@ -102,10 +102,10 @@ class MultipleLosses(losses.MultipleLosses):
 class CrossBatchMemory(losses.CrossBatchMemory):
     """Computes another loss between the batch and a queue of embeddings of past batches.
 
-    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
-    its position are saved with the run. Further differences from pytorch-metric-learning: a batch
-    of one item is not compared with itself. Indices from an outer miner are translated to the
-    batch's places in the queue. Every loss that accepts a reference set is allowed.
+    Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. Unlike in
+    pytorch-metric-learning, the queue and its position are saved with the run, a batch of one item
+    is not compared with itself, indices from an outer miner are translated to the batch's places in
+    the queue, and every loss that accepts a reference set is allowed.
 
     Args:
         loss: the loss, which must accept a reference set.
@@ -231,8 +231,8 @@ class VICRegLoss(losses.VICRegLoss):
     """VICReg: makes two views similar, spreads each dimension and decorrelates dimensions.
 
     Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised
-    Learning, ICLR 2022. Items that share a label are views of one object, paired in the
-    batch's order. With fewer than two pairs the loss is 0.
+    Learning, ICLR 2022. Items that share a label are views of one object, paired in the batch's
+    order. With fewer than two pairs the loss is 0.
 
     Args:
         invariance_lambda: λ, weight of the distance between views.
@@ -254,11 +254,11 @@ class VICRegLoss(losses.VICRegLoss):
 
 @traits(ref_emb=False, miner=False)
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
-    """Applies another loss to pairs of views, which are items that share a label, in order.
+    """Applies another loss to pairs of views: items that share a label, in the batch's order.
 
-    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it for
-    data whose labels name the image from which a view was made. With class labels, it applies
-    `loss` to pairs of a class.
+    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it if the
+    labels name the image from which a view was made. With class labels, items of one class count as
+    views.
 
     Args:
         loss: the loss, which must accept a reference set.

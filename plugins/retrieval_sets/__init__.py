@@ -17,5 +17,5 @@ def retrieval_datasets() -> Factories:
     return {name: f"retrieval_sets.{home}:{name}" for home in names for name in names[home]}
 
 
-# Factories are names of the package, too, and are imported on first use.
+# The package also exports the factories themselves, and imports each on first use.
 __getattr__, __dir__ = lazy(__name__, retrieval_datasets())

@@ -81,9 +81,10 @@ def read_lines(
 def numbers(
     path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
 ) -> list[int] | None:
-    """Return words as integers; add a problem and return None if one is no integer in the range.
+    """Return words as integers from `first` to `last`.
 
-    The range is `first` to `last`. The problem names `line` unless that is `None`.
+    If a word is no such integer, add a problem and return `None`. The problem names `line` unless
+    `line` is `None`.
     """
     values = []
     for word in words:
@@ -114,8 +115,9 @@ class Published:
         title: its name.
         home: its source; the text follows "Get TITLE from" in messages.
         holds: required content of its folder; the text follows "The folder must hold".
-        counts: numbers of images and classes in its releases or paper, by side ("train",
-            "validation", "test", "query", "gallery"). Any one of a side's counts is accepted.
+        counts: numbers of images and classes, by side ("train", "validation", "test", "query",
+            "gallery"). If releases or the paper differ, a side has several; any of them is
+            accepted.
     """
 
     title: str
@@ -198,11 +200,10 @@ def assemble(
         images: the folder to which the paths of the rows are relative.
         rows: the images of the lists.
         problems: problems found while reading the lists.
-        counts: "published" requires the published counts, and that the gallery has each query's
-            class.
+        counts: "published" requires the published counts, and a gallery with every query's class.
         where: the user's folder, for error messages.
-        apart: a plural such as "products", if no label may be in both training and test. Messages
-            use it for the labels.
+        apart: plural noun for the labels in messages, such as "products". If it is set, no label
+            may be in both training and test.
         crop: whether to crop images to their boxes.
         skip_bad: whether to skip unreadable images; the counts include them.
         notes: see `Dataset`.

@@ -1,6 +1,4 @@
-"""`aml.confusion`: Eq 9 by stationarity and by plain solves, on the sphere by search; what it must
-leave alone.
-"""
+"""`aml.confusion` against Eq 9 and against a search on the sphere; its gradients and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def linear(codes: int, bias: bool = True, unit: bool = False, seed: int = 1) -> 
 
 
 class Unit(Normalize):
-    """Unit length in float64, so that differences can be taken; a `Normalize` to whoever looks."""
+    """`Normalize` in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
@@ -50,7 +48,7 @@ class Unit(Normalize):
 class TestLinearHead:
     @pytest.mark.parametrize("beta", BETAS)
     @pytest.mark.parametrize("codes", [2, 5, 8])  # M = WᵀW is singular in the first case
-    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(self, beta, codes):
+    def test_its_pair_solves_eq_9_and_is_stationary(self, beta, codes):
         head = linear(codes)
         a, p, n = points()
         built = bound(head, beta)(a, p, n).numpy()
@@ -65,9 +63,9 @@ class TestLinearHead:
                 scale = np.abs(m).max()
                 assert np.abs(m @ (pi - pi2) + beta * m @ (pi - x)).max() < 1e-9 * scale
                 assert np.abs(m @ (pi2 - pi) + beta * m @ (pi2 - x2)).max() < 1e-9 * scale
-                # the same pair, moved so that π lies on the anchor
+                # the same pair, shifted so that π is the anchor
                 np.testing.assert_allclose(z - x, pi2 - pi, atol=1e-9)
-                # which is where staying on the anchor costs least
+                # z minimises D(a, z)² + β/2 · D(n, z)²
                 assert np.abs(m @ (z - x) + beta / 2 * m @ (z - x2)).max() < 1e-9 * scale
 
     def test_the_limits_of_beta(self):
@@ -81,7 +79,7 @@ class TestLinearHead:
 class TestSphere:
     @pytest.mark.parametrize("beta", BETAS)
     @pytest.mark.parametrize("bias", [True, False])
-    def test_the_code_is_the_best_on_the_sphere(self, beta, bias):
+    def test_the_embedding_is_the_best_on_the_sphere(self, beta, bias):
         head = linear(4, bias, unit=True)
         a, p, n = points()
         codes = head(bound(head, beta)(a, p, n)).detach().numpy()
@@ -96,7 +94,7 @@ class TestSphere:
                 other = c + np.random.default_rng(seed).normal(size=4) * 10.0 ** -(seed % 4)
                 assert cost(c) <= cost(other / np.linalg.norm(other)) + 1e-12
 
-    def test_it_follows_the_head_as_that_is_trained(self):
+    def test_it_follows_changes_of_the_head(self):
         head = linear(4, unit=True)
         generator, built = bound(head), points()
         before = generator(*built)
@@ -118,20 +116,20 @@ class TestSphere:
         assert reached < cost(head((2 * a + n) / 3)) < 0.6 * cost(head(n))
         assert reached < cost(head(a)) and reached < 1.3 * cost(best)
 
-    def test_opposite_codes_and_zero_codes_stay_finite(self):
+    def test_opposite_and_zero_embeddings_stay_finite(self):
         head = nn.Sequential(Normalize())
         a = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
         n = torch.tensor([[-2.0, -4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
         z = bound(head, 2.0)(a, a, n)
         assert z.isfinite().all()
-        torch.testing.assert_close(z[0], n[0])  # as good as any, and real
+        torch.testing.assert_close(z[0], n[0])  # all points are equally good
         weight = torch.eye(2, requires_grad=True)
         head(z @ weight).sum().backward()
         assert weight.grad is not None and weight.grad.isfinite().all()
 
 
-class TestWhatItLeavesAlone:
-    def test_gradients_reach_the_two_points_by_their_shares_and_nothing_by_the_shares(self):
+class TestSideEffects:
+    def test_gradients_reach_anchor_and_negative_with_their_shares_as_constants(self):
         torch.manual_seed(0)
         head = build_head(5, 4)
         a, p, n = (x.float().requires_grad_() for x in points())
@@ -150,7 +148,7 @@ class TestWhatItLeavesAlone:
         torch.testing.assert_close(z, share * a + (1 - share) * n)
         assert ((share > 0) & (share < 1)).all()
 
-    def test_batch_statistics_dropout_and_random_numbers(self):
+    def test_batch_statistics_dropout_and_random_state_stay(self):
         torch.manual_seed(0)
         head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalize())
         head[1].eval()
@@ -198,20 +196,6 @@ class TestRefusals:
             bound(linear(3))(a, p, n[:5])
 
 
-def made(**tables: Any) -> Any:
-    base: dict[str, Any] = {
-        "name": "confusion",
-        "data": {"name": "core.digits"},
-        "split": {"by": "class"},
-        "sampler": {"classes": 4, "items": 4, "batches": 3},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
-        "head": {"embedding_size": 8},
-        "train": {"epochs": 1, "real_weight": 1.0, "device": "cpu"},
-        "generator": {"name": "aml.confusion"},
-    }
-    return check_recipe(base | tables)
-
-
 MINED = {"miner": {"name": "pml.triplet_margin"}}
 
 
@@ -220,8 +204,18 @@ MINED = {"miner": {"name": "pml.triplet_margin"}}
     [("pml.triplet_margin", {}), ("anml.danml", MINED), ("aml.geometric_mean", MINED)],
 )
 def test_a_recipe_trains(tmp_path, loss, miner):
-    recipe = made(loss={"name": loss}, **miner)
-    train(tmp_path / "run", recipe)
+    recipe = {
+        "name": "confusion",
+        "data": {"name": "core.digits"},
+        "split": {"by": "class"},
+        "sampler": {"classes": 4, "items": 4, "batches": 3},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+        "head": {"embedding_size": 8},
+        "train": {"epochs": 1, "real_weight": 1.0, "device": "cpu"},
+        "generator": {"name": "aml.confusion"},
+        "loss": {"name": loss},
+    }
+    train(tmp_path / "run", check_recipe({**recipe, **miner}))
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]

@@ -1,7 +1,8 @@
-"""GMML and AML as scikit-learn estimators: what they learn and save."""
+"""GMML and AML as scikit-learn estimators."""
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import subprocess
 import sys
@@ -11,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.utils.estimator_checks import check_estimator
 
-from retrieval_aml import AML, GMML
+from retrieval_aml import AML, GMML, aml, gmml
 
 LEARNERS = [
     GMML(),
@@ -38,23 +38,13 @@ def test_keeps_scikit_learns_rules(learner):
         check_estimator(again(learner), on_skip=None)
 
 
-@each
-def test_learning_helps_where_scales_mislead(learner):
-    random = np.random.default_rng(0)
-    y = np.repeat([0, 1, 2], 60)
-    x = np.hstack(
-        [y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))]
-    )
-    inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
-    knn = KNeighborsClassifier(5)
-    plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
-    assert plain < 0.6
-    z = again(learner, prior=None).fit(x[inside], y[inside]).transform(x)
-    assert knn.fit(z[inside], y[inside]).score(z[outside], y[outside]) > plain + 0.2
+@pytest.mark.parametrize("module", [aml, gmml])
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(module, raise_on_error=True).attempted
 
 
 @each
-def test_all_pairs_listed_give_what_labels_give(learner, wine):
+def test_a_list_of_all_pairs_gives_the_same_as_labels(learner, wine):
     x, y = wine[0][::3], wine[1][::3]
     learner = again(learner, n_pairs=None, prior=None, standardize=False)
     pairs = np.array([[x[i], x[j]] for i, j in itertools.combinations(range(len(x)), 2)])
@@ -87,14 +77,14 @@ def test_pairs_are_drawn_by_seed(wine):
     )
 
 
-def test_sums_only_make_gmmls_metric_larger_but_change_amls(wine):
+def test_without_balance_amls_metric_is_larger_and_another(wine):
     x, y = wine
     even, sums = (AML(balance=b).fit(x, y).get_mahalanobis_matrix() for b in (True, False))
     assert np.trace(sums) > 1.1 * np.trace(even)
     assert np.abs(sums / np.trace(sums) - even / np.trace(even)).max() > 1e-4
 
 
-def test_standardizing_is_taken_into_the_map(wine):
+def test_the_learned_map_includes_the_standardisation(wine):
     x, y = wine
     scales = 10.0 ** np.arange(-6, 7)
     for learner in (GMML(0.3), AML(), AML(n_pairs=1000)):

@@ -1,4 +1,4 @@
-"""GMML and AML on odd data and odd pairs, and what they refuse."""
+"""GMML and AML on odd data and odd pairs, and their error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SINGULAR = {
 
 @pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
 @pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
-def test_positive_definite_whatever_the_weights_and_ranks(make, t):
+def test_positive_definite_for_all_weights_and_ranks(make, t):
     x, y = make(np.random.default_rng(0))
     assert_spd(GMML(t).fit(x, y).get_mahalanobis_matrix())
     with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_refuses_data(learner, wine):
         refusal(NotFittedError, call)
 
 
-def test_says_when_it_stopped_early(wine):
+def test_stopping_early_is_warned_of(wine):
     with pytest.warns(
         ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"
     ):
@@ -161,10 +161,8 @@ def test_says_when_it_stopped_early(wine):
 
 
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
-def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t, wine):
-    """Without that, t = .1 would make M a hundred million times larger there, for the first new
-    item that does differ.
-    """
+def test_where_no_pair_differs_the_metric_has_the_mean_of_its_eigenvalues(t, wine):
+    """Otherwise, for t = .1, M would be a hundred million times larger in such a direction."""
     x, y = wine
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(15, 15)))[0]
     still = turn[:, 13:]

@@ -1,7 +1,8 @@
-"""LANML and PNCA as scikit-learn estimators: what they learn and refuse, and odd data."""
+"""LANML and PNCA as scikit-learn estimators: the fit, odd data, and error messages."""
 
 from __future__ import annotations
 
+import doctest
 import warnings
 
 import numpy as np
@@ -9,11 +10,10 @@ import pytest
 from refusals import refusal
 from sklearn.datasets import load_wine
 from sklearn.exceptions import NotFittedError
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from retrieval_anml import LANML, PNCA
+from retrieval_anml import LANML, PNCA, linear_learners
 
 LEARNERS = [
     LANML(),
@@ -41,43 +41,32 @@ def test_keeps_scikit_learns_rules(learner):
         check_estimator(learner, on_skip=None)
 
 
-def test_beats_euclid_where_a_feature_misleads():
-    random = np.random.default_rng(0)
-    y = np.repeat([0, 1, 2], 60)
-    x = np.hstack(
-        [y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))]
-    )
-    inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
-    knn = KNeighborsClassifier(5)
-    plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
-    assert plain < 0.6
-    for learner in (LANML(), LANML(1.0, 2.0), PNCA(0.3), PNCA()):
-        z = learner.fit(x[inside], y[inside]).transform(x)
-        assert knn.fit(z[inside], y[inside]).score(z[outside], y[outside]) > 0.85, learner
+def test_examples_in_docstrings():
+    assert doctest.testmod(linear_learners, raise_on_error=True).attempted
 
 
 @each
-def test_the_fit_goes_down_to_where_the_gradient_is_small(learner, wine):
+def test_fit_ends_where_the_gradient_is_small(learner, wine):
     x, y = wine
     learner = type(learner)(**learner.get_params()).set_params(tol=1e-10, max_iter=500).fit(x, y)
     value, gradient = learner.objective(learner.components_.T, x, y)
     assert value == pytest.approx(learner.objective_, rel=1e-9, abs=1e-12)
-    start = learner._start(x)
-    begun, slope = learner.objective(start, x, y)
-    assert value < 0.7 * begun and np.abs(gradient).max() < 0.02 * max(1, np.abs(slope).max())
+    first_value, first_gradient = learner.objective(learner._start(x), x, y)
+    assert value < 0.7 * first_value
+    assert np.abs(gradient).max() < 0.02 * max(1, np.abs(first_gradient).max())
     assert 1 <= learner.n_iter_ <= 500 and learner.n_queries_ == len(x)
 
 
-def test_the_same_twice_and_queries_by_seed(wine):
+def test_queries_are_drawn_by_seed_and_by_class(wine):
     x, y = wine
     first, second = (LANML(max_queries=60, seed=4).fit(x, y) for _ in range(2))
     np.testing.assert_array_equal(first.components_, second.components_)
     assert 57 <= first.n_queries_ <= 63
     other = LANML(max_queries=60, seed=5).fit(x, y)
     assert not np.array_equal(first.components_, other.components_)
-    for all_of_them in (178, 500, None):
-        assert LANML(max_queries=all_of_them, max_iter=1).fit(x, y).n_queries_ == 178
-    # drawn in each class alike: a class of one or two of a thousand still has a query
+    for limit in (178, 500, None):
+        assert LANML(max_queries=limit, max_iter=1).fit(x, y).n_queries_ == 178
+    # the same share of each class: a class of two items among a thousand still has a query
     many = np.vstack([np.random.default_rng(0).normal(size=(1000, 2)), [[9, 9], [9, 8]]])
     assert LANML(max_queries=100, max_iter=1).fit(many, [0, 1] * 500 + [2, 2]).n_queries_ == 101
 
@@ -114,7 +103,7 @@ def test_scales_of_features_do_not_matter(learner, wine):
     np.testing.assert_allclose(*matrices, rtol=1e-6, atol=1e-6)
 
 
-def test_a_lone_member_is_nobodys_query_but_pushed_away(wine):
+def test_an_item_alone_in_its_class_is_no_query_but_is_pushed_away(wine):
     x, y = wine[0][:60, :3], wine[1][:60] * 0
     y[:2] = 1, 2
     y[2:30] = 3
@@ -126,7 +115,7 @@ def test_a_lone_member_is_nobodys_query_but_pushed_away(wine):
     assert learner.objective(L, moved, y)[0] != learner.objective(L, x, y)[0]
 
 
-def test_too_much_regularization_is_told(wine):
+def test_a_zero_map_is_warned_of(wine):
     with pytest.warns(UserWarning, match="zero map"):
         LANML(regularization=1e3, max_iter=300, tol=1e-12).fit(*wine)
 

@@ -24,9 +24,7 @@ def by_loop(a: list[float], gamma: float) -> float:
 
 
 def by_series(a: list[float], gamma: float) -> float:
-    """The first terms of the mean's expansion in γ, in exact arithmetic: for γ too small for
-    logarithms.
-    """
+    """The first terms of the mean's expansion in γ, in exact arithmetic, for a tiny γ."""
     exact = [Fraction(v) for v in a]
     mean = sum(exact) / len(exact)
     second = sum((v - mean) ** 2 for v in exact) / len(exact)
@@ -42,14 +40,14 @@ def both(a: Any, gamma: float) -> tuple[float, float]:
     return float(array), float(tensor)
 
 
-@pytest.mark.parametrize("gamma", [-20.0, -1.0, -0.1, 0.3, 2.0, 40.0])
-def test_against_a_loop(gamma):
-    assert both(NUMBERS, gamma) == pytest.approx([by_loop(NUMBERS, gamma)] * 2, rel=1e-13)
+def test_against_a_loop():
+    for gamma in (-20.0, -1.0, -0.1, 0.3, 2.0, 40.0):
+        assert both(NUMBERS, gamma) == pytest.approx([by_loop(NUMBERS, gamma)] * 2, rel=1e-13)
 
 
-@pytest.mark.parametrize("gamma", [1e-4, -1e-5, 1e-8, -1e-12, 1e-100, 1e-300])
-def test_keeps_its_digits_near_0(gamma):
-    assert both(NUMBERS, gamma) == pytest.approx([by_series(NUMBERS, gamma)] * 2, rel=1e-11)
+def test_keeps_its_digits_near_0():
+    for gamma in (1e-4, -1e-5, 1e-8, -1e-12, 1e-100, 1e-300):
+        assert both(NUMBERS, gamma) == pytest.approx([by_series(NUMBERS, gamma)] * 2, rel=1e-11)
 
 
 def test_limits():
@@ -60,11 +58,11 @@ def test_limits():
     assert both(NUMBERS, 5e-324) == pytest.approx([1.8, 1.8])
 
 
-@pytest.mark.parametrize("gamma", [-3.0, 3.0])
-def test_numbers_that_would_overflow(gamma):
-    shifted = both([v + 1e4 for v in NUMBERS], gamma)
-    assert shifted == pytest.approx([by_loop(NUMBERS, gamma) + 1e4] * 2, rel=1e-13)
-    assert both([1e300, 1e300], gamma) == (1e300, 1e300)
+def test_large_numbers_do_not_overflow():
+    for gamma in (-3.0, 3.0):
+        shifted = both([v + 1e4 for v in NUMBERS], gamma)
+        assert shifted == pytest.approx([by_loop(NUMBERS, gamma) + 1e4] * 2, rel=1e-13)
+        assert both([1e300, 1e300], gamma) == (1e300, 1e300)
 
 
 @settings(max_examples=50, deadline=None)
@@ -116,21 +114,24 @@ def test_theorem_3():
         around = [by_loop(ordered, actual[k - 1] * by) for by in (0.5, 0.9, 1.1, 2)]
         assert around == sorted(around, reverse=True)  # so no other γ has this mean
         assert around[1] > sum(ordered[:k]) / k > around[2]
-        # of the largest, with everything negated
+        # the mean of the k largest: numbers and γ are negated
         gamma = -gamma_for_mean_of_k_smallest(-a, k)
         assert by_loop(ordered, gamma) == pytest.approx(sum(ordered[-k:]) / k, abs=1e-10)
 
 
-def test_theorem_3_refuses():
-    for k in (0, 4):
-        with pytest.raises(ValueError, match="must be from 1 to"):
-            gamma_for_mean_of_k_smallest([1, 2, 3], k)
-    with pytest.raises(ValueError, match="ties"):
-        gamma_for_mean_of_k_smallest([1, 1, 2], 2)
-    with pytest.raises(ValueError, match="ties"):
-        gamma_for_mean_of_k_smallest([2, 2, 2], 2)
-    with pytest.raises(ValueError, match="finite"):
-        gamma_for_mean_of_k_smallest([1, math.nan, 2], 2)
+@pytest.mark.parametrize(
+    ("numbers", "k", "sentence"),
+    [
+        ([1, 2, 3], 0, "must be from 1 to"),
+        ([1, 2, 3], 4, "must be from 1 to"),
+        ([1, 1, 2], 2, "ties"),
+        ([2, 2, 2], 2, "ties"),
+        ([1, math.nan, 2], 2, "finite"),
+    ],
+)
+def test_theorem_3_refuses(numbers, k, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        gamma_for_mean_of_k_smallest(numbers, k)
 
 
 def test_neither_the_mean_nor_a_fit_imports_torch():

@@ -1,5 +1,5 @@
-"""The objectives of LANML and PNCA: against plain loops, finite differences, scikit-learn's NCA;
-limits; convexity.
+"""The objectives of LANML and PNCA against plain loops, finite differences and scikit-learn's NCA;
+their limits and convexity.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ each = pytest.mark.parametrize("learner", SETTINGS, ids=str)
 
 @pytest.fixture
 def data():
-    """Four classes, one with a single member, one with two, far from the origin; and a map to three
-    numbers.
-    """
+    """Features, labels and a map L (4, 3). Four classes, one with one member and one with two."""
     random = np.random.default_rng(0)
     y = np.array([0] * 11 + [1] * 8 + [2] * 2 + [3])
     x = random.normal(size=(len(y), 4)) + 0.7 * y[:, None] + 5
@@ -64,8 +62,9 @@ def mean_of(distances: list[float], gamma: float) -> float:
 
 
 def radius_of(distances: list[float], gamma: float, k: int | None) -> float:
-    """Eq 10: of all subsets of |k| distances the least mean, or for k < 0 the greatest; without k
-    the log-exp mean.
+    """Eq 10: the least mean of |k| distances over all subsets, or the greatest for k < 0.
+
+    Without k, the log-exp mean.
     """
     if k is None:
         return mean_of(distances, gamma)
@@ -141,21 +140,19 @@ def test_against_loops_and_differences(learner, block, is_small, data, monkeypat
 
 
 @pytest.mark.parametrize("learner", [LANML(), LANML(2.0, 30.0), LANML(k1=2, k2=4)], ids=str)
-def test_small_classes_together_are_what_they_are_one_by_one(learner, monkeypatch):
-    """Beside a large class, which goes alone."""
+def test_small_classes_together_give_the_same_as_one_by_one(learner, monkeypatch):
     random = np.random.default_rng(4)
     y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
     x, L = random.normal(size=(len(y), 6)) + 3 * random.normal(size=(41, 6))[y], np.eye(6) * 0.8
     assert {module.is_small(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
     value, gradient = learner.objective(L, x, y)
     monkeypatch.setattr(module, "is_small", lambda *sizes: False)
-    alone, slope = learner.objective(L, x, y)
-    assert value == pytest.approx(alone, rel=1e-12)
+    expected, slope = learner.objective(L, x, y)
+    assert value == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-11)
 
 
-def test_sparse_weights_are_the_dense_ones(monkeypatch):
-    """A sharp γ₂ leaves most exponentials out; all are put back by a lower limit."""
+def test_leaving_out_negligible_exponentials_changes_nothing(monkeypatch):
     random = np.random.default_rng(1)
     x, y = random.normal(size=(120, 3)), random.integers(0, 3, 120)
     learner = LANML(-1.0, 400.0, 0.1, margin=20.0)
@@ -187,8 +184,8 @@ def test_alpha_1_is_scikit_learns_nca(data):
         )
 
 
-def rows(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
-    """The mean of xᵢ itself."""
+def mean_gap(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
+    """The mean of the gaps xᵢ, with ℓ(x) = x."""
     codes = np.asarray(y, dtype=np.intp)
     return Neighborhoods(x, codes, gamma1=gamma1, gamma2=gamma2, outer=Outer("identity"))(L)[0]
 
@@ -204,12 +201,11 @@ def test_limits_of_gamma(data):
     mean = sum(sum(s) / len(s) - sum(d) / len(d) for s, d in pairs) / len(pairs)
     hardest = sum(max(s) - min(d) for s, d in pairs) / len(pairs)
     for gamma in (0.0, 1e-12, -1e-12, 1e-7):
-        assert rows(x, y, L, gamma, 1e-7) == pytest.approx(mean, abs=1e-5)
-    # the hardest triplet of each query (Proposition 3 as it is right), and the nearest of both
-    # kinds
-    assert rows(x, y, L, -1e6, 1e6) == pytest.approx(hardest, abs=1e-5)
+        assert mean_gap(x, y, L, gamma, 1e-7) == pytest.approx(mean, abs=1e-5)
+    # Proposition 3, corrected: the limit is the hardest triplet of each query
+    assert mean_gap(x, y, L, -1e6, 1e6) == pytest.approx(hardest, abs=1e-5)
     nearest = sum(min(s) - min(d) for s, d in pairs) / len(pairs)
-    assert rows(x, y, L, 1e6, 1e6) == pytest.approx(nearest, abs=1e-5)
+    assert mean_gap(x, y, L, 1e6, 1e6) == pytest.approx(nearest, abs=1e-5)
 
 
 def half(M: Floats) -> Floats:
@@ -218,13 +214,11 @@ def half(M: Floats) -> Floats:
     return root
 
 
-def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
-    """f(midpoint) − the mean of f at the ends, in M, on random segments between positive
-    semi-definite matrices.
-    """
+def excesses(learner: LANML, x: Floats, y: Any) -> list[float]:
+    """f at the midpoint minus the mean of f at the ends, on random segments of matrices M."""
     random = np.random.default_rng(3)
     actual = []
-    for _ in range(segments):
+    for _ in range(25):
         a, b = (
             random.normal(size=(4, random.integers(1, 5))) * random.uniform(0.2, 1.5) for _ in "ab"
         )
@@ -237,6 +231,6 @@ def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
 def test_convex_for_gamma1_below_0_and_only_then(loss, data):
     x, y, _ = data
     for gamma1 in (-3.0, -0.2, 0.0):
-        actual = gaps(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)
+        actual = excesses(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)
         assert max(actual) < 1e-9 and min(actual) < -1e-3
-    assert max(gaps(LANML(3.0, 2.0, 0.1, loss=loss), x, y)) > 1e-3
+    assert max(excesses(LANML(3.0, 2.0, 0.1, loss=loss), x, y)) > 1e-3

@@ -1,6 +1,4 @@
-"""Values of the deep losses against plain loops, and their gradients by finite differences, all in
-float64.
-"""
+"""The deep losses against plain loops in float64, and their gradients by finite differences."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from retrieval_anml.similarity_losses import (
 )
 
 LABELS = [0, 1, 0, 2, 1, 0, 2, 3, 1, 0]  # label 3 has one member: an anchor without positives
-REFERENCES = [1, 0, 2, 2, 5, 0, 1]  # label 3 has none here
+REFERENCES = [1, 0, 2, 2, 5, 0, 1]  # no item has label 3
 GAMMAS = [
     (2.0, 30.0),
     (0.5, 4.0),
@@ -77,7 +75,7 @@ class TestDANML:
         x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), *gamma, *thresholds)
         assert loss(X, Y).item() == mean_of(x)
         check_gradient(lambda e: loss(e, Y), X)
-        if thresholds in ((0.5, 0.5), (None, None)):  # and every entry of it
+        if thresholds in ((0.5, 0.5), (None, None)):  # also every entry of the gradient
             precision = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5}
             leaf = X.clone().requires_grad_()
             assert torch.autograd.gradcheck(lambda e: loss(e, Y), leaf, **precision)
@@ -88,7 +86,7 @@ class TestDANML:
         assert loss(X, Y, None, R, YR).item() == mean_of(x)
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
-    def test_fused_is_the_miner_then_the_loss(self, gamma, thresholds):
+    def test_the_built_in_miner_is_the_miner_before_the_loss(self, gamma, thresholds):
         s = loops.cosines(X, X)
         x = loops.gaps(s, loops.mined(s, loops.by_label(LABELS), 0.1), *gamma, *thresholds)
         fused, apart = MinedDANMLoss(*gamma, *thresholds), DANMLoss(*gamma, *thresholds)
@@ -164,7 +162,7 @@ class TestNPair:
     def test_further_items_are_further_rounds(self):
         first, second = made(6, 3), made(4, 4)
         labels = torch.cat([self.LABELS, torch.tensor([0, 2, 2, 0])])
-        # the fifth item of a class is left out, and so is a class with one
+        # the fifth item of a class has no partner, nor has the only item of a class
         labels = torch.cat([labels, torch.tensor([0, 7])])
         x = torch.cat([first, second, made(2, 5)])
         loss = ImprovedNPairLoss(3.0, 0.1)
@@ -176,8 +174,8 @@ class TestNPair:
         order = torch.tensor([2, 0, 1])
         loss = ImprovedNPairLoss(3.0, 0.1)
         anchors, positives = x[self.ANCHORS], x[self.POSITIVES]
-        got = loss(anchors, torch.arange(3), None, positives[order], torch.arange(3)[order])
-        assert got.item() == pytest.approx(loss(x, self.LABELS).item(), rel=1e-10)
+        value = loss(anchors, torch.arange(3), None, positives[order], torch.arange(3)[order])
+        assert value.item() == pytest.approx(loss(x, self.LABELS).item(), rel=1e-10)
 
     def test_miner_gives_the_negatives(self):
         anchor, positive, negative = [0, 0, 1, 0, 3], [4, 4, 2, 4, 5], [1, 2, 3, 1, 0]

@@ -1,6 +1,4 @@
-"""What the deep losses do with parameters, batches and labels that do not fit: a sentence, or a
-stated number.
-"""
+"""The deep losses on wrong parameters (an error message) and on odd batches (a finite loss)."""
 
 from __future__ import annotations
 
@@ -32,41 +30,35 @@ def build(name: str) -> Any:
     return LOSSES[name](4, 6) if name == "improved_proxy_nca" else LOSSES[name]()
 
 
-@pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, ImprovedLiftedLoss])
-class TestParameters:
-    @pytest.mark.parametrize("gamma2", [0.0, -1.0, math.nan])
-    def test_gamma2_must_be_above_0(self, cls, gamma2):
-        with pytest.raises(ValueError, match="must be above 0: the larger it is"):
-            cls(2.0, gamma2)
-
-    def test_gamma1_is_a_number(self, cls):
-        with pytest.raises(ValueError, match="gamma1 is NaN"):
-            cls(math.nan, 2.0)
-
-    def test_thresholds_in_the_wrong_order(self, cls):
-        with pytest.raises(ValueError, match="write 1 − λ for a distance λ = 1 − cosine"):
-            cls(positive_threshold=0.3, negative_threshold=0.7)
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_thresholds_are_finite(self, cls, value):
-        with pytest.raises(ValueError, match='finite similarity, or "none" for no threshold'):
-            cls(negative_threshold=value)
+ABOVE_0, FINITE = "must be above 0: the larger it is", 'finite similarity, or "none" for no thresh'
+ORDER = "write 1 − λ for a distance λ = 1 − cosine"
+WITH_THRESHOLDS = (DANMLoss, MinedDANMLoss, ImprovedLiftedLoss)
 
 
-def test_a_recipe_can_leave_thresholds_out():
+@pytest.mark.parametrize(
+    ("classes", "values", "sentence"),
+    [
+        (WITH_THRESHOLDS, {"gamma2": 0.0}, ABOVE_0),
+        (WITH_THRESHOLDS, {"gamma2": math.nan}, ABOVE_0),
+        (WITH_THRESHOLDS, {"gamma1": math.nan}, "gamma1 is NaN"),
+        (WITH_THRESHOLDS, {"positive_threshold": 0.3, "negative_threshold": 0.7}, ORDER),
+        (WITH_THRESHOLDS, {"negative_threshold": math.nan}, FINITE),
+        (WITH_THRESHOLDS, {"positive_threshold": math.inf}, FINITE),
+        ([DANMLoss], {"outer": "softplus"}, 'outer is "softplus" and must be'),
+        ([ImprovedLiftedLoss], {"gamma1": -2.0}, "gamma1 is -2 and must be above 0"),
+        ([ImprovedNPairLoss], {"gamma": 0.0}, "gamma is 0 and must be"),
+        ([MinedDANMLoss], {"epsilon": -1.0}, "epsilon is -1"),
+    ],
+)
+def test_wrong_parameters_are_refused(classes, values, sentence):
+    for cls in classes:
+        with pytest.raises(ValueError, match=sentence):
+            cls(**values)
+
+
+def test_none_in_a_recipe_leaves_thresholds_out():
     with_none, with_text = DANMLoss(2, 30, None, None), DANMLoss(2, 30, "none", "none")
     assert with_none(X, Y).item() == with_text(X, Y).item() != DANMLoss(2, 30)(X, Y).item()
-
-
-def test_further_parameters():
-    with pytest.raises(ValueError, match='outer is "softplus" and must be'):
-        DANMLoss(outer="softplus")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gamma1 is -2 and must be above 0"):
-        ImprovedLiftedLoss(-2.0)
-    with pytest.raises(ValueError, match="gamma is 0 and must be"):
-        ImprovedNPairLoss(0.0)
-    with pytest.raises(ValueError, match="epsilon is -1"):
-        MinedDANMLoss(epsilon=-1.0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -88,7 +80,7 @@ class TestBatches:
     @pytest.mark.parametrize("size", [1e-20, 1e15])
     def test_tiny_and_huge_embeddings(self, name, size):
         if "npair" in name and size > 1:
-            size = 1e6  # inner products, which float32 holds up to 1e38, times γ
+            size = 1e6  # inner products times γ, which float32 holds up to 1e38
         x = (X * size).requires_grad_()
         loss = build(name)(x, Y)
         loss.backward()
@@ -99,7 +91,7 @@ ALONE, ALIKE = torch.arange(6), torch.zeros(6, dtype=torch.long)
 
 
 class TestOneSidedBatches:
-    def test_a_threshold_stands_in_for_what_is_not_there(self):
+    def test_a_threshold_stands_in_for_missing_positives(self):
         cosine = torch.nn.functional.normalize(X) @ torch.nn.functional.normalize(X).T
         exponents = torch.cat(
             [30 * cosine[~torch.eye(6, dtype=torch.bool)].view(6, 5), torch.full((6, 1), 15.0)], 1
@@ -121,7 +113,7 @@ class TestOneSidedBatches:
             NPairLoss(),
         ],
     )
-    def test_without_one_it_costs_0(self, loss, labels):
+    def test_without_a_kind_of_pair_the_loss_is_0(self, loss, labels):
         x = X.clone().requires_grad_()
         value = loss(x, labels)
         value.backward()
@@ -130,7 +122,7 @@ class TestOneSidedBatches:
     @pytest.mark.parametrize(
         "name", ["danml", "improved_lifted", "lifted", "npair", "improved_npair"]
     )
-    def test_a_miner_that_finds_nothing(self, name):
+    def test_without_mined_pairs_the_loss_is_0(self, name):
         none = torch.zeros(0, dtype=torch.long)
         x = X.clone().requires_grad_()
         for indices in ((none,) * 3, (none,) * 4):
@@ -142,17 +134,17 @@ class TestOneSidedBatches:
         assert ImprovedProxyNCALoss(4, 1)(X, ALIKE).item() == 0
 
 
-def test_proxies_of_labels_that_are_not_there():
+def test_labels_without_a_proxy_are_refused():
     with pytest.raises(ValueError, match="labels must be from 0 to 1, not from 0 to 2"):
         ImprovedProxyNCALoss(4, 2)(X, Y)
 
 
-def test_the_fused_loss_refuses_a_miner():
+def test_a_loss_with_a_built_in_miner_refuses_another():
     with pytest.raises(ValueError, match="takes no miner's indices"):
         MinedDANMLoss()(X, Y, (Y, Y, Y))
 
 
-def test_indices_of_another_batch():
+def test_indices_of_another_batch_are_refused():
     two = torch.tensor([0, 1])
     for wrong in ((two, two, two + 5), (two, two, two, two - 1), (two, two[:1], two), (two, two)):
         with pytest.raises(ValueError, match="miner"):

@@ -1,6 +1,4 @@
-"""What the deep losses become for special parameters, against pytorch-metric-learning and plain
-loops.
-"""
+"""The losses that the deep losses equal for special parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def test_multi_similarity_is_the_identity_and_equal_thresholds(mining):
     constant = sum(math.log(len(p) + 1) / alpha + math.log(len(n) + 1) / beta for p, n in sets) / 24
     assert ours(X, Y).item() + constant == pytest.approx(upstream(X, Y, indices).item(), rel=1e-10)
     assert torch.allclose(gradient(ours), gradient(upstream, X, Y, indices), atol=1e-12)
-    # the exact values catch what training does not: the wrong sign of γ₁ within the sums
+    # A wrong sign of γ₁ in the sums still trains well: only exact values reveal it.
     wrong = DANMLoss(1 / alpha, beta, m, m, outer="identity")
     assert wrong(X, Y).item() + constant != pytest.approx(upstream(X, Y, indices).item(), rel=1e-3)
 
@@ -79,22 +77,15 @@ def test_gamma_to_0_is_the_mean(thresholds):
     tiny = DANMLoss(1e-7, 1e-7, *thresholds, outer="identity")
     assert tiny(X, Y).item() == pytest.approx(expected / 24, abs=1e-7)
     assert torch.allclose(gradient(tiny), gradient(mean), atol=1e-7)
-    # and in float32, where log(mean) / γ would be lost in rounding
+    # In float32, rounding would drown log(mean) / γ.
     assert tiny(X.float(), Y).item() == pytest.approx(expected / 24, abs=1e-6)
 
 
-class TestNPair:
-    y = torch.arange(8).repeat(2)
-    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def test_is_pytorch_metric_learnings(self):
-        upstream = NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False))
-        assert NPairLoss()(self.x, self.y).item() == pytest.approx(
-            upstream(self.x, self.y).item(), rel=1e-10
-        )
-        assert torch.allclose(
-            gradient(NPairLoss(), self.x, self.y), gradient(upstream, self.x, self.y), atol=1e-12
-        )
+def test_npair_is_pytorch_metric_learnings():
+    x, y = X[:16], torch.arange(8).repeat(2)
+    upstream = NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False))
+    assert NPairLoss()(x, y).item() == pytest.approx(upstream(x, y).item(), rel=1e-10)
+    assert torch.allclose(gradient(NPairLoss(), x, y), gradient(upstream, x, y), atol=1e-12)
 
 
 def test_proxy_nca_up_to_the_number_of_classes():

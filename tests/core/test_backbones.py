@@ -1,3 +1,5 @@
+"""Backbones: their features against the networks of timm and torchvision, weights and errors."""
+
 from __future__ import annotations
 
 import builtins
@@ -62,16 +64,16 @@ def test_convnet_normalises_in_the_model():
 
 
 def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what a layer of an untouched network is given: an oracle for the features."""
+    """Return a function that computes the input of a layer of a whole network."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        caught: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
         handle = net.get_submodule(name).register_forward_pre_hook(
-            lambda _, given: caught.append(given[0])
+            lambda _, arguments: inputs.append(arguments[0])
         )
         net(x)
         handle.remove()
-        return caught[0]
+        return inputs[0]
 
     return run
 
@@ -85,7 +87,7 @@ def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Te
         ("shufflenet_v2_x0_5", 64, "fc", 1024),
     ],
 )
-def test_torchvision_features_are_what_the_classifier_was_given(model, size, layer, features):
+def test_torchvision_features_are_the_input_of_the_classifier(model, size, layer, features):
     from torchvision.models import get_model
 
     net = pretrained.torchvision_model(model, size=size)
@@ -104,7 +106,7 @@ def test_torchvision_ends_in_a_convolution():
     assert net.features == 512 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 512)
 
 
-def test_transformers_are_told_their_size():
+def test_transformers_are_built_for_the_size():
     from torchvision.models import MaxVit, VisionTransformer
 
     for model, kind in (("vit_b_16", VisionTransformer), ("maxvit_t", MaxVit)):
@@ -116,7 +118,7 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path, monkeypatch):
     from torchvision.models import ShuffleNet_V2_X0_5_Weights, get_model
 
     donor = get_model("shufflenet_v2_x0_5", weights=None)
-    # the download's place: torch finds the file there and downloads nothing
+    # torch finds the file in its cache and downloads nothing
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = Path(ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1.url).name
     place = tmp_path / "hub" / "checkpoints" / file
@@ -142,13 +144,13 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path, monkeypatch):
         ("timm", "vit_tiny_patch16_224", {"size": 8}, "does not accept images of 8 × 8 pixels"),
     ],
 )
-def test_models_that_cannot_be(name, model, values, sentence):
+def test_impossible_models_are_refused(name, model, values, sentence):
     if name == "timm":
         pytest.importorskip("timm")
     assert sentence in refusal(RecipeError, build, name, model=model, **values)
 
 
-def test_no_network_is_one_sentence(monkeypatch, tmp_path):
+def test_without_a_network_the_error_is_one_sentence(monkeypatch, tmp_path):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise urllib.error.URLError("Name or service not known")
 
@@ -159,12 +161,12 @@ def test_no_network_is_one_sentence(monkeypatch, tmp_path):
         build("torchvision", model="mnasnet0_5", weights="DEFAULT")
 
 
-def test_an_absent_hub_is_not_asked_again_and_again(monkeypatch, tmp_path, caplog, capfd):
+def test_an_unreachable_hub_is_not_retried(monkeypatch, tmp_path, caplog, capfd):
     pytest.importorskip("timm")
     from huggingface_hub import constants
 
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, and listening to nobody
+        closed.bind(("127.0.0.1", 0))  # the port is reserved, but nothing listens
         monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{closed.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         for name in ("https_proxy", "HTTPS_PROXY"):
@@ -211,7 +213,7 @@ def test_a_missing_package_is_named(monkeypatch):
         pretrained._package_weights(0)
 
 
-def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
+def test_damaged_lite0_weights_are_refused(tmp_path, monkeypatch):
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
     monkeypatch.setattr(pretrained, "_package_weights", lambda number: path)
@@ -225,7 +227,7 @@ def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixels_are_the_images_own(channels):
+def test_pixels_are_those_of_the_image(channels):
     built = build("pixels", size=6, channels=channels).eval()
     assert built.features == 36 * channels and not list(built.parameters())
     image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
@@ -237,7 +239,7 @@ def test_pixels_are_the_images_own(channels):
 
 
 def hundred_sizes() -> list[tuple[int, int]]:
-    """Widths and heights: of cameras, of one pixel, long ones, and others at random."""
+    """Widths and heights: usual, extreme and random ones."""
     named = [(640, 427), (1024, 683), (1999, 1333), (457, 300), (427, 640)]
     named += [(1, 9), (2000, 90), (60, 1500)]
     drawn = np.random.default_rng(0).integers(20, 900, (92, 2)).tolist()
@@ -250,7 +252,7 @@ PHOTO = Image.fromarray(load_sample_images().images[1])
 @pytest.mark.parametrize(
     "model", ["tf_efficientnet_lite0", "resnet18.tv_in1k", "vit_tiny_patch16_224"]
 )
-def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model):
+def test_pixels_are_those_of_timms_evaluation_bit_for_bit(model):
     timm = pytest.importorskip("timm")
     config = timm.data.resolve_data_config(
         {}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict()
@@ -277,15 +279,9 @@ def test_pixels_are_those_of_torchvisions_weights(net):
         assert np.array_equal(ours(image), theirs.round().numpy()), size
 
 
-def seeded(**values: Any) -> ConvNet:
-    torch.manual_seed(0)
-    net: ConvNet = create("backbone", "core.convnet", **values)
-    return net
-
-
 @pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
-def test_the_first_convolution_strides_and_sees_every_pixel(stem, kernel):
-    layer = seeded(width=2, stem=stem).stages[0].double()
+def test_the_first_convolution_strides_and_uses_every_pixel(stem, kernel):
+    layer: Any = ConvNet(width=2, stem=stem).stages[0].double()  # type: ignore[arg-type]
     size = 10
     x = torch.randn(1, 1, size, size, dtype=torch.double, requires_grad=True)
     out = layer(x)
@@ -303,8 +299,8 @@ def test_the_first_convolution_strides_and_sees_every_pixel(stem, kernel):
     assert x.grad is not None and bool((x.grad != 0).all())
 
 
-def test_the_smallest_image_that_a_stem_takes():
-    net = seeded(size=13, stem=4, depth=3, width=2).eval()
+def test_the_smallest_image_for_a_stem():
+    net = ConvNet(size=13, stem=4, depth=3, width=2).eval()
     assert net(torch.zeros(1, 1, 13, 13)).shape == (1, 8)
     says = "size 12 cannot be halved 2 times after a stem of 4. Make depth or stem smaller, or size"
     with pytest.raises(RecipeError, match=says):

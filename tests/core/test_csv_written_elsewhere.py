@@ -1,4 +1,4 @@
-"""CSV files as pandas, Excel and Windows write them, read alike for training and for an index."""
+"""CSV files as pandas, Excel and Windows write them, read the same for training and indexing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def written(folder: Path, header: str, form: str, column: Sequence[str] = [""] * 6) -> Path:
-    """A CSV file with a line of each image: its number, path, label and the value of a column."""
+    """Write a CSV file. `form` makes each image's line of its n, path, label and `column` value."""
     rows = [
         form.format(n=n, path=path, label=path.split("/")[1], value=column[n])
         for n, path in enumerate(PATHS)
@@ -57,7 +57,7 @@ readers = pytest.mark.parametrize("read", [trained, indexed])
 
 
 @readers
-def test_capitals_blanks_and_backslashes_are_read(read, folder):
+def test_capitals_blanks_and_backslashes_are_accepted(read, folder):
     assert read(written(folder, "path,label", "{path},{label}")) == PLAIN
     assert read(written(folder, "Path, LABEL", " {path} ,{label} ")) == PLAIN
     windows = [path.replace("/", "\\") for path in PATHS]
@@ -65,7 +65,7 @@ def test_capitals_blanks_and_backslashes_are_read(read, folder):
 
 
 @readers
-def test_a_backslash_in_a_files_own_name_stays(read, folder):
+def test_a_backslash_in_a_file_name_stays(read, folder):
     (folder / "photos/a/0.png").rename(folder / "odd\\0.png")
     (folder / "m.csv").write_text("path,label\nodd\\0.png,a\n")
     assert read(folder / "m.csv") == [("odd\\0.png", "a")]
@@ -87,7 +87,7 @@ def test_a_backslash_in_a_files_own_name_stays(read, folder):
     ],
     ids=["row numbers", "comma in the header", "comma in a line", "another name", "twice"],
 )
-def test_columns_that_do_not_fit_are_refused(read, folder, header, form, says):
+def test_wrong_columns_are_refused(read, folder, header, form, says):
     with pytest.raises(DataError, match=says):
         read(written(folder, header, form))
 
@@ -100,7 +100,7 @@ def test_columns_that_do_not_fit_are_refused(read, folder, header, form, says):
         ("C:\\data\\", "path begins with a Windows drive"),
     ],
 )
-def test_the_cause_is_told_once(read, folder, start, cause):
+def test_a_cause_of_many_lines_is_reported_once(read, folder, start, cause):
     says = rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$"
     with pytest.raises(DataError, match=says) as error:
         read(written(folder, "path,label", start + "{path},{label}"))
@@ -134,7 +134,7 @@ def test_the_column_id_is_an_items_id(folder):
     assert both[1].key == "k1" and both[1].metadata == {"id": "p1"}
 
 
-def test_one_number_in_several_forms_is_likely_one_class(folder):
+def test_several_spellings_of_a_number_are_reported(folder):
     file = written(folder, "path,label", "{path},{value}", ["1", "1.0", "01", "2", "2", "-1"])
     actual = retrieval.check_data(file, progress=False)
     assert list(actual.spelt) == [("1", "1.0", "01")] and not actual.clean

@@ -1,4 +1,4 @@
-"""Data sets that other libraries read: torchvision's and Hugging Face's."""
+"""Data sets of torchvision and Hugging Face."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def save(path: Path, number: int) -> None:
 
 
 def test_torchvision_with_two_sides(tmp_path):
-    # GTSRB keeps its training side in folders and its test side in a list: files, and labels that
-    # are known without decoding.
+    # GTSRB has its training side in folders and its test side in a list.
     base = tmp_path / "gtsrb"
     images = base / "GTSRB" / "Final_Test" / "Images"
     for i in range(2):
@@ -53,7 +52,7 @@ def test_torchvision_with_two_sides(tmp_path):
     assert data.splits == ["train"] * 4 + ["test"] * 2
     assert np.array_equal(np.asarray(data[2]), pixels(10))
     assert np.array_equal(np.asarray(data[5]), pixels(51))
-    again = pickle.loads(pickle.dumps(data))  # as processes that decode are given it
+    again = pickle.loads(pickle.dumps(data))  # decoding processes receive a pickle
     assert np.array_equal(np.asarray(again[4]), pixels(50))
     (images / "0.ppm").write_bytes(b"no image")
     with pytest.raises(DataError, match="GTSRB, test item 0 cannot be read"):
@@ -80,12 +79,12 @@ def test_torchvision_in_memory(tmp_path):
         (raw / f"{prefix}-images-idx3-ubyte").write_bytes(idx(array))
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
     data = torchvision_dataset("MNIST", tmp_path)
-    assert np.array_equal(data.arrays, np.concatenate(parts))  # so that features are cached
+    assert np.array_equal(data.arrays, np.concatenate(parts))
     assert data.labels == ["3 - three", "7 - seven"] * 3
     assert data.splits == ["train"] * 4 + ["test"] * 2
 
 
-def test_torchvision_refusals(tmp_path):
+def test_torchvision_errors(tmp_path):
     def refused(name: str, **values: Any) -> str:
         return refusal(partial(torchvision_dataset, name), tmp_path, **values)
 
@@ -97,8 +96,8 @@ def test_torchvision_refusals(tmp_path):
     assert "cannot be read from" in text and "Set [data] download = true" in text
 
 
-def test_what_torchvision_unpickles_is_refused():
-    """By torchvision's own source, whichever version is installed."""
+def test_data_sets_that_torchvision_unpickles_are_refused():
+    """Finds them in the source of the installed torchvision."""
     from torchvision import datasets
 
     unpickles = re.compile(r"pickle\.loads?\(|torch\.load\((?![^\n]*weights_only=True)")
@@ -124,7 +123,7 @@ def test_what_torchvision_unpickles_is_refused():
             torchvision_dataset(name, Path("/nowhere"))
 
 
-def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch):
+def test_a_missing_hugging_face_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependency, match="embedding-retrieval\\[huggingface\\]"):
         huggingface("somewhere")

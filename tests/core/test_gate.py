@@ -1,6 +1,4 @@
-"""Every reader of a dataset refuses what cannot be trained on, in the words of the reader of
-`.npz`.
-"""
+"""Every reader of a data set refuses bad vectors, keys and labels with the same messages."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path):
     assert [items[0].label, items[1].label] == [None, "class 1"]
 
 
-def test_an_index_takes_a_nan_label_for_none(tmp_path):
+def test_an_index_reads_a_nan_label_as_none(tmp_path):
     labels = [float("nan"), *map(float, range(N - 1))]
     table = pa.table({"features": VECTORS.tolist(), "label": labels})
     pq.write_table(table, tmp_path / "v.parquet")
@@ -95,7 +93,7 @@ def test_an_index_takes_a_nan_label_for_none(tmp_path):
     assert [item.label for item in items][:2] == [None, "0.0"]
 
 
-def test_hugging_face_labels_pass_the_gate(tmp_path):
+def test_missing_hugging_face_labels_are_refused(tmp_path):
     datasets = pytest.importorskip("datasets")
     images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(4)]
     for name, labels, feature in (
@@ -123,7 +121,7 @@ class Own(retrieval.plugin.Dataset):
         return VECTORS[index]
 
 
-def test_a_plugins_own_dataset_passes_it_too():
+def test_a_plugins_own_data_set_is_checked():
     says = r"(?s)has 2 problems.*1 of 5 items have no label: z.*'x' is the key of 2"
     with pytest.raises(DataError, match=says):
         usable(Own(), "The dataset own")
@@ -136,14 +134,14 @@ def test_a_plugins_own_dataset_passes_it_too():
         usable(unnamed, "x")
 
 
-def test_what_is_missing():
+def test_missing_values():
     pandas = pytest.importorskip("pandas")
     missing = [None, "", "  ", float("nan"), np.float32("nan"), pandas.NA, pandas.NaT]
     assert all(map(is_missing, missing))
     assert not any(map(is_missing, ["nan", 0, 0.0, False, np.int64(0), "a"]))
 
 
-def test_long_arrays_are_looked_through_in_blocks():
+def test_long_arrays_are_checked_in_blocks():
     vectors = np.zeros((200_000, 2), np.float32)
     vectors[199_999, 1] = np.inf
     data = ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features")
@@ -156,4 +154,4 @@ def test_sides_are_known_by_their_usual_names(read, tmp_path):
     split = ["Train", "val", "TEST", "valid"] * 3
     data = read(tmp_path, {"features": VECTORS, "label": LABELS, "split": split})
     assert list(data.splits or ()) == ["train", "validation", "test", "validation"] * 3
-    assert sides(["trian"]) == ["trian"]  # which the split then refuses
+    assert sides(["trian"]) == ["trian"]  # the split refuses this name

@@ -1,6 +1,4 @@
-"""Folders are read by content; what is left out is counted, with its reason, in the log, in the run
-and by `index`.
-"""
+"""Images in folders are found by content. The log, the run and `index` report the other files."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def photos(tmp_path, digits):
     labels = load_digits().target
     folder = tmp_path / "photos"
     for i, image in enumerate(digits):
-        place = folder / str(labels[i]) / f"{i:03}"  # no extension, as cameras' backups leave them
+        place = folder / str(labels[i]) / f"{i:03}"  # no extension
         place.parent.mkdir(parents=True, exist_ok=True)
         image.save(place, format="JPEG")
     (folder / "0" / "notes.txt").write_text("P5 is not an image here")
@@ -50,7 +48,7 @@ def test_every_format_is_known_by_its_content(tmp_path, digits):
     for name in FORMATS:
         try:
             digits[0].convert("RGB").resize((32, 32)).save(tmp_path / name.lower(), format=name)
-        except KeyError:  # Pillow reads it and does not write it here
+        except KeyError:  # Pillow reads this format but cannot write it
             continue
     actual = find_images(tmp_path)
     written = sorted(path.name.upper() for path in tmp_path.iterdir())
@@ -58,7 +56,7 @@ def test_every_format_is_known_by_its_content(tmp_path, digits):
     assert len(actual.images) >= 7 and not actual.left_out
 
 
-def test_what_is_left_out_is_counted_with_its_reason(photos, tmp_path):
+def test_other_files_are_left_out_with_a_reason(photos, tmp_path):
     os.mkfifo(photos / "2" / "pipe.png")
     (photos / "2" / "old.psd").write_bytes(b"8BPS" + bytes(60))
     (photos / "2" / ".hidden").write_text("x")
@@ -77,7 +75,7 @@ def test_what_is_left_out_is_counted_with_its_reason(photos, tmp_path):
         find_images(tmp_path / "empty")
 
 
-def test_the_dataset_says_so_and_lists_what_cannot_be_read(photos, caplog):
+def test_the_data_set_reports_them_and_unreadable_images(photos, caplog):
     for name in ("0/cut", "1/torn"):
         (photos / name).write_bytes(b"\xff\xd8\xff\xe0 no more")
     data = create("dataset", "core.image_folder", folder=str(photos), skip_bad=True)
@@ -88,7 +86,7 @@ def test_the_dataset_says_so_and_lists_what_cannot_be_read(photos, caplog):
     assert any("JPEG 2000" in note for note in data.notes)
 
 
-def test_the_run_and_the_index_keep_it(photos, tmp_path, cli, monkeypatch):
+def test_the_run_and_the_index_report_them(photos, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (photos / "0" / "cut").write_bytes(b"\xff\xd8\xff\xe0 no more")
     Path("r.toml").write_text(RECIPE)

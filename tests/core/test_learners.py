@@ -1,3 +1,5 @@
+"""PCA, LDA and NCA against scikit-learn."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -39,11 +41,11 @@ def scikit(learner: LinearMap) -> Any:
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=str)
-def test_codes_are_scikit_learns(learner, digits):
+def test_embeddings_are_scikit_learns(learner, digits):
     x, y = digits
     theirs = scikit(learner).fit(x, y)
     expected = theirs.transform(x)
-    if not isinstance(learner, PCA):  # ours are centred, which changes no distance
+    if not isinstance(learner, PCA):  # our embeddings are centred, which changes no distance
         expected = expected - theirs.transform(x.mean(0, keepdims=True))
     actual = learner.fit(x, y).transform(x)
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8 * np.abs(expected).max())

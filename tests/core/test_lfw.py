@@ -1,6 +1,4 @@
-"""Data laid out as Labeled Faces in the Wild: read, refused with every fault named, and used from
-end to end.
-"""
+"""Data in the layout of Labeled Faces in the Wild: reading, errors, training and verification."""
 
 from __future__ import annotations
 
@@ -21,12 +19,9 @@ from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 from sklearn.datasets import load_digits
 
-FOLDS, EACH = 3, 4  # sets of people in people.txt, and pairs of each kind in each
+FOLDS, EACH = 3, 4  # number of folds, and of pairs of each kind per fold
 NAMES = [f"Person_{i:02d}" for i in range(12)]
-"""Four people a fold; the first nine are View 1's for training.
-
-The last one of each fold has a single image.
-"""
+"""Four people per fold, the last with a single image. The first nine are View 1's training set."""
 
 
 RECIPE: dict[str, Any] = {
@@ -42,7 +37,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Digits as people's images, with five lists beside their folder."""
+    """A folder of images of people (digits), and five lists beside it."""
     root = tmp_path_factory.mktemp("lfw")
     digits = load_digits()
     pixels = np.rint(digits.images * 255 / 16).astype(np.uint8)
@@ -72,7 +67,7 @@ def people(names: list[str], images: dict[str, int]) -> list[str]:
 
 
 def pairs(names: list[str]) -> list[str]:
-    """Four pairs of the first two people that have several images, four of the two."""
+    """Return four same pairs and four different pairs of two people with several images."""
     a, b = [name for name in names if NAMES.index(name) % 4 != 3][:2]
     same = [f"{a}\t1\t2", f"{a}\t3\t4", f"{b}\t1\t3", f"{b}\t2\t4"]
     return [*same, *(f"{a}\t{n}\t{b}\t{5 - n}" for n in (1, 2, 3, 4))]
@@ -80,7 +75,7 @@ def pairs(names: list[str]) -> list[str]:
 
 @pytest.fixture
 def faces(made, tmp_path):
-    """A copy to spoil; the folder of the images."""
+    """The folder of images in a copy, which a test may change."""
     shutil.copytree(made, tmp_path / "lfw")
     return tmp_path / "lfw" / "faces"
 
@@ -110,20 +105,20 @@ def test_view_1(made):
     assert actual.train_classes == NAMES[:9] and len(actual.query) == 2 * 5 + 1
 
 
-@pytest.mark.parametrize("fold", [1, 2, 3])
-def test_view_2(made, fold):
-    data = build(made / "faces", view="folds", fold=fold)
-    tested = set(NAMES[4 * fold - 4 : 4 * fold])
-    assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
+def test_view_2(made):
+    for fold in (1, 2, 3):
+        data = build(made / "faces", view="folds", fold=fold)
+        tested = set(NAMES[4 * fold - 4 : 4 * fold])
+        assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
 
 
-def test_no_view_needs_no_list(made):
+def test_without_a_view_no_list_is_needed(made):
     data = build(made / "faces", view="none")
     assert len(data) == 48 and data.splits is None
     assert len(make_splits(data, Split(by="class", test=0.5, validation=0.0)).query) > 10
 
 
-def test_where_the_lists_are(faces, tmp_path):
+def test_places_of_the_lists(faces, tmp_path):
     lists = tmp_path / "elsewhere"
     lists.mkdir()
     for name in ("peopleDevTrain.txt", "peopleDevTest.txt"):
@@ -138,7 +133,7 @@ def test_where_the_lists_are(faces, tmp_path):
     assert "people.txt is in none of" in refused(faces, view="folds", lists=str(lists))
 
 
-def test_every_fault_of_the_folder_and_the_lists_at_once(faces):
+def test_all_problems_are_reported_at_once(faces):
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
     twice = faces / "Person_01" / "Person_01_0001.jpg"
@@ -171,12 +166,12 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(faces):
         ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "line 5: Person_00 is already in line 3."),
     ],
 )
-def test_a_list_of_people_that_is_wrong(faces, text, says):
+def test_wrong_lists_of_people_are_refused(faces, text, says):
     (faces.parent / "people.txt").write_text(text)
     assert "people.txt" in (message := refused(faces, view="folds")) and says in message
 
 
-def test_lists_that_do_not_fit_the_view(faces):
+def test_lists_that_do_not_fit_the_view_are_refused(faces):
     lists = faces.parent
     assert "fold = 4: people.txt has 3 folds;" in refused(faces, view="folds", fold=4)
     with pytest.raises((DataError, RecipeError), match="fold"):
@@ -195,7 +190,7 @@ def test_skip_bad(faces):
         build(faces)[1]
 
 
-def test_trained_on_one_view_and_verified_by_the_lists_of_both(cli, made, tmp_path, monkeypatch):
+def test_training_on_one_view_and_verification_with_both_lists(cli, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = {"name": "core.lfw", "folder": str(made / "faces"), "view": "folds", "fold": 3}
     Path("faces.toml").write_text(tomli_w.dumps({**RECIPE, "data": data}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every reader of folders follows links, ends at circles, and names links that lead nowhere."""
+"""Every reader of folders follows links, stops at cycles, and names links that lead nowhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def photos(tmp_path):
 
 @pytest.fixture
 def linked(photos):
-    """The same, where three classes are links, one of which leads over a second link."""
+    """The same folder, with three classes as links, one of them through a second link."""
     folder = photos.parent / "linked"
     folder.mkdir()
     (photos.parent / "store").symlink_to(photos)
@@ -68,7 +68,7 @@ def test_every_reader_follows_links_as_torchvision_does(photos, linked):
     assert actual.clean and len(actual.subjects) == 12 and actual.as_dict()["labels"] == 4
 
 
-def test_sides_that_are_links_are_the_split(photos):
+def test_linked_folders_define_the_split(photos):
     folder = photos.parent / "split"
     folder.mkdir()
     (folder / "train").symlink_to(photos)
@@ -78,7 +78,7 @@ def test_sides_that_are_links_are_the_split(photos):
     assert checked(folder).counts()["leaks"] == 12
 
 
-def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos):
+def test_a_linked_class_folder_keeps_the_name_of_the_link(photos):
     cats = photos.parent / "cats"
     cats.symlink_to(photos / "0")
     assert {item.label for item in collect([cats], "image").items} == {"cats"}
@@ -87,18 +87,18 @@ def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos):
     assert [item.key for item in both][:4] == [*cats, "photos/0/0.png"]
 
 
-def test_a_circle_of_links_ends(photos):
+def test_cycles_of_links_end(photos):
     plain = sorted(files_below(photos))
     (photos / "0" / "up").symlink_to(photos)
     (photos / "1" / "here").symlink_to(".")
     actual = sorted(files_below(photos))
-    assert set(plain) <= set(actual) and len(actual) == 12  # `up` is the folder it lies in
+    assert set(plain) <= set(actual) and len(actual) == 12  # `up` leads to the folder around it
     (photos / "2" / "aside").symlink_to(photos / "3")
     (photos / "3" / "aside").symlink_to(photos / "2")
     assert len(list(files_below(photos))) == 12 + 3 + 3
 
 
-def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path):
+def test_too_many_paths_through_links_are_refused(tmp_path):
     names = [f"folder{number}" for number in range(12)]
     for name in names:
         (tmp_path / name).mkdir()
@@ -108,7 +108,7 @@ def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path):
         list(files_below(tmp_path))
 
 
-def test_a_link_that_leads_nowhere_is_named(linked, caplog):
+def test_links_that_lead_nowhere_are_named(linked, caplog):
     (linked / "4").symlink_to(linked / "gone")
     (linked / "3" / "9.png").symlink_to(linked / "9.png")
     (linked / "3" / "loop.png").symlink_to("loop.png")
@@ -127,7 +127,7 @@ def test_a_link_that_leads_nowhere_is_named(linked, caplog):
     assert {"4", "9.png", "loop.png"} <= {path.name for path, image in walk(linked) if image}
 
 
-def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path):
+def test_a_folder_with_only_broken_links(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "0").symlink_to("gone")
     says = r"holds no image .* 1 link leads nowhere: 0\. Mend or remove it"
@@ -135,7 +135,7 @@ def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path):
         find_images(tmp_path / "photos")
 
 
-def test_published_layouts_follow_links_and_name_lost_ones(linked):
+def test_published_layouts_follow_links_and_name_broken_ones(linked):
     root = linked.parent / "101_ObjectCategories"
     root.symlink_to(linked)
     values = {"folder": str(linked.parent), "counts": "any"}

@@ -1,6 +1,4 @@
-"""The Matryoshka wrapper: against plain loops in double precision, with every loss there is, and
-refused where it makes no sense.
-"""
+"""The Matryoshka wrapper against plain loops in double precision, with every loss, and errors."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def batch(items: int = 12) -> Tensor:
 
 
 def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bool) -> float:
-    """Upstream's contrastive loss of unit vectors, margins 0 and 1: means over the pairs that lose
-    something, positive and negative apart.
+    """The loss `pml.contrastive` with margins 0 and 1: the mean over positive pairs with a loss
+    above 0, plus the same for negative pairs.
     """
 
     def scaled(row: Sequence[float]) -> list[float]:
@@ -81,8 +79,7 @@ def test_is_the_weighted_sum_of_the_loss_at_each_width(unit):
             assert embeddings.grad[item, number].item() == pytest.approx(slope, abs=1e-6)
 
 
-def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it():
-    """Not every loss normalises what it is given."""
+def test_prefixes_have_unit_length():
     seen: list[Tensor] = []
 
     class Seen(nn.Module):
@@ -103,7 +100,7 @@ def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it():
 
 @pytest.mark.parametrize("name", list(PLUGINS.factories("losses")))
 def test_every_loss_trains_prefixes(name):
-    """Proxies and class weights are of each width, and each gets a gradient."""
+    """Each width has its own proxies or class weights, which get gradients."""
     torch.manual_seed(0)
     factory = PLUGINS.find("losses", name)
     inner: dict[str, Any] = {"name": name}
@@ -126,24 +123,23 @@ def test_every_loss_trains_prefixes(name):
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
 
 
-def test_a_miner_outside_and_a_reference_set_serve_each_width():
+def test_a_miners_indices_and_a_reference_set_serve_each_width():
     loss, embeddings, reference = make(), batch(), batch(20).detach()
     triplets = (torch.tensor([0, 3, 3]), torch.tensor([1, 4, 5]), torch.tensor([4, 8, 0]))
     names = torch.arange(20) % 4
     single = create("loss", "pml.contrastive")
     unit = nn.functional.normalize
 
-    def each(**given: Any) -> float:
-        ref = given.pop("ref", None)
+    def by_width(indices: Any = None, ref: Tensor | None = None) -> float:
         parts = []
         for width in (2, 5, 12):
             other = {} if ref is None else {"ref_emb": unit(ref[:, :width]), "ref_labels": names}
-            parts.append(single(unit(embeddings[:, :width]), LABELS, **given, **other).item())
+            parts.append(single(unit(embeddings[:, :width]), LABELS, indices, **other).item())
         return sum(parts)
 
-    assert loss(embeddings, LABELS, triplets).item() == pytest.approx(each(indices_tuple=triplets))
+    assert loss(embeddings, LABELS, triplets).item() == pytest.approx(by_width(triplets))
     actual = loss(embeddings, LABELS, None, reference, names).item()
-    assert actual == pytest.approx(each(ref=reference)) and actual != pytest.approx(each())
+    assert actual == pytest.approx(by_width(ref=reference)) and actual != pytest.approx(by_width())
 
 
 @pytest.mark.parametrize(
@@ -156,12 +152,12 @@ def test_a_miner_outside_and_a_reference_set_serve_each_width():
         ({"weights": [0.0, 0.0, 0.0]}, "not all 0"),
     ],
 )
-def test_what_cannot_be_is_refused(values, fault):
+def test_wrong_widths_and_weights_are_refused(values, fault):
     with pytest.raises(RecipeError, match=fault):
         make(**values)
 
 
-def test_a_combiner_is_refused_beside_it():
+def test_a_combiner_is_refused():
     combiner = next(iter(PLUGINS.factories("combiners")))
     recipe = {
         "data": {"name": "core.digits"},

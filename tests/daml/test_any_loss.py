@@ -1,5 +1,5 @@
-"""Every installed loss with a reference set, beside a generator and, where it takes a distance,
-beside a discriminator.
+"""Every installed loss with a reference set, together with a generator, and with a discriminator if
+the loss takes a distance.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def trainer(make, tmp_path):
     return build
 
 
-def disturb(of: Trainer, scale: float) -> None:
+def randomise(of: Trainer, scale: float) -> None:
     for seed, parameter in enumerate(of.objective.generator.parameters()):
         torch.nn.init.normal_(parameter, std=scale, generator=torch.Generator().manual_seed(seed))
 
 
-def test_there_are_some_of_every_plugin():
+def test_losses_of_every_plugin_are_among_them():
     assert len(TAKES) >= 25
     assert {name.partition(".")[0] for name in TAKES} >= {"daml", "pml", "anml"}
 
@@ -55,7 +55,7 @@ def test_synthetic_samples_enter_the_loss_and_its_gradient(trainer, name, genera
     inputs, labels = next(iter(of.batches.epoch(0)))
     values = []
     for scale in (0.1, 1.0):
-        disturb(of, scale)
+        randomise(of, scale)
         checkpoint.seed_everything(0)
         losses = of.step.losses(inputs, labels)
         assert torch.isfinite(losses.metric)
@@ -70,9 +70,9 @@ def test_synthetic_samples_enter_the_loss_and_its_gradient(trainer, name, genera
 
 
 @pytest.mark.parametrize("name", [name for name in TAKES if FACTORIES[name].takes("distance")])
-def test_beside_a_discriminator_it_trains_both(trainer, name):
+def test_with_a_discriminator_it_trains_head_and_discriminator(trainer, name):
     of = trainer(name)
-    disturb(of, 0.1)
+    randomise(of, 0.1)
     losses = of.step.losses(*next(iter(of.batches.epoch(0))))
     assert torch.isfinite(losses.metric)
     alone = losses.metric - losses.metrics["combiner_loss"]
@@ -82,7 +82,7 @@ def test_beside_a_discriminator_it_trains_both(trainer, name):
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_any_other_is_refused_with_what_to_use(trainer, name):
+def test_other_losses_are_refused_with_advice(trainer, name):
     says = rf"{name} (takes no `ref_emb`|picks its own pairs). Use a loss that .*: \w+\."
     with pytest.raises(RecipeError, match=says):
         trainer(name, combiner=None)

@@ -1,4 +1,4 @@
-"""The panels of an adversarial run: what they show is what the log holds."""
+"""The panels of an adversarial run show the numbers of its log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adversarial(make, tmp_path_factory):
     return fit(tmp_path_factory.mktemp("adversarial"), make(phase=PHASES))
 
 
-def test_the_report_has_every_panel_of_such_a_run_alone(make, adversarial, tmp_path):
+def test_only_an_adversarial_run_has_the_panels(make, adversarial, tmp_path):
     actual = panels(Run.open(adversarial))
     titles = [
         "Losses of metric and generator (DAML)",
@@ -39,7 +39,7 @@ def test_the_report_has_every_panel_of_such_a_run_alone(make, adversarial, tmp_p
     assert list(panels(Run.open(fit(tmp_path, plain)))) == ["Curves of training"]
 
 
-def test_the_curves_are_the_logs_figures(adversarial):
+def test_the_curves_show_the_log(adversarial):
     epochs, figure = lines_of(adversarial), Figure()
     report.draw_losses(figure, epochs)
     left, right = figure.axes

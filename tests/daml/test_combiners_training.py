@@ -1,4 +1,4 @@
-"""The combiners in training: K = 1 is the plain case, each part on its own, the log, refusals."""
+"""The combiners in training: K = 1 equals no combiner, phases, the log, error messages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_one_metric_is_the_plain_case_bit_for_bit(name, make, tmp_path):
     assert metrics[0] == metrics[1]
 
 
-def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(make, tmp_path):
-    """Algorithm 2: the local metrics first, Γ = 1/K and still; then the discriminator alone."""
+def test_the_layer_that_head_and_discriminator_share_is_the_discriminators(make, tmp_path):
+    """Algorithm 2: first the local metrics with Γ = 1/K, then only the discriminator."""
     metric = {"name": "metric", "epochs": 1, "train": ["head"]}
     second = {"name": "weights", "epochs": 1, "train": ["combiner"]}
     tables = {**BY_CLASS, "combiner": DISCRIMINATOR}
@@ -53,8 +53,8 @@ def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(make,
     assert log(folder)[-1]["load_1"] == pytest.approx(1 / 3)
 
 
-def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make, tmp_path):
-    """The paper's μ, without balance, leaves one metric in use."""
+def test_every_epoch_logs_mean_weights_and_warns_of_low_ones(make, tmp_path):
+    """With the paper's μ and no balance, one metric gets all the weight."""
     tables = {**BY_CLASS, "optimizer": {"lr": 0.05}, "train": {"epochs": 4}}
     paper = make(**tables, combiner={**DISCRIMINATOR, "mu": 1e5, "rho": 0.0})
     run, lines = reported(tmp_path / "paper", paper)
@@ -77,7 +77,7 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make, tmp_path
 
 
 @Both
-def test_a_loss_without_distance_is_refused_with_what_to_use(name, make):
+def test_a_loss_without_distance_is_refused_with_advice(name, make):
     says = rf"\[combiner\] {name} needs a loss that takes a `distance`, and pml.arc_face takes none"
     with pytest.raises(RecipeError, match=rf"{says}(.|\n)*Use one that does"):
         make(generator=None, combiner={"name": name}, loss={"name": "pml.arc_face"})

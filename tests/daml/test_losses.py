@@ -1,5 +1,5 @@
-"""The paper's losses against plain loops in float64, their gradients against finite differences,
-any distance, odd batches.
+"""The paper's losses against plain loops in float64 and finite differences, with any distance, and
+on odd batches.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ TRIPLETS = (
     torch.tensor([1, 6, 3, 2, 1]),
     torch.tensor([9, 10, 11, 12, 13]),
 )
-"""As the host gives them with a generator: the reference set is the batch, then the synthetic
-negatives.
-"""
+"""Triplets of a batch with a generator: the reference set is the batch plus synthetic negatives."""
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)
@@ -194,8 +192,7 @@ def test_a_combiner_measures_and_is_trained(name, args):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_distances_that_mean_the_same_give_the_same(name):
-    """Of unit vectors: Euclidean with or without normalising, squared, cosine, inner product."""
+def test_equivalent_distances_of_unit_vectors_give_the_same_loss(name):
     same: list[Any] = [
         distances.LpDistance(normalize_embeddings=False),
         distances.LpDistance(),
@@ -226,7 +223,7 @@ def test_a_batch_without_negatives_or_positives(name, labels):
     value = LOSSES[name]()(x, torch.tensor(list(labels)))
     value.backward()
     assert x.grad is not None and torch.isfinite(x.grad).all()
-    if name != "contrastive":  # of one class it draws together, of many it pushes apart
+    if name != "contrastive":  # which needs only one kind of pair
         assert value.item() == 0 and not x.grad.any()
     none = torch.zeros(0, dtype=torch.long)
     assert LOSSES[name]()(x, Y, (none, none, none), REF, REF_Y).item() == 0

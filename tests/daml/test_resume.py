@@ -1,6 +1,4 @@
-"""Runs of DAML and DAMML that are killed, or whose generator becomes NaN: what is kept, and what
-they end as when resumed.
-"""
+"""Runs of DAML and DAMML that are killed, or whose generator becomes NaN, and resumed."""
 
 from __future__ import annotations
 
@@ -49,10 +47,9 @@ BOTH_ALGORITHMS: dict[str, Any] = {
     ],
 }
 RUNS = {"generator": (ALGORITHM_1, [5, 7]), "discriminator": (BOTH_ALGORITHMS, [3, 7, 15])}
-"""Recipes and the steps at which they are killed: amid each kind of phase, and at a border."""
+"""Recipes and the steps at which they are killed: within each kind of phase, and between two."""
 
-# one process imports everything and runs undisturbed; each `retrieval train` that is killed or
-# resumed is a fork of it
+# Forks of one process, which has imported everything, are killed and resumed.
 DRIVER = """
 import json, os, signal, sys
 import torch
@@ -68,7 +65,7 @@ def retrieval(*arguments, kill_at=0):
         call, ahead = Step.__call__, trainer.look_ahead
         def not_counted(*args):
             nonlocal done
-            done = -1000  # what is tried on copies is not a step
+            done = -1000  # look_ahead tries a step on copies, which does not count
             seen, done = ahead(*args), 0
             return seen
         trainer.look_ahead = not_counted
@@ -137,11 +134,11 @@ from retrieval.plugin import hookimpl
 from retrieval_daml import HardNegativeGenerator
 
 class Fragile(HardNegativeGenerator):
-    """A generator whose output becomes NaN at the step that NAN_AT says."""
+    """A generator whose output becomes NaN at step NAN_AT."""
     steps = 0
 
     def __deepcopy__(self, memo):
-        """A copy is made to look ahead, which is not a step."""
+        """`look_ahead` tries a step on copies, which does not count."""
         made = self.__class__.__new__(self.__class__)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo), steps=-1000)
         return made
@@ -159,9 +156,7 @@ def retrieval_generators():
 
 @pytest.mark.parametrize("stop", [1, 3, 6])
 def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypatch, stop):
-    """In the first step, the first epoch and the second; resumed, it ends as the run that never had
-    one.
-    """
+    """NaN in the first step, the first epoch or the second. The resumed run ends as without NaN."""
     (tmp_path / "fragile.py").write_text(FRAGILE)
     tables = {
         "plugins": [str(tmp_path / "fragile.py")],
@@ -193,24 +188,17 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypat
     same_state(load(tmp_path / "whole"), load(run))
 
 
-@pytest.mark.parametrize(
-    ("rate", "words"),
-    [
-        (1e12, r"step \d+ \(epoch 1\): .*generator"),
-        (1e38, r"step 1 \(epoch 1\): weights of the generator became NaN"),
-    ],
-    ids=["output", "weights"],
-)
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(tmp_path, rate, words):
+def test_nan_weights_of_a_generator_stop_the_training(tmp_path):
     tables = {
         "miner": None,
         "generator": {"name": "daml.hard_negative", "residual": False, "normalize": False},
-        "generator_optimizer": {"name": "SGD", "lr": rate},
+        "generator_optimizer": {"name": "SGD", "lr": 1e38},
         "schedule": {},
         "train": {"epochs": 3, "device": "cpu", "checkpoint_every": 1},
     }
     recipe = check_recipe({k: v for k, v in (BASE | tables).items() if v is not None})
-    with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
+    says = r"stopped at step 1 \(epoch 1\): weights of the generator became NaN.*last good checkp"
+    with pytest.raises(DataError, match=says):
         train(tmp_path / "run", recipe)
     kept = load(tmp_path / "run")
     assert all_finite([*kept["model"].values(), *kept["modules"]["generator"].values()])

@@ -1,6 +1,4 @@
-"""DAMML served: a trained model on the digits, exported, indexed and searched; every answer beside
-torch's and plain loops.
-"""
+"""DAMML trained on digits, exported, indexed and searched, against torch and plain loops."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(make, tmp_path_factory):
-    """A model by the name of its combiner, made once."""
+    """The trained model of a combiner in `COMBINERS`; each is trained once."""
     built: dict[str, Served] = {}
 
     def get(name: str) -> Served:
@@ -78,7 +76,7 @@ def served(make, tmp_path_factory):
     return get
 
 
-def test_the_bundle_holds_what_the_discriminator_needs(served):
+def test_the_bundle_has_a_rescorer_and_codes(served):
     soft = served("soft")
     manifest = soft.manifest
     assert manifest.vector == 32 and manifest.code == 32 + 2 * 16 and not manifest.distance.exact
@@ -87,16 +85,14 @@ def test_the_bundle_holds_what_the_discriminator_needs(served):
     bundle = Bundle.open(soft.run.path / "bundle", threads=1)
     encoded = bundle.encode(soft.items[:50])
     assert np.abs(encoded.vector - soft.codes[:50, :32].numpy()).max() < 1e-5
-    # the vector is the unit embeddings side by side, the code goes on with both flows of the item
+    # the vector is the unit embeddings side by side; the code adds both hidden sums of the item
     assert np.allclose(np.linalg.norm(encoded.vector.reshape(50, 4, 8), axis=2), 1, atol=1e-5)
     assert np.abs(encoded.code - soft.codes[:50].numpy()).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
 def test_onnx_gives_the_distances_of_plain_loops(served, name):
-    """From the item's vector to its distance in float64, with the trained weights, and no code of
-    the plugin.
-    """
+    """Distances of items' features in float64, from the trained weights alone."""
     built = served(name)
     state = {k: v.double().tolist() for k, v in built.run.model.state_dict().items()}
 
@@ -157,7 +153,7 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served, name):
     assert bundle == pytest.approx(trained, abs=0.02)
 
 
-def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served):
+def test_sharp_weights_get_more_candidates(served):
     actual = {}
     for name in ("soft", "sharp"):
         built = served(name)

@@ -1,4 +1,4 @@
-"""A generator and several weighted metrics in one run: J_gen by loops, the sum of objectives."""
+"""A generator and a discriminator in one run: J_gen by loops, and the sum of the objectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ K = 3
 
 
 def trainer(folder: Path, recipe: Recipe) -> Trainer:
-    """Before its first step, with a generator that is not at the identity."""
+    """A trainer before its first step, with a random generator."""
     of = trainer_of(folder, recipe)
     for parameter in of.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -34,7 +34,7 @@ def trainer(folder: Path, recipe: Recipe) -> Trainer:
     ],
     ids=["negative", "contrastive", "positive"],
 )
-def test_the_generators_objective_has_the_weighed_distance(make, tmp_path, generator):
+def test_the_generators_objective_uses_the_weighted_distance(make, tmp_path, generator):
     sampler = {"classes": 3, "items": 3, "batches": 1}
     of = trainer(tmp_path, make(generator=generator, sampler=sampler))
     seen: list[Any] = []
@@ -61,13 +61,8 @@ def test_the_generators_objective_has_the_weighed_distance(make, tmp_path, gener
 
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
 @pytest.mark.parametrize("weight", [0.25, 3.0])
-def test_loss_weight_is_lambda_in_what_each_side_steps_on(
-    make, tmp_path, coupling, weight, monkeypatch
-):
-    """Eq 15: J_gen + μ J_dis + λ J_m.
-
-    Differences of the three objectives, each taken by itself, along random directions.
-    """
+def test_loss_weight_is_lambda_of_the_objectives(make, tmp_path, coupling, weight, monkeypatch):
+    """Eq 15, J_gen + μ J_dis + λ J_m, by finite differences along random directions."""
     # a step casts to float32 wherever it can
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     options = {"device": "cpu", "coupling": coupling, "real_weight": 0.5}
@@ -83,9 +78,7 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
     features = features.double()
 
     def objectives() -> tuple[float, float, float]:
-        """J_m, J_dis with its balance, and J_gen, of the trainer without a weight, whose parameters
-        are those of the other.
-        """
+        """J_m, J_dis with its balance, and J_gen of the trainer without `loss_weight`."""
         torch.manual_seed(0)
         losses = plain.step.losses(features, labels)
         own = losses.metrics["combiner_loss"]
@@ -113,7 +106,7 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
             assert slope == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(make, tmp_path):
+def test_the_loss_is_the_sum_over_synthetic_and_real_samples_and_the_combiner(make, tmp_path):
     values = []
     combiner = {"name": "daml.discriminator", "metrics": 3, "hidden": 8, "start": 1.0}
     combiner |= {"mu": 0.5, "rho": 3.0}
@@ -122,7 +115,7 @@ def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_ow
         of = trainer(tmp_path, make(combiner=combiner, train=train))
         inputs, labels = next(iter(of.batches.epoch(0)))
         checkpoint.seed_everything(3)
-        # the last without the combiner's own
+        # the last phase does not train the combiner
         trains = ["head", "loss"] if len(values) == 3 else ["head", "combiner", "loss"]
         of.step.phase = of.phase.model_copy(update={"train": trains})
         losses = of.step.losses(inputs, labels)

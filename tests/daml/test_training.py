@@ -1,25 +1,31 @@
-"""DAML trained by recipes: which objective reaches what, phases, other losses."""
+"""DAML trained by recipes: objectives, phases, mining before and after generation, odd batches, and
+the example of the docs.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from daml_recipes import ALGORITHM, LOSSES, METRIC, batch, made, trainer
+from pytorch_metric_learning.miners import TripletMarginMiner
+from retrieval.errors import RecipeError
 from retrieval.run import checkpoint
 from retrieval.run.build import Called
+from retrieval.run.open import build_run
+from retrieval.training.synthetic import choose_triplets, extend, mine
 from trained_weights import fit, log, moved, start, weights
-
-# --- which objective reaches what
 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
 def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupling):
-    """Separate: J_m's for the metric, through what the generator made too, J_gen's for the
-    generator, bit for bit. Joint: the sum's for all.
+    """Separate: J_m for the metric, also through synthetic samples, and J_gen for the generator,
+    bit for bit. Joint: the sum for both.
     """
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
@@ -54,10 +60,8 @@ def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupl
 
 
 @pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive"])
-def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path, name):
-    """A triplet: the backbone has the gradient of the loss written out, with the generator's
-    weights as constants.
-    """
+def test_the_loss_trains_the_backbone_through_synthetic_samples(tmp_path, name):
+    """The backbone's gradient for one triplet, with the generator's weights as constants."""
     of = trainer(tmp_path, generator={"name": name}, loss={"name": "daml.triplet", "margin": 3.0})
     images, labels = batch(of)
     labels = torch.arange(len(images)) // 2
@@ -84,7 +88,7 @@ def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path, name)
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
-def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path, generator):
+def test_a_learning_rate_of_zero_changes_nothing(tmp_path, generator):
     table = {"name": generator, "margin": 0.0}
     still = dict.fromkeys(METRIC, 0.0)
     recipe = made(generator=table, optimizer={"lr_factor": still})
@@ -112,13 +116,115 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path):
     assert {"loss", "generator_loss", "synthetic_shift", "triplets"} <= lines[2].keys()
 
 
-def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path):
-    """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the
-    metric, bit for bit.
-    """
+def test_a_phase_can_train_the_generator_while_the_metric_sees_real_samples_only(tmp_path):
     of = trainer(tmp_path, phase=[{"name": "apart", "epochs": 1, "synthetic": False}])
     inputs, labels = batch(of)
     losses = of.step.losses(inputs, labels)
     assert torch.equal(losses.metric, of.objective.loss(of.run.model(inputs)[1], labels))
     of.step.backward(losses)
     assert all(bool(p.grad.any()) for p in of.objective.generator.parameters())
+
+
+SEMI_HARD = [
+    {"name": "daml.semi_hard", "margin": 0.5},
+    {"name": "pml.batch_hard"},
+    {"name": "pml.multi_similarity"},
+]
+
+
+@pytest.mark.parametrize("miner", SEMI_HARD, ids=lambda t: t["name"])
+@pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_miner_picks_before_or_after_generation(tmp_path, miner, generator, when):
+    options = {"device": "cpu", "mine": when, "real_weight": 0.5}
+    of = trainer(tmp_path, miner=miner, generator={"name": generator}, train=options)
+    inputs, labels = batch(of)
+    calls: list[tuple[int, bool]] = []
+    forward = of.objective.miner.forward
+
+    def spy(codes: Any, labels: Any, ref_emb: Any = None, ref_labels: Any = None) -> Any:
+        calls.append((len(codes), ref_emb is not None))
+        return forward(codes, labels, ref_emb, ref_labels)
+
+    of.objective.miner.forward = spy
+    losses = of.step.losses(inputs, labels)
+    assert torch.isfinite(losses.metric)
+    picked_from_both = [call for call in calls if call[1]]
+    assert len(picked_from_both) == (0 if when == "before" else 3)  # once a class
+    if when == "after":
+        assert losses.metrics["triplets"] == 36  # each positive pair of the batch
+
+
+def test_what_is_mined_after_generation_by_loops():
+    """Semi-hard triplets with synthetic samples in one role only, and no item its own positive."""
+    miner = TripletMarginMiner(margin=0.4, type_of_triplets="semihard")
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    codes = torch.nn.functional.normalize(torch.randn(7, 3))
+    a, p, n = choose_triplets(None, labels)
+    built = torch.nn.functional.normalize(torch.randn(len(a), 3))
+    for replaces in ("negative", "positive"):
+        extended = extend(codes, labels, built, (a, p, n), replaces)
+        assert extended.labels[7:].tolist() == labels[n if replaces == "negative" else a].tolist()
+        actual = mine(miner, codes, labels, extended)
+        d, all_rows = torch.cdist(codes, extended.codes), range(len(extended.codes))
+        expected = set()
+        for i, j, k in itertools.product(range(7), all_rows, all_rows):
+            synthetic = (j if replaces == "negative" else k) >= 7
+            labelled = labels[i] == extended.labels[j] and labels[i] != extended.labels[k]
+            gap = float(d[i, k] - d[i, j])
+            if labelled and not synthetic and i != j and 0 < gap <= 0.4:
+                expected.add((i, j, k))
+        assert set(zip(*(x.tolist() for x in actual), strict=True)) == expected
+        assert any((k if replaces == "negative" else j) >= 7 for _, j, k in expected)
+
+
+AFTER = {"train": {"mine": "after"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        (AFTER, r'mine = "after" needs a \[miner\]'),
+        ({"generator": None, **AFTER}, r"mine is of no use without a \[generator\]"),
+        (
+            {"miner": {"name": "pml.embeddings_already_packaged_as_triplets"}, **AFTER},
+            r"picks from a reference set, but pml.embeddings_already\w+ takes no `ref_emb`",
+        ),
+        ({"loss": {"name": "pml.n_pairs"}}, r"takes no `ref_emb`. Use a loss that does: pml"),
+        ({"loss": {"name": "pml.normalized_softmax"}}, r"takes no `ref_emb`|picks its own pairs"),
+    ],
+)
+def test_impossible_combinations_are_refused(tables, words):
+    with pytest.raises(RecipeError, match=words):
+        made(**tables)
+
+
+@pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
+@pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
+def test_a_batch_without_triplets_trains_nothing(tmp_path, tables, labels):
+    of = trainer(tmp_path, **tables)
+    inputs, _ = batch(of)
+    before = {name: value.clone() for name, value in of.run.model.named_parameters()}
+    of.step.set_modes()
+    metrics = of._train_batch(inputs, torch.tensor(labels))
+    assert metrics["triplets"] == 0 and metrics["loss"] == 0
+    after = of.run.model.state_dict()
+    # weight decay of AdamW alone: the gradient is zero
+    assert all(torch.allclose(before[k], after[k], rtol=1e-3) for k in before)
+
+
+def test_the_generator_of_the_docs_moves_towards_the_anchor_and_trains(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "daml.md").read_text(encoding="utf-8")
+    body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
+    (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")
+    generator = {"name": "my_steps.towards", "step": 0.01}
+    recipe = made(plugins=[str(tmp_path / "my_steps.py")], generator=generator)
+    shift = log(fit(tmp_path, recipe))[0]["synthetic_shift"]
+    assert shift == pytest.approx(0.01, rel=1e-3)
+    run, random = build_run(tmp_path, recipe), torch.Generator().manual_seed(0)
+    a, p, n = torch.randn(3, 6, run.model.backbone.features, generator=random)
+    with torch.no_grad():
+        moved = run.objective.generator(a, p, n)
+        before, after = (run.model.feature_distance(x, a) for x in (n, moved))
+    assert (after < before).all()

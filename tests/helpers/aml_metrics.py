@@ -1,4 +1,4 @@
-"""What a learned metric must be."""
+"""The check that a learned metric is symmetric and positive definite."""
 
 from typing import Any
 

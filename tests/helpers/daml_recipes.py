@@ -53,7 +53,7 @@ def made(**tables: Any) -> Any:
 
 
 def trainer(folder: Path, **tables: Any) -> Trainer:
-    """A trainer before its first step, its generator not at the identity any more."""
+    """A trainer before its first step, with a random generator."""
     trainer = trainer_of(folder, made(**tables))
     for parameter in trainer.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

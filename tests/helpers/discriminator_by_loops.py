@@ -1,4 +1,4 @@
-"""DAMML's weighed distance from the weights of a state dict, by plain loops in float64."""
+"""DAMML's weighted distance from the weights of a state dict, by plain loops in float64."""
 
 import math
 from typing import Any

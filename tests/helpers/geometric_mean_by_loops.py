@@ -1,4 +1,4 @@
-"""Eq 11 of AML by plain loops over explicit pairs; nothing simplified."""
+"""Eq 11 of AML for embeddings, by plain loops over explicit pairs."""
 
 from typing import Any
 
@@ -27,8 +27,9 @@ def eq_11(
     t: float = 1.0,
     both: Any = None,
 ) -> float:
-    """Eq 7 of the pairs and α times Eq 7 of Eq 9's, M = tΣ over whitened embeddings; nothing
-    simplified.
+    """Eq 7 of the pairs plus α times Eq 7 of their adversarial pairs (Eq 9), with M = tΣ.
+
+    Σ is the covariance of `embeddings` and `both`, the references; M measures whitened embeddings.
     """
     everything = embeddings if both is None else np.concatenate([embeddings, both])
     reference = embeddings if both is None else both

@@ -19,7 +19,7 @@ SIZE = (24, 16)
 
 
 def picture(path: Path, number: int) -> None:
-    """Write a picture of its own for each number."""
+    """Write a picture that differs for each number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(number).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
     options = {"quality": 95} if path.suffix == ".jpg" else {}
@@ -32,7 +32,7 @@ def lines(path: Path, rows: Iterable[str]) -> None:
 
 
 def idx(array: NDArray[np.uint8]) -> bytes:
-    """Return an array as MNIST's files have it."""
+    """Return an array as the content of an idx file, the format of MNIST."""
     head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
     return head + array.tobytes()
 
@@ -56,7 +56,7 @@ BOX = {"bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9}
 
 
 def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `savemat` writes as a structure array, as the makers of Cars-196 did."""
+    """Return variables that `savemat` writes as a structure array, as in the files of Cars-196."""
     table = np.zeros((1, len(rows)), dtype=[(name, object) for name in rows[0]])
     for i, row in enumerate(rows):
         for name, value in row.items():
@@ -128,11 +128,12 @@ def vehicle_id(root: Path) -> Path:
 def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...] = ()) -> Path:
     train, query, gallery = folders
     sides = {train: ("0002", "0007"), query: ("0001", "0003"), gallery: ("0001", "0003", *junk)}
+    number = itertools.count()
     for folder, people in sides.items():
         for person in people:
             for camera in (1,) if folder == query else (1, 2):
                 name = f"{person}_c{camera}s1_00{camera}451_03.jpg"
-                picture(root / folder / name, hash((folder, person, camera)) % 10_000)
+                picture(root / folder / name, next(number))
     return root
 
 
@@ -228,14 +229,14 @@ def cifar100(root: Path) -> Path:
 
 
 def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
-    """Return the sentence by which a folder is refused."""
+    """Return the error message for a folder."""
     with pytest.raises(DataError) as error:
         load(folder, **values)
     return str(error.value)
 
 
 def sides(data: Dataset) -> dict[str, list[str]]:
-    """Return the labels of each side, or role."""
+    """Return the labels of each role, or of each side for items without a role."""
     actual: dict[str, list[str]] = {}
     for i, label in enumerate(data.labels):
         role = data.roles[i] if data.roles else ""

@@ -65,9 +65,7 @@ def gaps(
     q: float | None,
     soft: Callable[[Sequence[float], float], float] = log_exp_mean,
 ) -> list[float | None]:
-    """Equation 22 in similarities; None where a side is empty, or both have nothing but their
-    thresholds.
-    """
+    """Equation 22 in similarities; None for an anchor without a pair or without one side."""
     actual: list[float | None] = []
     for row, (same, different) in zip(s, sets, strict=True):
         near = [-row[j] for j in same] + ([] if p is None else [-p])

@@ -1,4 +1,4 @@
-"""OAHU by plain Python loops in float64: nothing here is shared with the package."""
+"""OAHU by plain Python loops in float64, independent of the package."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ def thresholds(positive: float, negative: float, tau: float) -> tuple[float, flo
 
 
 def local_loss(positive: float, negative: float, near: float, far: float) -> float:
-    """Eq 12 and 13 with the thresholds given."""
+    """Eq 12 and 13 with the thresholds `near` and `far`."""
     attractive = max(0.0, positive / (2 - near) - near / (2 - near))
     repulsive = max(0.0, 1 - negative / far)
     return (attractive + repulsive) / 2
@@ -44,7 +44,7 @@ def local_loss(positive: float, negative: float, near: float, far: float) -> flo
 def losses(
     triplet: list[Vector], w: list[Matrix], theta: list[Matrix], tau: float, fixed: Any = None
 ) -> list[float]:
-    """Each level's loss; with `fixed`, the thresholds of another moment."""
+    """The loss of each level, with the thresholds `fixed` if they are passed."""
     a, p, n = (embed(x, w, theta) for x in triplet)
     actual = []
     for level in range(len(theta)):

@@ -1,4 +1,4 @@
-"""Clouds to learn from, streams of their triplets, and two learners compared to the last bit."""
+"""A data set, streams of its triplets, and an exact comparison of two learners."""
 
 import itertools
 from typing import Any
@@ -9,7 +9,7 @@ from retrieval_oahu import from_labels, in_chunks
 
 
 def noisy_clouds(each: int = 60) -> tuple[Any, Any]:
-    """Three classes that differ in two features, among noise that is larger."""
+    """Three classes that differ in two of six features; the others are larger noise."""
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(3), each)
     x = rng.standard_normal((len(y), 6)) * np.array([1, 1, 4, 4, 4, 4])

@@ -1,4 +1,4 @@
-"""AML and GMML by plain loops in float64: nothing of the package's algebra is used here."""
+"""The formulas of AML and GMML as plain loops in float64."""
 
 import itertools
 from typing import Any
@@ -24,17 +24,6 @@ def moments(pairs: Floats, similar: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     return sums[True] / similar.sum(), sums[False] / (~similar).sum()
 
 
-def confusion(m: Floats, pair: Floats, alike: bool, beta: float, points: Floats) -> float:
-    """Eq 3 for one pair: the loss of its points under the opposite label, and how far they have
-    moved.
-    """
-    inverse = np.linalg.inv(m)
-    difference = points[0] - points[1]
-    opposite = inverse if alike else m
-    moved = sum(float((p - x) @ m @ (p - x)) for p, x in zip(points, pair, strict=True))
-    return float(difference @ opposite @ difference) + beta * moved
-
-
 def printed_eq_9(m: Floats, pair: Floats, alike: bool, beta: float) -> Floats:
     """Eq 9 as printed, by solving its linear equations."""
     opposite = np.linalg.inv(m) if alike else m
@@ -54,7 +43,7 @@ def loss(m: Floats, pairs: Floats, similar: NDArray[np.bool_]) -> float:
 
 
 def whole(m: Floats, pairs: Floats, similar: NDArray[np.bool_], alpha: float, beta: float) -> float:
-    """Eq 11: pairs, and their adversarial pairs made one by one."""
+    """Eq 11, with one adversarial pair per pair."""
     built = np.array(
         [printed_eq_9(m, p, bool(s), beta) for p, s in zip(pairs, similar, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""The sentences by which calls are refused."""
+"""The error message of a call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def refusal(error: type[Exception], call: Callable[..., Any], *given: Any, **named: Any) -> str:
-    """What the error says that a call must raise."""
+    """Return the message of the error that a call must raise."""
     with pytest.raises(error) as caught:
         call(*given, **named)
     return str(caught.value)

@@ -1,6 +1,4 @@
-"""The click log: triplets in order, unknown ids and useless searches counted, following a file that
-grows.
-"""
+"""The click log: its triplets, its counters, and following a file that grows."""
 
 from __future__ import annotations
 
@@ -24,21 +22,21 @@ def log(folder: Path, text: str, header: str = HEADER) -> ClickLog:
     return ClickLog(path, IDS)
 
 
-def test_what_was_shown_and_passed_over_is_negative(tmp_path):
+def test_items_shown_but_not_chosen_are_negatives(tmp_path):
     lines = '2024-05-01T10:00:00,a,b|c|d,c\n2024-05-01T10:00:05,"e f.jpg",a| b |e f.jpg,a|b\n'
     clicks = log(tmp_path, lines)
     assert list(clicks) == [(0, 2, 1), (0, 2, 3)]
-    assert clicks.lines == 2 and clicks.unusable == 1  # the second has nothing that was passed over
+    assert clicks.lines == 2 and clicks.unusable == 1  # the second search has no negative
     assert list(log(tmp_path, "7.5,a,b|c|d,b|c\n")) == [(0, 1, 3), (0, 2, 3)]
 
 
-def test_what_cannot_be_used_is_counted(tmp_path):
+def test_unusable_searches_are_counted(tmp_path):
     clicks = log(
         tmp_path,
-        "5,a,b|nowhere|c,c\n"  # an id that does not exist: the rest is used
+        "5,a,b|nowhere|c,c\n"  # one unknown id
         "4,a,b|c,b\n"  # earlier than the line above
-        "6,nobody,b|c,b\n6,a,b|c,\n6,a,b|c,a\n"  # no such query, no choice, the query itself
-        "yesterday,a,b|c,b\n7,a,b\ninf,a,b|c,b\n\n",
+        "6,nobody,b|c,b\n6,a,b|c,\n6,a,b|c,a\n"  # unknown query, no choice, the query is chosen
+        "yesterday,a,b|c,b\n7,a,b\ninf,a,b|c,b\n\n",  # malformed
     )
     assert list(clicks) == [(0, 2, 1), (0, 1, 2)]
     names = ("lines", "unknown", "unusable", "late", "malformed")

@@ -1,4 +1,4 @@
-"""ABTL as a deep loss, the two ways to search, and an OAHU model from recipe to server and back."""
+"""ABTL as a deep loss, both ways to search, and OAHU models from recipes to search results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def triplets(labels: list[int]) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("tau", [0.1, 0.5, 1.9])
 @pytest.mark.filterwarnings("ignore:tau is")
-def test_abtl_and_its_gradient_are_those_of_a_loop(tau):
+def test_abtl_and_its_gradient_by_loops(tau):
     def distances(rows: list[list[float]]) -> list[tuple[float, float]]:
         unit = [[v / sum(c * c for c in row) ** 0.5 for v in row] for row in rows]
         return [
@@ -71,7 +71,7 @@ def test_abtl_and_its_gradient_are_those_of_a_loop(tau):
 
 
 @pytest.mark.parametrize("kind", [HedgeScore, HedgeSum])
-def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind):
+def test_with_a_hedge_it_is_the_weighted_sum_and_updates_the_weights(kind):
     combiner = kind(embedding=2, depth=1, beta=0.5)
     combiner.get_buffer("alpha").copy_(torch.tensor([0.3, 0.7]))
     loss = ABTL(0.4, distance=combiner)
@@ -97,14 +97,14 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind):
     with torch.no_grad():
         loss.train()
         loss(x, LABELS)
-    assert torch.equal(before, combiner.alpha)  # only training moves them
+    assert torch.equal(before, combiner.alpha)  # only training updates the weights
     other = kind(embedding=2, depth=1)
     other.load_state_dict(combiner.state_dict())
     if kind is HedgeScore:
         assert [s.weight for s in other.subspaces] == pytest.approx(before.tolist())
 
 
-def test_a_similarity_is_refused_and_so_is_nan():
+def test_a_similarity_and_nan_are_refused():
     from pytorch_metric_learning.distances import CosineSimilarity
     from retrieval.errors import DataError
 
@@ -130,7 +130,7 @@ def exported(learner: Any, folder: Path) -> Bundle:
 
 
 def by_item(learner: OAHU, x: Any) -> Any:
-    """Embeddings (N, L + 1, D)."""
+    """Unit embeddings (N, L + 1, E)."""
     return learner.spaces(x).embeddings.transpose(1, 0, 2)
 
 
@@ -142,7 +142,7 @@ def indexed(bundle: Bundle, folder: Path) -> Index:
 
 
 @pytest.mark.parametrize("k", [1, 5, 17])
-def test_served_answers_are_eq_27_exactly(k, tmp_path):
+def test_search_results_are_those_of_eq_27(k, tmp_path):
     learner = learned("score")
     bundle = exported(learner, tmp_path / "bundle")
     assert bundle.manifest.merge == "score" and len(bundle.manifest.subspaces) == 3
@@ -163,23 +163,22 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
     bundle = exported(learner, tmp_path / "one")
     assert not bundle.manifest.subspaces and bundle.manifest.query_vectors
 
-    def expected(present: OAHU) -> Any:
-        d = present.spaces(QUERIES).embeddings[:, :, None] - present.spaces(X).embeddings[:, None]
-        return np.einsum("l,lqne->qn", present.alpha_, d.astype(np.float64) ** 2)
-
     with indexed(bundle, tmp_path) as index:
         items = np.array([index.vector(f"{row:04}") for row in range(len(X))])
         assert np.allclose(items, by_item(learner, X).reshape(len(X), -1), atol=1e-5)
-        learner.alpha_ = np.array([0.7, 0.1, 0.2])  # as further triplets would
+        learner.alpha_ = np.array([0.7, 0.1, 0.2])  # as after further triplets
         other = exported(learner, tmp_path / "two")
         assert np.allclose(other.encode(X).vector, bundle.encode(X).vector, atol=1e-6)
         answers = index.search(replace(other.encode(QUERIES), bundle=""), 5)
-        truth = expected(learner)
-        for hits, row in zip(answers, truth, strict=True):
-            got = [row[int(hit.id)] for hit in hits]
-            assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
-            # what is served is the root of the sum, of the weights that the query came with
-            assert [hit.distance**2 for hit in hits] == pytest.approx(got, abs=1e-5)
+        apart = (
+            learner.spaces(QUERIES).embeddings[:, :, None] - learner.spaces(X).embeddings[:, None]
+        )
+        sums = np.einsum("l,lqne->qn", learner.alpha_, apart.astype(np.float64) ** 2)
+        for hits, row in zip(answers, sums, strict=True):
+            squares = [row[int(hit.id)] for hit in hits]
+            assert squares == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
+            # the distance is the root of the sum, with the weights of the query's bundle
+            assert [hit.distance**2 for hit in hits] == pytest.approx(squares, abs=1e-5)
         for number, hits in enumerate(index.search(replace(other.encode(X[:20]), bundle=""), 1)):
             assert (int(hits[0].id), hits[0].distance) == (number, 0.0)
 
@@ -202,7 +201,7 @@ def test_the_three_uses_work_from_a_bundle(search, tmp_path):
             Spaces.of_bundle(bundle, X)
 
 
-def test_trained_exported_trained_on_and_exported_again(tmp_path):
+def test_training_goes_on_after_an_export(tmp_path):
     from retrieval_oahu import from_labels, in_chunks, with_closure
 
     learner = OAHU(**SMALL, search="score").prepare(X)
@@ -222,14 +221,14 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path):
     assert learner.n_triplets_ == 600 and np.abs(seen[0] - seen[2]).max() > 0.01
 
 
-def test_oasis_and_warm_are_served_too(tmp_path):
+def test_search_with_oasis_and_warm(tmp_path):
     rng = np.random.default_rng(0)
     columns, rows = rng.lognormal(0, 1.5, X.shape[1]), rng.lognormal(0, 1.5, (len(X), 1))
     for name, learner, features in (
         ("oasis", OASIS(seeds=300, closure=0), X),
         ("map", Warm(seeds=2500, closure=0), X * columns),
         ("angle", Warm(components=20, seeds=1500, closure=0), X * rows),
-        ("euclid", Warm(components=20, seeds=1500, closure=0), X),  # as good as any on digits
+        ("euclid", Warm(components=20, seeds=1500, closure=0), X),  # no expert is better on digits
     ):
         learner.fit(features, Y)
         if isinstance(learner, Warm):
@@ -286,7 +285,7 @@ epochs = 1
 
 
 @pytest.mark.parametrize("kind", ["learner", "hedge", "hedge_sum"])
-def test_from_recipe_to_answers(kind, cli, tmp_path):
+def test_from_recipe_to_search_results(kind, cli, tmp_path):
     part = LEARNER if kind == "learner" else DEEP.format(combiner=kind)
 
     def run(*words: str | Path) -> str:
@@ -299,7 +298,7 @@ def test_from_recipe_to_answers(kind, cli, tmp_path):
     run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
     model = Run.open(tmp_path / "run").model
     alpha = model.combiner.get_buffer("alpha")
-    assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the hedge has moved
+    assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the weights have changed
     run("export", tmp_path / "run", "-o", tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
@@ -310,5 +309,5 @@ def test_from_recipe_to_answers(kind, cli, tmp_path):
     run("index", "create", index, tmp_path / "digits.npz", "--bundle", tmp_path / "bundle")
     answers = json.loads(run("search", index, queries, "-k", "3", "--json"))
     labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
-    assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself
+    assert (labels[:, 0] == Y[:30].astype(str)).all()  # the nearest item is the query itself
     assert (labels == Y[:30, None].astype(str)).mean() > 0.6

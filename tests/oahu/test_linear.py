@@ -1,12 +1,11 @@
-"""The linear baselines and the warm start: each step against a plain float64 loop, chunks, save and
-load, what they learn.
-"""
+"""The linear baselines against plain float64 loops; chunks, save and load of every learner."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,41 @@ from retrieval_oahu.linear import one_pass
 from retrieval_oahu.streams import Triplet
 
 ALL = [LEGO, RDML, OASIS, OPML, Warm]
+SMALL: dict[str, Any] = {"depth": 2, "hidden": 8, "embedding": 4, "rule": "linear"}
+EVERY = {
+    **{kind.__name__: kind for kind in ALL},
+    "float32": partial(OAHU, **SMALL),
+    "float64": partial(OAHU, **SMALL, dtype="float64"),
+}
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("prepared", [True, False])
 def test_chunks_save_and_load_change_nothing(kind, prepared, tmp_path):
     triplets = stream_of(clouds(), 300)
     triplets[5, 2] = triplets[5, 0]
-    left, two, three = kind(), kind(), kind()
+    whole, single, loaded = kind(), kind(), kind()
     if prepared:
-        for learner in (left, two, three):
+        for learner in (whole, single, loaded):
             learner.prepare(clouds()[0])
-    left.partial_fit(triplets)
-    for triplet in triplets:
-        two.partial_fit(triplet)
-    three.partial_fit(triplets[:170]).save(tmp_path / "x.safetensors")
-    three = kind.load(tmp_path / "x.safetensors").partial_fit(triplets[170:])
-    same(left, two)
-    same(left, three)
-    assert left.n_skipped_ == 1 and left.n_triplets_ == 300
+    whole.partial_fit(triplets)
+    single.learn_from(triplets)
+    loaded.partial_fit(triplets[:170]).save(tmp_path / "x.safetensors")
+    loaded = type(whole).load(tmp_path / "x.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+    assert loaded.get_params() == whole.get_params()
+    loaded.learn_from(np.split(triplets[170:], [3, 4, 100]))
+    same(whole, single)
+    same(whole, loaded)
+    assert whole.n_skipped_ == 1 and whole.n_triplets_ == 300
+    if isinstance(whole, OAHU):
+        assert whole.n_used_ == 299 and whole.input_layer_.dtype == whole.dtype
     x = clouds()[0]
-    assert np.array_equal(left.transform(x), three.transform(x))
+    assert np.array_equal(whole.transform(x), loaded.transform(x))
 
 
 @pytest.mark.parametrize("kind", [LEGO, RDML, OPML, Warm])
-def test_they_find_what_tells_classes_apart(kind):
+def test_fit_separates_classes(kind):
     x, y = clouds()
     learner = (OPML(gamma=0.1) if kind is OPML else kind()).fit(x, y)
     assert 0 < learner.constraint_utilization_ <= 1
@@ -59,7 +68,7 @@ def test_they_find_what_tells_classes_apart(kind):
     assert errors(learner.transform(x)) < errors(x)
 
 
-def test_lego_is_that_of_a_loop_and_minimises_what_it_says():
+def test_lego_by_loops():
     triplets = stream_of(clouds(), 40)
     learner = LEGO(0.2, 30, 70).prepare(clouds()[0])
     m = np.eye(6)
@@ -86,7 +95,7 @@ def test_lego_is_that_of_a_loop_and_minimises_what_it_says():
     assert np.allclose(learner.matrix_, m, atol=1e-9) and learner.n_used_ == used and 0 < used < 40
 
 
-def test_rdml_is_that_of_a_loop_and_stays_positive_definite():
+def test_rdml_by_loops():
     triplets = stream_of(clouds(), 60)
     for rate in (0.05, 0.5):
         learner = RDML(rate).prepare(clouds()[0])
@@ -103,7 +112,7 @@ def test_rdml_is_that_of_a_loop_and_stays_positive_definite():
         assert np.allclose(learner.matrix_ @ learner.inverse_, np.eye(6), atol=1e-6)
 
 
-def test_oasis_is_that_of_a_loop():
+def test_oasis_by_loops():
     triplets = stream_of(clouds(), 80)
     learner = OASIS(0.1, 0.03).partial_fit(triplets)
     w, used = np.eye(6), 0
@@ -122,7 +131,7 @@ def test_oasis_is_that_of_a_loop():
     assert np.allclose(s, unit[:4] @ w @ unit.T)
 
 
-def test_opml_is_that_of_a_loop():
+def test_opml_by_loops():
     triplets = stream_of(clouds(), 60)
     for gamma in (1e-3, 5.0):
         learner = OPML(gamma).prepare(clouds()[0])
@@ -140,37 +149,43 @@ def test_opml_is_that_of_a_loop():
 def test_opml_makes_one_pass():
     labels = np.array([0, 0, 1, 1, 0, 2])
     assert list(one_pass(labels, np.arange(6))) == [
-        Triplet(3, 2, 1),  # 0 and 1 have no other class before them, 2 none of its own
+        Triplet(3, 2, 1),  # 0 and 1 come before any other class, 2 is the first of its class
         Triplet(4, 1, 3),
     ]
     learner = OPML().fit(*clouds())
     assert learner.n_triplets_ <= len(clouds()[0])
 
 
-@pytest.mark.parametrize(
-    ("learner", "words"),
-    [
-        (LEGO(learning_rate=0.0), "learning_rate"),
-        (LEGO(upper=0.0), "upper"),
-        (LEGO(lower=100.0), "lower"),
-        (RDML(learning_rate=-1.0), "learning_rate"),
-        (OASIS(aggressiveness=0.0), "aggressiveness"),
-        (OASIS(margin=float("nan")), "margin"),
-        (OPML(gamma=0.0), "gamma"),
-        (Warm(components=0), "components"),
-        (Warm(memory=255), "memory"),
-        (Warm(prior=0.0), "prior"),
-        (Warm(ridge=0.0), "ridge"),
-        (Warm(doubt=1.0), "doubt"),
-    ],
-)
-def test_parameters_out_of_range_are_refused_by_name(learner, words):
-    with pytest.raises(ValueError, match=words):
-        learner.prepare(clouds()[0])
+OUT_OF_RANGE: dict[Any, dict[str, list[Any]]] = {
+    LEGO: {"learning_rate": [0.0], "upper": [0.0], "lower": [100.0]},
+    RDML: {"learning_rate": [-1.0]},
+    OASIS: {"aggressiveness": [0.0], "margin": [math.nan]},
+    OPML: {"gamma": [0.0]},
+    Warm: {"components": [0], "memory": [255], "prior": [0.0], "ridge": [0.0], "doubt": [1.0]},
+    OAHU: {
+        "tau": [0.0, 2.0, math.nan],
+        "beta": [0.0, 1.0],
+        "smoothing": [0.0, 1.5],
+        "learning_rate": [0.0, math.inf],
+        "depth": [-1],
+        "hidden": [0],
+        "rule": ["both"],
+        "dtype": ["float16"],
+        "search": ["best"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_RANGE)
+def test_parameters_out_of_range_are_refused_by_name(kind):
+    for name, values in OUT_OF_RANGE[kind].items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{kind.__name__} {name}: "):
+                kind(**{name: value}).prepare(clouds()[0])
 
 
 @pytest.mark.parametrize("kind", [*ALL, OAHU])
-def test_to_be_asked_changes_nothing(kind):
+def test_transform_changes_nothing_and_is_never_stale(kind):
     x, y = clouds()
     learner = kind(seed=0).fit(x, y)
     before = dict(vars(learner))
@@ -181,7 +196,7 @@ def test_to_be_asked_changes_nothing(kind):
         assert np.allclose(learner.transform(x), mapped)
     codes = learner.transform(x)
     learner.partial_fit(x[[[0, 1, 100], [60, 61, 0], [120, 130, 7]]])
-    if kind in (LEGO, RDML, OPML, OAHU):  # and nothing stale is served
+    if kind in (LEGO, RDML, OPML, OAHU):
         assert not np.array_equal(learner.transform(x), codes)
 
 

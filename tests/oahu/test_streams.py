@@ -1,6 +1,4 @@
-"""Streams of triplets: the four rules of the closure against a brute-force one, contradictions,
-held-out pairs, endlessness.
-"""
+"""Streams of triplets: the closure against brute force, contradictions, held-out pairs, bounds."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrieval_oahu import Closure, from_labels, in_chunks, with_closure
+from retrieval_oahu import Closure, Spaces, from_labels, in_chunks, with_closure
 from retrieval_oahu.streams import HeldOut, Triplet, paper_stream
 
 LABELS = np.repeat(np.arange(4), [5, 1, 20, 9])[np.random.default_rng(0).permutation(35)]
 
 
 def brute(triplets: list[Triplet], items: int) -> tuple[set[Any], set[Any]]:
-    """The footnote's four rules, until nothing follows any more."""
+    """Similar and dissimilar pairs by the paper's four rules, applied until nothing changes."""
     s, d = ({frozenset((t[0], t[k])) for t in triplets} for k in (1, 2))
     while True:
         more_s, more_d = set(s), set(d)
@@ -36,7 +34,7 @@ def brute(triplets: list[Triplet], items: int) -> tuple[set[Any], set[Any]]:
         s, d = more_s, more_d
 
 
-def test_the_closure_is_what_the_four_rules_give():
+def test_the_closure_follows_the_four_rules():
     rng = np.random.default_rng(1)
     refused = 0
     for _ in range(15):
@@ -66,14 +64,14 @@ def test_the_closure_is_what_the_four_rules_give():
     assert refused > 5
 
 
-def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed():
+def test_triplets_from_labels_are_right_and_decided_by_the_seed():
     first = list(itertools.islice(from_labels(LABELS, seed=3), 5000))
     for a, p, n in first:
         assert LABELS[a] == LABELS[p] != LABELS[n] and a != p
     assert first == list(itertools.islice(from_labels(LABELS, seed=3), 5000))
     assert first[4000:] == list(itertools.islice(from_labels(LABELS, seed=3, skip=4000), 1000))
     assert first != list(itertools.islice(from_labels(LABELS, seed=4), 5000))
-    # every possible anchor, and for one of them every positive and negative
+    # every possible anchor occurs, and every positive and negative of one anchor
     assert {a for a, _, _ in first} == set(np.flatnonzero(np.bincount(LABELS)[LABELS] > 1).tolist())
     left = first[0][0]
     many = [t for t in itertools.islice(from_labels(LABELS, seed=5), 20_000) if t[0] == left]
@@ -82,12 +80,20 @@ def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed():
 
 
 @pytest.mark.parametrize("labels", [[1, 1, 1], [1, 2, 3], []])
-def test_labels_that_give_no_triplet_are_refused(labels):
+def test_labels_without_a_triplet_are_refused(labels):
     with pytest.raises(ValueError, match="two classes"):
         from_labels(labels)
 
 
-def test_no_pair_of_an_evaluation_set_is_ever_used():
+@pytest.mark.parametrize("labels", [["a", "a", float("nan"), "b"], [1, 1, None, 2]])
+def test_a_missing_label_is_refused(labels):
+    references = Spaces(np.ones((2, 4, 3)), np.full(2, 0.5))
+    for call in (lambda: from_labels(labels), lambda: references.classify(references, labels, 1)):
+        with pytest.raises(ValueError, match=r"1 of 4 labels is missing .* row 2"):
+            call()
+
+
+def test_no_stream_uses_a_held_out_pair():
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 35, (150, 2))
     held = HeldOut(pairs)
@@ -108,14 +114,14 @@ def test_no_pair_of_an_evaluation_set_is_ever_used():
         next(from_labels(LABELS, held_out=everything))
 
 
-def test_contradictions_and_duplicates_are_left_out_and_counted():
+def test_contradictions_and_duplicates_are_skipped_and_counted():
     stream = with_closure([(0, 1, 2), (0, 1, 2), (1, 2, 3), (4, 5, 0), (2, 2, 2)], per_seed=0)
     assert list(stream) == [(0, 1, 2), (4, 5, 0)]
     assert (stream.seeds, stream.duplicates, stream.contradictions) == (2, 1, 2)
     assert stream.last_contradiction == (2, 2, 2)
 
 
-def test_closure_follows_its_seeds_and_gives_only_what_follows():
+def test_the_closure_of_labels_is_right_and_has_no_duplicates():
     stream = with_closure(from_labels(LABELS), per_seed=2.0, memory=1000)
     seen = list(itertools.islice(stream, 900))
     assert stream.closed > 400 and len(set(seen)) == 900
@@ -123,7 +129,7 @@ def test_closure_follows_its_seeds_and_gives_only_what_follows():
     assert stream.contradictions == 0
 
 
-def test_it_never_ends_and_holds_a_window_only():
+def test_an_endless_stream_keeps_only_a_window():
     labels = np.arange(200_000) % 1000
     stream = with_closure(from_labels(labels), memory=200)
     for _ in itertools.islice(stream, 5000):
@@ -138,7 +144,7 @@ def test_the_papers_stream_is_seeds_then_closure():
     assert len(triplets) == 800 and len(set(triplets[400:]) - set(triplets[:400])) == 400
     assert all(labels[a] == labels[p] != labels[n] for a, p, n in triplets)
     assert triplets == list(paper_stream(labels, 400, 400, seed=1))
-    assert list(paper_stream([0, 0, 1], 1, 3, seed=0))  # hardly anything follows: it repeats
+    assert list(paper_stream([0, 0, 1], 1, 3, seed=0))  # almost nothing is implied, so it repeats
 
 
 def test_chunks_hold_the_features_of_the_rows():

@@ -1,6 +1,4 @@
-"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid only for
-better neighbours.
-"""
+"""`Warm` against a plain loop; its memory, its bound, and when it leaves Euclidean distance."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from retrieval_oahu.warm import EXPERTS, FOLDS, SETTLE
 
 
 def sectors() -> tuple[Any, Any]:
-    """Three sectors of a circle, the near and the far part of each a class, at distances between 1
-    and 20.
-    """
+    """Three sectors of a circle of radius 1 to 20; the near and the far part of each is a class."""
     rng = np.random.default_rng(1)
     side, length = rng.integers(0, 3, 750), rng.uniform(0, 1, 750)
     angle, radius = 0.8 * side + rng.uniform(-0.3, 0.3, 750), np.exp(3 * length)
@@ -37,11 +33,11 @@ def correct(codes: Any, y: Any) -> float:
     return float((y[d.argmin(1)] == y).mean())
 
 
-def test_euclid_before_the_first_triplet_and_until_refuted():
+def test_euclidean_distance_is_served_until_an_expert_is_better():
     x, y = clouds()
     for components in (None, 6, 256):
         learner = Warm(components=components).prepare(x)
-        for start in range(0, 600, 20):  # labels that mean nothing
+        for start in range(0, 600, 20):  # random triplets
             assert not learner.left_
             assert np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
             assert np.array_equal(learner.transform(x), x - x.mean(0))
@@ -55,8 +51,8 @@ def test_euclid_before_the_first_triplet_and_until_refuted():
             assert np.allclose(np.linalg.norm(learner.transform(x), axis=1), 1)
 
 
-def test_what_orders_triplets_but_not_neighbours_is_not_served():
-    """Angles order these classes better than distances do; their neighbours mix near and far."""
+def test_an_expert_that_only_orders_triplets_better_is_not_served():
+    """Angles order these classes better than distances, but mix near and far neighbours."""
     x, y = sectors()
     learner = Warm(components=None).prepare(x)
     learner.learn_from(itertools.islice(in_chunks(from_labels(y, seed=3), x, 256), 16))
@@ -66,8 +62,8 @@ def test_what_orders_triplets_but_not_neighbours_is_not_served():
 
 
 def test_the_bound_holds_at_every_time():
-    """Of streams without a difference, at most `doubt` ever leave Euclid for any of the experts, at
-    any of 2,000 differing votes.
+    """If experts are no better, the share of streams that ever leave Euclidean distance is at most
+    `doubt`.
     """
     learner = Warm(doubt=0.2)
     bounds = np.zeros(2000)
@@ -83,7 +79,7 @@ def test_the_bound_holds_at_every_time():
 
 
 def components_of(alike: list[tuple[int, int]], items: int) -> list[int]:
-    """The component of each item in the graph of similar pairs."""
+    """Return the component of each item in the graph of similar pairs."""
     component = list(range(items))
     changed = True
     while changed:
@@ -98,7 +94,7 @@ def components_of(alike: list[tuple[int, int]], items: int) -> list[int]:
 def loop_votes(
     distance: Any, item: int, seen: list[int], part: list[int], unlike: set[tuple[int, int]]
 ) -> float:
-    """What the nearest known neighbours of an item say of it, 1, 3, 5, 7 and 9 of them."""
+    """Return the mean vote of an item's nearest 1, 3, 5, 7 and 9 neighbours of known relation."""
     neighbours = sorted((distance(item, other), other) for other in seen if other != item)
     window = min(max(9, int(0.01 * len(seen))), len(seen) - 1)
     known: list[int] = []
@@ -114,7 +110,7 @@ def loop_votes(
     return total / 5
 
 
-def test_warm_is_that_of_a_loop():
+def test_warm_by_loops():
     x, y = clouds()
     rows = list(itertools.islice(from_labels(y), 448))
     learner = Warm(components=None, prior=5.0, ridge=0.2).prepare(x).partial_fit(x[np.array(rows)])
@@ -134,7 +130,7 @@ def test_warm_is_that_of_a_loop():
         return float((z[i] - z[j]) @ m @ (z[i] - z[j]))
 
     def measures(left_out: int) -> list[Any]:
-        """Euclid and the experts, taught by the pairs that touch no item of a fold."""
+        """Euclidean distance and the experts, trained without the pairs of a fold's items."""
         pairs = [(a, p) for a, p in alike[:learned] if left_out not in (fold[a], fold[p])]
         total = sum((np.outer(z[a] - z[p], z[a] - z[p]) for a, p in pairs), np.zeros((6, 6)))
         moment = total / (np.trace(total) / 6 if pairs else 1.0) * len(pairs) / (len(pairs) + 5.0)
@@ -178,12 +174,11 @@ def test_warm_is_that_of_a_loop():
         assert squares[j] == pytest.approx(2 + 2 * expected if EXPERTS[served].angle else expected)
 
 
-def test_back_to_euclid_when_the_stream_turns():
+def test_back_to_euclidean_distance_when_the_stream_changes():
     x, _ = clouds()
     learner = Warm().prepare(x).partial_fit(stream_of(clouds(), 600))
     assert learner.left_
-    turned = stream_of(clouds(), 2000)[:, [0, 2, 1]]  # what was alike is unlike
-    learner.partial_fit(turned)
+    learner.partial_fit(stream_of(clouds(), 2000)[:, [0, 2, 1]])  # similar items become dissimilar
     assert not learner.left_ and np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
 
 
@@ -201,10 +196,8 @@ def test_components_come_from_the_stream(components):
     assert learner.learned_ + len(learner.waiting_) == 50 and not learner.products_.size
 
 
-def test_judges_by_the_distances_of_its_codes():
-    """With fewer components than features, too: an expert is credited with what it would serve if
-    all pairs had taught it.
-    """
+def test_experts_are_judged_by_the_distances_of_their_embeddings():
+    """Here, with all folds trained on all pairs and with fewer components than features."""
     x, _ = clouds()
     learner = Warm(components=3).prepare(x).partial_fit(stream_of(clouds(), 1024))
     learner.moment_[:], learner.pairs_[:] = learner.moment_[-1], learner.pairs_[-1]
@@ -226,8 +219,8 @@ def test_judges_by_the_distances_of_its_codes():
     assert np.array_equal(learner.triplets_lead_ - before, euclid - np.array(wrong))
 
 
-class TaughtByWhatItJudges(Warm):
-    """The rule without folds: all pairs teach the experts that judge any item."""
+class WithoutFolds(Warm):
+    """Judges items with experts that have learned all pairs."""
 
     def _decompose(self) -> None:
         self.moment_[:], self.pairs_[:] = self.moment_[-1], self.pairs_[-1]
@@ -235,7 +228,7 @@ class TaughtByWhatItJudges(Warm):
 
 
 def leavers(kind: type[Warm], closure: bool, streams: int) -> int:
-    """Return how many streams of 300 triplets ever leave Euclid when their labels mean nothing."""
+    """Return how many streams of 300 triplets of random labels ever leave Euclidean distance."""
     count = 0
     for seed in range(streams):
         rng = np.random.default_rng(seed)
@@ -249,14 +242,11 @@ def leavers(kind: type[Warm], closure: bool, streams: int) -> int:
     return count
 
 
-def test_votes_of_items_that_taught_the_experts_do_not_count():
-    """A closure stream's first triplets reuse few items, and in 40 dimensions any labels fit."""
-    assert leavers(TaughtByWhatItJudges, closure=True, streams=10) >= 5
-
-
 @pytest.mark.parametrize("closure", [False, True])
-def test_labels_that_mean_nothing_leave_euclid_in_few_streams(closure):
+def test_few_streams_of_random_labels_leave_euclidean_distance(closure):
     assert leavers(Warm, closure, streams=24) <= 1  # 5 %
+    if closure:  # its first triplets reuse few items, and in 40 dimensions any labels fit
+        assert leavers(WithoutFolds, closure, streams=10) >= 5
 
 
 def test_a_closure_stream_finds_a_better_geometry():
@@ -270,7 +260,7 @@ def test_an_expert_is_served_only_while_its_proof_stands():
     x, y = clouds()
     shuffled = np.random.default_rng(0).permutation(y)
     learner, proofs = Warm().prepare(x), []
-    for labels in (y, shuffled, y):  # true, then meaningless, then true again
+    for labels in (y, shuffled, y):
         for chunk in in_chunks(itertools.islice(from_labels(labels), 1500), x, 64):
             learner.partial_fit(chunk)
             proven = (learner.lead_ > learner._bound()) & (learner.triplets_lead_ > 0)
@@ -280,7 +270,7 @@ def test_an_expert_is_served_only_while_its_proof_stands():
             else:
                 assert np.array_equal(learner.components_, np.eye(6))
             proofs.append(learner.left_)
-    assert (np.diff(np.array(proofs, int)) < 0).any()  # a proof that was lost
+    assert (np.diff(np.array(proofs, int)) < 0).any()  # a proof was lost
 
 
 def memory(places: int) -> Memory:
@@ -289,7 +279,7 @@ def memory(places: int) -> Memory:
     return Memory(none, none.astype(np.uint64), np.arange(places), parted, used)
 
 
-def test_the_memory_knows_what_follows_and_forgets_what_lies_longest():
+def test_the_memory_knows_implied_relations_and_evicts_the_longest_unused():
     held = memory(6)
     vectors = np.arange(16.0).reshape(8, 2)
 
@@ -308,38 +298,38 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest():
     held.learn(*take(5, 4, 0))  # the sixth place
     assert unlike(e, b)
     take(1, 2, 3, 4, 5)
-    assert held.take(vectors[6], digest(vectors[6])) == (a, True)  # 0 lay longest
+    assert held.take(vectors[6], digest(vectors[6])) == (a, True)  # 0 was unused the longest
     assert not held.parted[held.group[a]].any() and (held.group == held.group[a]).sum() == 1
     assert held.take(vectors[1], digest(vectors[1])) == (b, False) and unlike(b, d)
     assert np.array_equal(held.vectors[a], vectors[6])
     assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
 
 
-def test_how_far_voters_may_lie():
+def test_voters_are_among_the_nearest_share():
     held = memory(400)
     vectors = np.stack([np.arange(400.0), np.zeros(400)], axis=1)
     for vector in vectors:
         held.take(vector, digest(vector))
-    held.learn(0, 15, 30)  # the fifteenth from 0, and the thirtieth
+    held.learn(0, 15, 30)  # the numbers are also the distances from 0
     distances = np.abs(vectors[:1, 0] - vectors[:, 0][None])
-    assert held.votes(np.array([0]), distances.copy()) == [0.5]  # nobody among the nine nearest
+    assert held.votes(np.array([0]), distances.copy()) == [0.5]  # none among the nine nearest
     assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
     held.learn(0, 12, 14)
-    # 12, then 14 against it, then 15
+    # the voters are 12 (for), 14 (against) and 15 (for)
     assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
     held.learn(0, 1, 10)
     held.learn(0, 1, 11)
-    # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them
-    # is wrong, 3 are undecided, 5 and more right
+    # Farthest first, the voters are 30, 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are for.
+    # One voter gives 0, three give ½, and five or more give 1.
     assert held.votes(np.array([0]), -distances, 1.0) == pytest.approx([(0 + 0.5 + 1 + 1 + 1) / 5])
 
 
-def test_a_contradiction_is_believed_and_its_items_known_by_it_alone():
+def test_a_contradiction_replaces_the_earlier_relations_of_its_items():
     held = memory(6)
     places = [held.take(v, digest(v))[0] for v in np.arange(12.0).reshape(6, 2)]
     held.learn(0, 1, 2)
     held.learn(3, 4, 0)
-    held.learn(0, 2, 1)  # the opposite of the first
+    held.learn(0, 2, 1)  # contradicts the first triplet
     assert held.group[0] == held.group[2] and held.parted[held.group[0], held.group[1]]
     assert not held.parted[held.group[0], held.group[3]] and held.group[3] == held.group[4]
     assert places == list(range(6))

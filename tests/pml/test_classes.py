@@ -1,4 +1,4 @@
-"""Losses against class weights, by plain loops, and finite gradients."""
+"""Losses with class weights or proxies against plain loops, and their finite gradients."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def codes() -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_half_precision_is_that_of_the_codes_alone(name, dtype):
+def test_half_precision_affects_only_the_embeddings(name, dtype):
     loss, x = make(name).float(), codes().to(dtype)
     torch.testing.assert_close(loss(x, Y).float(), loss(x.float(), Y), rtol=1e-2, atol=1e-2)
     assert all(weights.dtype == torch.float32 for weights in loss.parameters())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_short_codes_have_a_finite_gradient(name):
+def test_short_embeddings_have_a_finite_gradient(name):
     x = codes()
     x[2], x[3] = 0, x[3] * 1e-20
     x.requires_grad_()
@@ -79,7 +79,7 @@ def many_times(near: float, m: int) -> float:
 
 
 def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
-    """Return an item's loss by the definition; `w` has each class's centres together."""
+    """Return an item's loss by its definition; `w` has the centres of the classes in turn."""
     near = [cosine(x, value) for value in w]
     if name == "large_margin_softmax":
         return entropy(
@@ -109,7 +109,7 @@ def of_item(name: str, x: list[float], w: list[list[float]], y: int) -> float:
     scale, margin = (8, 28.6) if name == "sub_center_arc_face" else (7, 40)
     best = [max(value) for value in grouped] if name == "sub_center_arc_face" else near
     with_margin = math.acos(best[y]) + math.radians(margin)
-    # beyond π a line goes on
+    # beyond an angle of π, the loss is linear in the cosine
     line = best[y] - math.radians(margin) * math.sin(math.radians(margin))
     best[y] = math.cos(with_margin) if with_margin <= math.pi else line
     return entropy([scale * s for s in best], y)
@@ -136,7 +136,7 @@ def of_batch(name: str, x: list[list[float]], w: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plain_loops(name):
+def test_by_loops(name):
     ours = make(name)
     (weights,) = ours.parameters()
     rows = weights if weights.shape[0] != C else weights.t()

@@ -1,5 +1,5 @@
-"""Every public class of the installed pytorch-metric-learning is offered, with every parameter and
-its default.
+"""Every public class of the installed pytorch-metric-learning ("upstream") is offered, with its
+parameters and defaults.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pytest
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from retrieval.host.plugins import load_plugins
 
-# Public classes that are not offered: abstract ones, mixins, and those that return no number
+# Public classes that are not offered: abstract classes, mixins, and parts that return no number
 CLASSES = {"BaseMetricLossFunction", "GenericPairLoss", "BaseLossWrapper", "BaseMiner"}
 CLASSES |= {"EmbeddingRegularizerMixin", "WeightRegularizerMixin", "BaseReducer", "BaseDistance"}
 CLASSES |= {"BaseRegularizer", "DoNothingReducer", "BatchedDistance"}
-# Losses and other parts for which these parameters have no meaning: the formula holds for one
-# distance, the loss is one number already, or upstream refuses or ignores them
+# Parts that do not offer these parameters: the formula holds for one distance, the loss is already
+# one number, or upstream refuses or ignores the parameter
 LEFT_OUT = {
     "distance": "AngularLoss CircleLoss DynamicSoftMarginLoss FastAPLoss HistogramLoss InstanceLoss"
     " P2SGradLoss PNPLoss SignalToNoiseRatioContrastiveLoss SmoothAPLoss TupletMarginLoss"
@@ -35,7 +35,7 @@ LEFT_OUT = {
 }
 
 RENAMED = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
-"""Upstream's names for what the host gives."""
+"""Upstream's names of the values that the host passes."""
 
 PLUGINS = load_plugins()
 MODULES = {
@@ -59,9 +59,7 @@ def snake(name: str) -> str:
 
 
 def upstream_parameters(cls: type) -> dict[str, Any]:
-    """Return what the class and, through **kwargs, its bases accept, with the defaults; empty for
-    required ones.
-    """
+    """Return the parameters of a class and, through **kwargs, of its bases, with their defaults."""
     actual: dict[str, Any] = {}
     for base in cls.__mro__:
         init = base.__dict__.get("__init__")
@@ -82,7 +80,7 @@ OFFERED = [
     for name, cls in public(module).items()
     if name not in CLASSES
 ]
-SET_BY_SUBCLASS = {  # fixed in a subclass's call of its base
+SET_BY_SUBCLASS = {  # fixed by the subclass when it calls its base
     "AvgNonZeroReducer": {"low", "high"},
     "BatchHardMiner": {"pos_strategy", "neg_strategy"},
     **{
@@ -107,14 +105,14 @@ def test_offered_with_every_parameter_and_default(kind, cls):
             assert ours[name].default == default, name
 
 
-def test_nothing_is_offered_that_upstream_lacks():
+def test_only_upstreams_classes_are_offered():
     for kind in MODULES:
         known = {f"pml.{snake(cls.__name__)}" for k, cls in OFFERED if k == kind}
         assert {name for name in PLUGINS.factories(kind) if name.startswith("pml.")} == known
 
 
 @pytest.mark.parametrize(("kind", "cls"), OFFERED, ids=lambda x: getattr(x, "__name__", x))
-def test_makes_upstreams_class(kind, cls):
+def test_builds_upstreams_class(kind, cls):
     required = {
         "pml.multiple": (
             {"losses": ["pml.circle"]} if kind == "losses" else {"reducers": [], "names": []}

@@ -1,5 +1,5 @@
-"""Losses that depart from upstream, against plain Python loops in float64, and their gradients by
-finite differences.
+"""Losses that differ from pytorch-metric-learning's, against plain Python loops in float64, and
+their gradients by finite differences.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def far(a: list[float], b: list[float]) -> float:
 
 
 class Batch:
-    """Unit vectors of a batch and of what it is compared with, as plain lists."""
+    """Unit vectors of a batch and of its references, as plain lists."""
 
     def __init__(self, embeddings: Tensor, reference: Tensor | None) -> None:
         self.own = reference is None
@@ -253,7 +253,7 @@ def test_dynamic_soft_margin_over_two_batches():
         value = loss(x, torch.tensor(LABELS))
         value.backward()
         assert value.item() == pytest.approx(expected, rel=1e-9)
-        # the gradient takes the weights, and so the histogram, for constants
+        # the weights, and so the histogram, are constants in the gradient
         u = torch.nn.functional.normalize(x)
         gaps = [(u[a] - u[p]).norm() - (u[a] - u[n]).norm() for a, p, n in triplets]
         weighed = [gap * w for gap, w in zip(gaps, weights, strict=True)]
@@ -263,12 +263,12 @@ def test_dynamic_soft_margin_over_two_batches():
 
 
 def test_dynamic_soft_margin_counts_the_largest_difference():
-    # positives opposite, negatives equal: a difference of 2, in the bin that upstream lacks
+    # a difference of 2, for which upstream has no bin
     x = torch.tensor([[1.0, 0], [-1, 0], [1, 0]], dtype=torch.float64)
     assert make("dynamic_soft_margin")(x, torch.tensor([0, 0, 1])).isfinite()
 
 
-def test_one_triplet_counts():
+def test_a_single_triplet_has_a_loss():
     x, left = points(8, 1), torch.tensor([0])
     triplet = (left, torch.tensor([2]), torch.tensor([3]))
     b = Batch(x, None)
@@ -293,7 +293,7 @@ def test_manifold_gives_all_items_of_a_class_one_proxy(monkeypatch, values):
     x, labels = points(8, 1).requires_grad_(), torch.tensor(LABELS)
     plain = upstream.ManifoldLoss(l=5, **values).double()
     plain.load_state_dict({"proxies": loss.proxies})
-    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # it inverts in float32
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # upstream inverts in float32
     expected = plain(x, indices_tuple=loss.meta_classes[labels])
     actual = loss(x, labels)
     assert actual.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Factories made of upstream's signature and a docstring; labels of no class."""
+"""Factories from an upstream signature and a docstring, and labels outside the classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_factory_offers_what_the_docstring_describes():
     assert known["classes"].by_host and known["reducer"].part == "reducers"
 
 
-def test_arguments_reach_the_constructor_and_wrong_ones_are_refused():
+def test_arguments_reach_the_constructor_and_wrong_arguments_are_refused():
     make = offer(Example, weight_init_func=str)
     loss = make(3, 4, margin=0.5, weight_init_func="orthogonal")
     assert type(loss).__name__ == "Example" and loss.margin == 0.5 and loss.num_classes == 3
@@ -61,11 +61,11 @@ def test_arguments_reach_the_constructor_and_wrong_ones_are_refused():
 @pytest.mark.parametrize(
     "name", sorted(name for name in retrieval.names("loss") if name.startswith("pml."))
 )
-def test_a_label_of_no_class_is_refused(name, labels):
+def test_a_label_outside_the_classes_is_refused(name, labels):
     options: dict[str, Any] = {"per_class": True} if name == "pml.margin" else {}
     try:
         loss = retrieval.create("loss", name, classes=4, embedding_size=8, **options)
-    except RecipeError:  # of pairs: it has no weights of classes
+    except RecipeError:  # the loss has no class weights
         return
     with pytest.raises(
         ValueError, match=r"labels go from (0 to 4|-1 to 2), but the loss has classes 0 to 3"

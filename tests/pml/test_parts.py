@@ -1,6 +1,4 @@
-"""Reducers, regularisers, distances and miners: values against plain loops, and the sentences for
-what cannot work.
-"""
+"""Reducers, regularisers, distances and miners against plain loops, and their error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def make(kind: str, name: str, /, **values: Any) -> Any:
 
 
 def parts(loss: str, **values: Any) -> tuple[list[float], list[Tensor]]:
-    """Return a loss's own losses before reduction, with their indices."""
+    """Return a loss's values before reduction, with their indices."""
     built = make("losses", loss, reducer="pml.per_anchor", **values)
     actual = built.compute_loss(X, Y, None, X, Y)["loss"]
     indices = actual["indices"]
@@ -44,7 +42,7 @@ def mean(numbers: list[float]) -> float:
 
 class TestReducers:
     @pytest.mark.parametrize("loss", [*PAIRWISE, "multi_similarity", "sup_con"])
-    def test_by_plain_loops(self, loss):
+    def test_by_loops(self, loss):
         values, indices = parts(loss)
         anchors = indices[0].tolist()
         middle = sorted(values)[len(values) // 2]
@@ -76,7 +74,7 @@ class TestReducers:
         value = make("losses", "contrastive", reducer=reducer)(X, Y).item()
         assert value == pytest.approx(expected.item())
 
-    def test_sentences(self):
+    def test_errors(self):
         with pytest.raises(ValueError, match=r"defines no divisor for pml\.divisor"):
             make("losses", "contrastive", reducer="pml.divisor")(X, Y)
         with pytest.raises(RecipeError, match="3 weights, but 4 training classes"):
@@ -120,7 +118,7 @@ class TestRegularisers:
         loss = make("losses", "soft_triple", centers_per_class=2, weight_regularizer=table)
         assert loss(X, Y).isfinite()
 
-    def test_sentences(self):
+    def test_errors(self):
         wanting = {"regular_face": "regularizers", "soft_triple": "losses", "manifold": "losses"}
         for name, kind in wanting.items():
             with pytest.raises(RecipeError, match=r"needs a similarity.*LpDistance is a distance"):
@@ -137,7 +135,7 @@ def test_distances():
 
 
 class TestMiners:
-    def test_angular_measures_unit_vectors(self):
+    def test_angular_by_loops_over_unit_vectors(self):
         lengths = torch.linspace(0.2, 5, 12).unsqueeze(1)
         unit = torch.nn.functional.normalize(X).tolist()
         expected = set()

@@ -1,5 +1,5 @@
-"""Losses and miners of our own beside upstream's: values, gradients and indices, whatever reduces
-them, and in memory of the batch's pairs.
+"""Losses and miners give pytorch-metric-learning's values, gradients and indices with any reducer,
+in the memory of the batch's pairs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 
 def codes(rows: int, seed: int, spread: str = "spread") -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    if spread == "whole numbers":  # some items are the same
+    if spread == "whole numbers":  # some items are equal
         return torch.randint(-1, 2, (rows, 3), generator=generator).double() + 0.5
     return 1 + 0.7 * torch.randn(rows, 6, generator=generator, dtype=torch.float64)
 
@@ -72,7 +72,7 @@ OF_PAIRS: dict[str, Any] = {
 def test_a_batch_and_a_reference_set(name, reference, mined):
     x, ref = codes(28, 0), codes(9, 1) if reference else None
     arguments = (x, Y) if ref is None else (x, Y, ref, REF_Y)
-    # a triplet that a miner lists twice counts twice
+    # the miner lists some triplets twice, which count twice
     triplets = miners.TripletMarginMiner(margin=0.3)(*arguments) if mined else None
     assert_same(OURS[name](), OF_PAIRS[name](), x, ref, triplets)
 
@@ -91,7 +91,7 @@ def test_every_reducer_and_distance(distance, name, reduced_by):
 
 @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
 @pytest.mark.parametrize("name", ["triplet_margin", "multi_similarity", "circle", "nt_xent"])
-def test_a_batch_without_pairs_of_one_kind(name, labels):
+def test_a_batch_without_one_kind_of_pair(name, labels):
     x, y = codes(12, 0), torch.tensor(labels)
     torch.testing.assert_close(OURS[name]()(x, y), OF_PAIRS[name]()(x, y), check_dtype=False)
 
@@ -161,16 +161,15 @@ def test_a_gradient_of_a_gradient_is_finite(name):
     ],
 )
 def test_memory_is_that_of_pairs(name, monkeypatch):
-    """384 items of 48 classes have a million triplets."""
     monkeypatch.setattr(triplet_losses, "TRIPLETS", 2**16)
-    x, y = codes(384, 0).float().requires_grad_(), torch.arange(384) % 48
+    x, y = codes(384, 0).float().requires_grad_(), torch.arange(384) % 48  # a million triplets
     with Largest() as seen:
         OURS[name]()(x, y).backward()
     assert seen.entries <= 2 * 384 * 384
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many entries the largest tensor has."""
+    """Records the number of entries of the largest tensor."""
 
     entries = 0
 
@@ -221,7 +220,7 @@ def test_the_angular_miner_on_unit_vectors_gives_upstreams_triplets(reference):
 
 
 @pytest.mark.parametrize("reduced_by", ["default", "sum"])
-def test_vic_reg_pairs_each_labels_items(reduced_by):
+def test_vic_reg_pairs_the_items_of_a_label(reduced_by):
     labels = torch.tensor([4, 1, 0, 4, 2, 1, 2, 0, 9, 1, 3, 9, 1])  # 3 has one view
     first, second = [0, 1, 2, 4, 8, 9], [3, 5, 7, 6, 11, 12]
     x = codes(13, 0).requires_grad_()

@@ -1,6 +1,4 @@
-"""Losses that wrap others: cross-batch memory (exact resume), several losses at once, and pairs of
-views.
-"""
+"""Losses that wrap others: cross-batch memory, several losses at once, and pairs of views."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class TestCrossBatchMemory:
         for key, tensor in loss.state_dict().items():
             assert torch.equal(resumed.state_dict()[key], tensor), key
 
-    def test_value_is_that_of_plain_loops(self):
+    def test_by_loops(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
         queue: list[tuple[Tensor, int, int]] = []
         for step, (x, y) in enumerate(batches(6)):
@@ -75,7 +73,7 @@ class TestCrossBatchMemory:
             for i, (c, label) in enumerate(zip(codes, y, strict=True)):
                 for j, (other, other_label, when) in enumerate(queue):
                     if when == step and j == len(queue) - len(codes) + i:
-                        continue  # itself
+                        continue  # the item itself
                     d, same = (c - other).norm().item(), other_label == int(label)
                     costs[same].append(d if same else 1 - d)
             expected = 0.0
@@ -85,40 +83,39 @@ class TestCrossBatchMemory:
             assert loss(codes, y).item() == pytest.approx(expected, rel=1e-4)
         assert loss.has_been_filled and loss.queue_idx == 48 % 20
 
-    def test_outside_miner_points_at_the_batch(self):
+    def test_an_outer_miners_indices_point_at_the_batch(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
         for x, y in batches(2):
             loss(x[:, :6], y)
         x, y = batches(3)[2]
-        a, p, n = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
-        with_extra = loss.create_indices_tuple
+        mined = tuple(torch.tensor([i]) for i in range(3))
         loss.add_to_memory(x[:, :6], y, 8)
-        actual = with_extra(x[:, :6], y, loss.embedding_memory, loss.label_memory, (a, p, n), True)
+        actual = loss.create_indices_tuple(
+            x[:, :6], y, loss.embedding_memory, loss.label_memory, mined, True
+        )
         places = [(16 + i) % 20 for i in range(8)]
         assert [index[-1].item() for index in actual] == [0, places[1], 0, places[2]]
 
     def test_one_item_is_not_compared_with_itself(self):
-        loss, y = (
-            make("cross_batch_memory", loss="pml.contrastive", memory_size=4),
-            torch.tensor([0]),
-        )
-        assert loss(torch.randn(1, 6), y).item() == 0
+        loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
+        assert loss(torch.randn(1, 6), torch.tensor([0])).item() == 0
 
-    def test_trains_with_any_loss_that_takes_a_reference(self):
+    def test_trains_with_every_loss_that_accepts_a_reference_set(self):
         for name, factory in PLUGINS.factories("losses").items():
-            if name.startswith("pml.") and name not in ("pml.multiple", "pml.cross_batch_memory"):
-                if factory.supports_ref_emb:
-                    model = nn.Linear(10, 6)
-                    before = model.weight.detach().clone()
-                    train(model, make("cross_batch_memory", loss=name, memory_size=20), batches(4))
-                    assert model.weight.isfinite().all() and not torch.equal(
-                        model.weight, before
-                    ), name
-                elif not any(p.required for p in factory.parameters):
-                    with pytest.raises(RecipeError, match="accepts a reference set"):
-                        make("cross_batch_memory", loss=name)
+            wraps = name in ("pml.multiple", "pml.cross_batch_memory")
+            if not name.startswith("pml.") or wraps:
+                continue
+            if factory.supports_ref_emb:
+                model = nn.Linear(10, 6)
+                before = model.weight.detach().clone()
+                train(model, make("cross_batch_memory", loss=name, memory_size=20), batches(4))
+                assert model.weight.isfinite().all(), name
+                assert not torch.equal(model.weight, before), name
+            elif not any(p.required for p in factory.parameters):
+                with pytest.raises(RecipeError, match="accepts a reference set"):
+                    make("cross_batch_memory", loss=name)
 
-    def test_sentences(self):
+    def test_errors(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
         with pytest.raises(
             ValueError, match=r"memory_size \(4\) must be at least the batch size \(8\)"
@@ -142,23 +139,21 @@ class TestMultiple:
         )
         miner = PLUGINS.build("miners", {"name": "pml.triplet_margin", "type_of_triplets": "hard"})
         expected = 0.5 * upstream.ContrastiveLoss()(self.x, self.y)
-        expected += 2 * upstream.TripletMarginLoss(margin=0.3)(
-            self.x, self.y, miner(self.x, self.y)
-        )
+        triplets = miner(self.x, self.y)
+        expected += 2 * upstream.TripletMarginLoss(margin=0.3)(self.x, self.y, triplets)
         assert loss(self.x, self.y).item() == pytest.approx(expected.item())
         with pytest.raises(ValueError, match="losses have miners"):
             loss(self.x, self.y, (self.y, self.y, self.y))
 
-    def test_reference_set_is_handed_on(self):
+    def test_a_reference_set_reaches_every_loss(self):
         reference: dict[str, Any] = {"ref_emb": self.x.flip(0) * 2, "ref_labels": self.y}
         expected = upstream.ContrastiveLoss()(self.x, self.y, **reference)
         expected += upstream.SupConLoss()(self.x, self.y, **reference)
         loss = make("multiple", losses=["pml.contrastive", "pml.sup_con"])
         assert loss(self.x, self.y, **reference).item() == pytest.approx(expected.item())
+        loss = make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])
         with pytest.raises(ValueError, match="SmoothAPLoss does not"):
-            make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(
-                self.x, self.y, **reference
-            )
+            loss(self.x, self.y, **reference)
 
     def test_parameters_of_the_parts_are_its_own(self):
         loss = make("multiple", losses=["pml.proxy_anchor", "pml.arc_face"])
@@ -176,21 +171,16 @@ class TestMultiple:
             ({"miner_for": [0]}, "there are no miners"),
         ],
     )
-    def test_sentences(self, values, sentence):
+    def test_errors(self, values, sentence):
         with pytest.raises(RecipeError, match=sentence):
             make("multiple", losses=["pml.contrastive", "pml.circle"], **values)
 
 
-class TestViews:
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_self_supervised_finds_the_views(symmetric):
     first, second = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)).unbind()
-    # views in any order: a label for each thing
-    mixed = torch.stack([first, second], 1).flatten(0, 1)
-    labels = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 0, 0])
-
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_self_supervised_finds_the_views(self, symmetric):
-        expected = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(
-            self.first, self.second
-        )
-        loss = make("self_supervised", loss="pml.nt_xent", symmetric=symmetric)
-        assert loss(self.mixed, self.labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    expected = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(first, second)
+    loss = make("self_supervised", loss="pml.nt_xent", symmetric=symmetric)
+    labels = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 0, 0])  # two views of each item
+    value = loss(torch.stack([first, second], 1).flatten(0, 1), labels)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)

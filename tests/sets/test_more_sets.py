@@ -1,5 +1,5 @@
-"""Vehicles, people, nature, landmarks and sets of classes, on small folders of the published
-layouts, whole and damaged.
+"""Vehicles, people, nature, landmarks and sets of classes, on small folders in the published
+layouts.
 """
 
 from __future__ import annotations
@@ -48,13 +48,9 @@ def test_people_of_market_without_junk_and_with_cameras(tmp_path):
 
 def test_veri_and_an_empty_gallery(tmp_path):
     root = layouts.veri(tmp_path / "VeRi")
-    assert {
-        side: len(labels) for side, labels in sides(veri776(tmp_path, counts="any")).items()
-    } == {
-        "train": 4,
-        "query": 2,
-        "gallery": 4,
-    }
+    data = veri776(tmp_path, counts="any")
+    counts = {side: len(labels) for side, labels in sides(data).items()}
+    assert counts == {"train": 4, "query": 2, "gallery": 4}
     for file in (root / "image_test").iterdir():
         file.unlink()
     text = refused(veri776, root, counts="any")
@@ -69,30 +65,21 @@ def test_species_of_both_sides(tmp_path):
 
 
 def test_landmarks_and_their_queries(tmp_path):
-    root = layouts.landmarks(tmp_path)
-    data = google_landmarks_v2(root, counts="any")
-    assert sides(data) == {
-        "train": ["7", "7", "9", "9"],
-        "gallery": ["3", "4"] * 3,
-        "query": ["3", "4"],
-    }
+    data = google_landmarks_v2(layouts.landmarks(tmp_path), counts="any")
+    train, gallery = ["7", "7", "9", "9"], ["3", "4"] * 3
+    assert sides(data) == {"train": train, "gallery": gallery, "query": ["3", "4"]}
 
 
 def test_dishes_textures_and_things(tmp_path):
-    assert (
-        sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"]
-        == ["apple_pie"] * 2 + ["sushi"] * 2
-    )
+    food = food101(layouts.food(tmp_path / "food-101").parent, counts="any")
+    assert sides(food)["test"] == ["apple_pie"] * 2 + ["sushi"] * 2
     actual = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
-    assert set(actual) == {"train", "validation", "test"} and set(actual["test"]) == {
-        "banded",
-        "woven",
-    }
+    assert set(actual) == {"train", "validation", "test"}
+    assert set(actual["test"]) == {"banded", "woven"}
     for load, make in ((caltech101, layouts.caltech101), (caltech256, layouts.caltech256)):
         data = load(make(tmp_path / "caltech"), counts="any")
-        assert sides(data) == {
-            "": ["anchor", "anchor", "cup", "cup"]
-        }  # neither background nor clutter
+        # without the background class or the clutter class
+        assert sides(data) == {"": ["anchor", "anchor", "cup", "cup"]}
 
 
 def test_cifar100_fine_and_coarse(tmp_path):
@@ -106,9 +93,8 @@ def test_cifar100_fine_and_coarse(tmp_path):
     broken = bytearray((root / "train.bin").read_bytes())
     broken[1] = 100
     (root / "train.bin").write_bytes(broken)
-    assert "record 0 has the label 100; labels go from 0 to 99" in refused(
-        cifar100, root, counts="any"
-    )
+    text = refused(cifar100, root, counts="any")
+    assert "record 0 has the label 100; labels go from 0 to 99" in text
     (root / "train.bin").write_bytes(broken[:-1])
     assert "records of 3,074 bytes" in refused(cifar100, root, counts="any")
     (root / "fine_label_names.txt").write_text("apple\n")

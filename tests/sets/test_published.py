@@ -1,5 +1,5 @@
-"""CUB-200-2011, Cars-196, Stanford Online Products and In-Shop, on small folders of the published
-layouts, whole and damaged.
+"""CUB-200-2011, Cars-196, Stanford Online Products and In-Shop, on small folders in the published
+layouts; and the errors of all published sets.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
 }
 PARTITION, EBAY = "Eval/list_eval_partition.txt", "Ebay_train.txt"
 VEHICLES, SOLUTION = "train_test_split/train_list.txt", "retrieval_solution_v2.1.csv"
+CLASSES = "image_class_labels.txt"
 FOLDERS = ("veri", "market", "caltech101", "caltech256", "cifar100")
-"""Sets that list no image: what is in their folders is the set."""
+"""Sets without lists, which consist of the images in their folders."""
 
 
 def test_birds_by_species(tmp_path):
     layouts.cub(tmp_path / "CUB_200_2011")
-    data = cub200(tmp_path, counts="any")  # the folder around it does
+    data = cub200(tmp_path, counts="any")  # the parent folder
     assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
         "train": ["001.Bird_1", "002.Bird_2", "100.Bird_100"],
         "test": ["101.Bird_101", "200.Bird_200"],
@@ -86,19 +87,14 @@ def test_cars_in_both_layouts(tmp_path, layout):
 def test_products_and_their_categories(tmp_path):
     data = stanford_online_products(layouts.products(tmp_path), counts="any")
     assert sides(data) == {"train": ["1", "1", "2", "2"], "test": ["3", "3", "4", "4"]}
-    assert (
-        data.metadata is not None
-        and [m["category"] for m in data.metadata][::2] == ["chair", "bicycle"] * 2
-    )
+    categories = [row["category"] for row in data.metadata or ()]
+    assert categories[::2] == ["chair", "bicycle"] * 2
 
 
 def test_in_shop_has_queries_and_a_gallery(tmp_path):
     data = in_shop(layouts.in_shop(tmp_path), counts="any")
-    assert {side: len(labels) for side, labels in sides(data).items()} == {
-        "train": 4,
-        "query": 2,
-        "gallery": 3,
-    }
+    counts = {side: len(labels) for side, labels in sides(data).items()}
+    assert counts == {"train": 4, "query": 2, "gallery": 3}
     actual = make_splits(data, Split(validation=0))
     assert actual.gallery is not None and (len(actual.query), len(actual.gallery)) == (2, 3)
 
@@ -112,14 +108,14 @@ def test_in_shop_has_queries_and_a_gallery(tmp_path):
         ("in_shop", (4, 5, 14, 12)),
     ],
 )
-def test_boxes_are_cut_out(tmp_path, name, box):
+def test_images_are_cropped_to_boxes(tmp_path, name, box):
     load, make, _ = SETS[name]
     root = make(tmp_path / "set")
     whole, cut = load(root, counts="any"), load(root, crop=True, counts="any")
     image, part = whole[1], cut[1]
     assert isinstance(image, Image.Image) and isinstance(part, Image.Image)
     assert part.tobytes() == image.crop(box).tobytes()
-    assert dataset_identity(whole) != dataset_identity(cut)  # features of one are not the other's
+    assert dataset_identity(whole) != dataset_identity(cut)  # their cached features differ
 
 
 def test_a_box_outside_its_image_is_named(tmp_path):
@@ -127,21 +123,20 @@ def test_a_box_outside_its_image_is_named(tmp_path):
     path = root / "bounding_boxes.txt"
     path.write_text(path.read_text().replace("1 2.0 3.0 10.0 5.0", "1 30.0 3.0 10.0 5.0", 1))
     data = cub200(root, crop=True, counts="any")
-    with pytest.raises(
-        DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) covers no pixel .* 24 × 16"
-    ):
+    says = r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) covers no pixel .* 24 × 16"
+    with pytest.raises(DataError, match=says):
         data[0]
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_other_numbers_than_the_published_ones_are_refused(tmp_path, name):
+def test_counts_that_differ_from_the_published_ones_are_refused(tmp_path, name):
     load, make, says = SETS[name]
     text = refused(load, make(tmp_path / "set"))
     assert says in text and 'set counts = "any"' in text
-    assert "The folder must hold" in text and "Get " in text  # where to get it
+    assert "The folder must hold" in text and "Get " in text
 
 
-def test_the_published_numbers_are_accepted_and_one_less_is_not():
+def test_exactly_the_published_counts_are_accepted():
     rows = [Row(f"{i}", f"{i % 100}", "train") for i in range(5_864)]
     rows += [Row(f"{i}", f"{100 + i % 100}", "test") for i in range(5_924)]
     assert count_problems(CUB, rows) == []
@@ -149,26 +144,24 @@ def test_the_published_numbers_are_accepted_and_one_less_is_not():
     assert "has 5,864 images of 100 classes; here it has 5,863 images of 100 classes" in problem
     either = Published("x", "y", "z", {"query": [Count(3), Count(2, 2)]})
     queries = [Row("a", "0", "test", "query"), Row("b", "0", "test", "query")]
-    assert (
-        "3 images or 2 images of 2 classes; here it has 2 images of 1 class"
-        in count_problems(either, queries)[0]
-    )
+    says = "3 images or 2 images of 2 classes; here it has 2 images of 1 class"
+    assert says in count_problems(either, queries)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name not in FOLDERS])
-def test_missing_images_are_told_all_at_once(tmp_path, name):
+def test_all_missing_images_are_reported_at_once(tmp_path, name):
     load, make, _ = SETS[name]
     root = make(tmp_path / "set")
-    gone = sorted(root.rglob("*.jpg"))[:2]
-    for file in gone:
+    deleted = sorted(root.rglob("*.jpg"))[:2]
+    for file in deleted:
         file.unlink()
     text = refused(load, root, counts="any")
     assert "2 of " in text and "images are missing in" in text
-    assert all(file.name in text for file in gone)
+    assert all(file.name in text for file in deleted)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path, name):
+def test_an_error_says_what_an_empty_folder_lacks_and_where_to_get_it(tmp_path, name):
     load, _, _ = SETS[name]
     text = refused(load, tmp_path)
     assert "is missing" in text and "The folder must hold" in text and "Get " in text
@@ -178,14 +171,8 @@ def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path, name
 @pytest.mark.parametrize(
     ("name", "list_file", "old", "new", "says"),
     [
-        (
-            "cub",
-            "image_class_labels.txt",
-            "1 1\n",
-            "1 201\n",
-            "'201' is not a number from 1 to 200.",
-        ),
-        ("cub", "image_class_labels.txt", "3 2\n", "3 two\n", "'two' is not a number"),
+        ("cub", CLASSES, "1 1\n", "1 201\n", "'201' is not a number from 1 to 200."),
+        ("cub", CLASSES, "3 2\n", "3 two\n", "'two' is not a number"),
         ("cub", "bounding_boxes.txt", " 5.0\n", " nine\n", "line 1: 2.0 3.0 10.0 nine are not"),
         ("in_shop", PARTITION, " train\n", " trane\n", "line 3: 'trane' is not train, query or"),
         ("in_shop", PARTITION, "", "img/x.jpg id_1\n", "1 line does not have 3 values: 12."),
@@ -200,7 +187,7 @@ def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path, name
         ("landmarks", SOLUTION, ",Private", " ffff,Private", "line 3: ffff is not in the index."),
     ],
 )
-def test_lists_with_a_fault(tmp_path, name, list_file, old, new, says):
+def test_wrong_lists_are_refused(tmp_path, name, list_file, old, new, says):
     load, make, _ = SETS[name]
     path = make(tmp_path / "set") / list_file
     text = path.read_text()
@@ -216,16 +203,15 @@ def test_cars_of_unknown_classes(tmp_path):
     assert "the class 197" in text
 
 
-def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path):
+def test_an_empty_gallery_and_a_gallery_without_a_class_of_the_queries(tmp_path):
     shop = layouts.in_shop(tmp_path)
     lists = shop / "Eval" / "list_eval_partition.txt"
     published = lists.read_text()
     lists.write_text(published.replace("gallery", "train"))
-    assert "there are queries, but no image is in the gallery." in refused(
-        in_shop, shop, counts="any"
-    )
+    text = refused(in_shop, shop, counts="any")
+    assert "there are queries, but no image is in the gallery." in text
     rows = published.splitlines()
-    lists.write_text("\n".join(rows[:-1]) + "\n")  # the last item keeps its query alone
+    lists.write_text("\n".join(rows[:-1]) + "\n")  # the last item has only a query left
     assert "1 class of queries has no image in the gallery: id_00000003." in refused(in_shop, shop)
     notes = make_splits(in_shop(shop, counts="any"), Split(validation=0)).notes
     assert notes[-1].startswith("1 queries have no item of their class in the gallery")
@@ -247,21 +233,21 @@ def test_damaged_and_hostile_annotations(tmp_path):
     root = layouts.cars_whole(tmp_path)
     path = root / "cars_annos.mat"
     sound = path.read_bytes()
-    path.write_bytes(sound[: len(sound) // 2])
-    assert "was cut short" in refused(cars196, root, counts="any")
-    path.write_bytes(sound[:200] + bytes(40) + sound[240:])
-    assert "damaged" in refused(cars196, root, counts="any")
-    path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
-    assert "is not a MATLAB file of format 5" in refused(cars196, root, counts="any")
-    path.write_bytes(bomb())
-    assert "unpacks to more than 268,435,456 bytes" in refused(cars196, root, counts="any")
+    for content, says in (
+        (sound[: len(sound) // 2], "was cut short"),
+        (sound[:200] + bytes(40) + sound[240:], "damaged"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(1000), "is not a MATLAB file of format 5"),
+        (bomb(), "unpacks to more than 268,435,456 bytes"),
+    ):
+        path.write_bytes(content)
+        assert says in refused(cars196, root, counts="any")
     layouts.savemat(path, {"other": [1]})
     assert "has no structure array 'annotations'" in refused(cars196, root, counts="any")
     layouts.savemat(path, layouts.annotations([{"fname": "x.jpg", "class": 1}]))
     assert "'annotations' has no field relative_im_path" in refused(cars196, root, counts="any")
 
 
-def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path):
+def test_skip_bad_leaves_unreadable_images_out(tmp_path):
     root = layouts.products(tmp_path)
     next(root.rglob("*.jpg")).write_text("no image")
     assert len(stanford_online_products(root, counts="any")) == 8
