@@ -1,14 +1,16 @@
 """What can be indexed: folders, CSV manifests, features, odd names."""
 
+import io
 import math
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index import adding
+from retrieval.serving.index import adding, sources
 from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.locations import stamp_of
 from retrieval.serving.index.sources import collect
@@ -92,6 +94,36 @@ def test_bad_features_are_sentences(arrays, says, makers, tmp_path):
     with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
         create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "f.npz"]
+
+
+def test_a_damaged_npz_is_a_sentence(tmp_path):
+    endless, path = io.BytesIO(), tmp_path / "f.npz"
+    header = {"descr": "<f4", "fortran_order": False, "shape": (10**15, 4)}
+    np.lib.format.write_array_header_1_0(endless, header)
+    np.savez_compressed(path, features=np.ones((50, 64)))
+    spoilt = bytearray(path.read_bytes())
+    spoilt[80:90] = bytes(10)
+    path.write_bytes(spoilt)
+    with pytest.raises(DataError, match="damaged"):
+        collect([path], "features")
+    for content, says in ((endless.getvalue(), "damaged"), (b"text", "must be numbers")):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("features.npy", content)
+        with pytest.raises(DataError, match=says):
+            collect([path], "features")
+
+
+def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_ARRAY_BYTES", 100_000)
+    path = tmp_path / "f.npz"
+    np.savez_compressed(path, features=np.zeros((100, 1000)))
+    spoilt = bytearray(path.read_bytes())
+    spoilt[80:90] = bytes(10)  # reading it would fail
+    path.write_bytes(spoilt)
+    with pytest.raises(DataError, match="would take 800,128 bytes of memory, more than 16 times"):
+        collect([path], "features")
+    np.savez(path, features=np.zeros((100, 1000)))
+    assert len(collect([path], "features").items) == 100
 
 
 def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, monkeypatch):

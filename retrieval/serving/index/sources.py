@@ -6,7 +6,6 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,10 @@ from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
 from retrieval.serving.store.items import Floats, Item, Keep
+
+_ARRAY_BYTES = 1 << 30
+_MAX_COMPRESSION = 16
+"""An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -60,7 +63,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             items += _listed(place, _csv(place))
         elif is_table(place.name):
             with Table(place.absolute(), "image") as table:
-                items += _listed(place, list(table.sources()))
+                items += _listed(place, [item for block, _ in table.sources() for item in block])
             left_out += table.left_out
         else:
             items.append(Source(shown(source), None, place.absolute()))
@@ -160,36 +163,40 @@ def _features(places: list[Path]) -> Sources:
     unique = dict.fromkeys(places)
     count = width = 0
     with tempfile.TemporaryFile() as file:
-
-        def spool(place: Path, features: Floats) -> None:
-            nonlocal count, width
-            numbers = features.shape[1]
-            if numbers > MAX_WIDTH:
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers; at most {MAX_WIDTH:,}"
-                    " are allowed."
-                )
-            if width not in (0, numbers):
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
-                    f" {width:,}. All vectors of an index have the same width."
-                )
-            count, width = count + len(features), numbers
-            file.write(np.ascontiguousarray(features, "<f4").tobytes())
-
         for place in unique:
-            if is_table(place.name):
-                with Table(place, "features") as table:
-                    items += table.sources(partial(spool, place), count)
-                left_out += table.left_out
-            else:
-                rows, features = _npz(place, count)
-                items += rows
-                spool(place, features)
+            for sources, features in _blocks(place, count, left_out):
+                width = _checked_width(place, features.shape[1], width)
+                count += len(features)
+                items += sources
+                file.write(np.ascontiguousarray(features, "<f4").tobytes())
         _listed(places[0], items)
         file.flush()
         array = np.memmap(file, "<f4", "r", shape=(count, width))
         return Sources(items, array, len(places) - len(unique), tuple(left_out))
+
+
+def _blocks(place: Path, first: int, left_out: list[str]) -> Iterator[tuple[list[Source], Floats]]:
+    """Yield the items of a file and their features (n, F) in blocks; extend `left_out`."""
+    if is_table(place.name):
+        with Table(place, "features") as table:
+            left_out += table.left_out
+            yield from table.sources(first)
+    else:
+        yield _npz(place, first)
+
+
+def _checked_width(place: Path, width: int, earlier: int) -> int:
+    """Return the width of a file's vectors; `earlier` is that of earlier files, or 0."""
+    if width > MAX_WIDTH:
+        raise DataError(
+            f"{shown(place)} holds vectors of {width:,} numbers; at most {MAX_WIDTH:,} are allowed."
+        )
+    if earlier not in (0, width):
+        raise DataError(
+            f"{shown(place)} holds vectors of {width:,} numbers, and an earlier file of"
+            f" {earlier:,}. All vectors of an index have the same width."
+        )
+    return width
 
 
 def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
@@ -200,7 +207,8 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
         first: `Source.row` of the first item.
 
     Raises:
-        DataError: the file cannot be read, or an array has a wrong shape or type.
+        DataError: the file cannot be read or would take too much memory, or an array has a wrong
+            shape or type.
     """
     stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
     try:
@@ -215,11 +223,15 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
                 raise DataError(
                     f"{path} needs an array 'features' (it has: {', '.join(file.files) or 'none'})."
                 )
-            features = file[name]
-            columns = {key: file[key] for key in ("labels", "keys") if key in file.files}
+            _refuse_huge(path, file.zip)
+            features = np.asarray(file[name])
+            names = [key for key in ("labels", "keys") if key in file.files]
+            columns = {key: np.asarray(file[key]) for key in names}
+    except DataError:
+        raise
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as fault:
+    except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
         raise DataError(
             f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
         ) from None
@@ -249,6 +261,18 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
     ]
     with np.errstate(over="ignore"):
         return items, features.astype(np.float32, copy=False)
+
+
+def _refuse_huge(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raise a `DataError` if an array is large and compressed so well that it may be an attack."""
+    largest = max(_ARRAY_BYTES, _MAX_COMPRESSION * path.stat().st_size)
+    for entry in archive.infolist():
+        if entry.file_size > largest:
+            raise DataError(
+                f"{path}: '{entry.filename}' would take {entry.file_size:,} bytes of memory, more"
+                f" than {_MAX_COMPRESSION} times the file's size. Save it with np.savez, which does"
+                " not compress."
+            )
 
 
 def originals(
