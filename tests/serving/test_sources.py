@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index import adding, sources
+from retrieval.serving.index import adding
 from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.locations import stamp_of
 from retrieval.serving.index.sources import collect
@@ -114,7 +114,7 @@ def test_a_damaged_npz_is_a_sentence(tmp_path):
 
 
 def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_ARRAY_BYTES", 100_000)
+    monkeypatch.setattr("retrieval.serving.index.sources._ARRAY_BYTES", 100_000)
     path = tmp_path / "f.npz"
     np.savez_compressed(path, features=np.zeros((100, 1000)))
     spoilt = bytearray(path.read_bytes())
