@@ -97,7 +97,7 @@ class AsyncClient(Sender):
         if image is not None:
             content = await form_of([image], texts_of(**options))
         else:
-            query = {"id": id} if vector is None else {"vector": numbers_of(vector)}
+            query = without_none(id=id, vector=numbers_of(vector))
             content = json_of({**query, **options})
         return await self._send("POST", "/search", answers.SearchAnswer, **content)
 
@@ -151,8 +151,8 @@ class AsyncClient(Sender):
         elif keep is not None:
             raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
-            numbers = numbers_of(() if vector is None else vector)
-            content = json_of(without_none(vector=numbers, label=label, metadata=metadata))
+            fields = without_none(vector=numbers_of(vector), label=label, metadata=metadata)
+            content = json_of(fields)
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def patch(

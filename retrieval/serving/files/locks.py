@@ -28,12 +28,13 @@ _RETRY_SECONDS = 0.3
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Context manager that locks a file's or folder's name against other processes and threads.
+    """Context manager in which no other process or thread holds the lock of a file or folder.
 
-    It locks the hidden file `.NAME.lock` beside `target`. The system releases the lock when the
-    process ends; a lock file that remains is harmless. `target` need not exist, but its parent
-    must. If the parent is read-only, the lock file is in the folder `target`. Some network file
-    systems do not share locks between machines, and a file system without locks locks nothing.
+    The lock is on the hidden file `.NAME.lock` beside `target`, or on `.lock` in the folder
+    `target` if its parent is read-only. The system releases the lock when the process ends; a lock
+    file that remains is harmless. `target` need not exist, but its parent must. Some network file
+    systems do not share locks between machines, and some file systems have no locks at all: there,
+    nothing is locked.
 
     Args:
         target: file or folder that is about to be written.
@@ -45,18 +46,10 @@ def hold(
             process and its start), or the disk fails.
     """
     place = Path(os.path.realpath(target))
-    path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _RETRY_SECONDS
     try:
         while True:
-            try:
-                handle = os.open(path, _OPEN, 0o644)
-            except OSError as fault:
-                inside = place / ".lock"
-                if fault.errno not in _READ_ONLY or not place.is_dir() or path == inside:
-                    raise
-                path = inside
-                continue
+            path, handle = _open_lock_file(place)
             if _locked(handle):
                 if _is_at(path, handle):
                     break
@@ -81,6 +74,18 @@ def hold(
             # Remove the file while it is locked, so that a process that has opened it notices.
             path.unlink()
         os.close(handle)
+
+
+def _open_lock_file(place: Path) -> tuple[Path, int]:
+    """Open the lock file beside `place`, or in the folder `place` if its parent is read-only."""
+    path = place.with_name(f".{place.name}.lock")
+    try:
+        return path, os.open(path, _OPEN, 0o644)
+    except OSError as fault:
+        if fault.errno not in _READ_ONLY or not place.is_dir():
+            raise
+    path = place / ".lock"
+    return path, os.open(path, _OPEN, 0o644)
 
 
 def _locked(handle: int) -> bool:

@@ -55,7 +55,7 @@ class Size(NamedTuple):
 class _Node:
     size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
-    def _set(self, size: Size, **values: Any) -> None:
+    def _set(self, size: Size, **attributes: Any) -> None:
         """Set attributes of this frozen object; raise a `DataError` if the filter is too large."""
         if size.nested > MOST_NESTED:
             raise DataError(
@@ -63,7 +63,7 @@ class _Node:
             )
         _check_count("conditions", size.conditions, MOST_CONDITIONS)
         _check_count("values", size.values, MOST_VALUES)
-        for name, value in {"size": size, **values}.items():
+        for name, value in {"size": size, **attributes}.items():
             object.__setattr__(self, name, value)
 
 
@@ -73,7 +73,8 @@ class _Condition(_Node):
     # Types take part in `==`, because True == 1 in Python, but filters on True and 1 differ.
     _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
-    def _take(self, *operands: Value, **attributes: Any) -> None:
+    def _check(self, *operands: Value, **attributes: Any) -> None:
+        """Check the field, and set it, `attributes`, the operands' types and the size."""
         field = self.field
         if isinstance(field, list):
             field = tuple(field)
@@ -114,7 +115,7 @@ class Compare(_Condition):
                 f"Only numbers and text have an order, so {self.op} cannot compare with"
                 f" {_literal(value)}."
             )
-        self._take(value, value=value)
+        self._check(value, value=value)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -144,7 +145,7 @@ class In(_Condition):
             raise DataError("`in` needs at least one value.")
         _check_count("values", len(self.values), MOST_VALUES)
         values = tuple(map(_checked_value, self.values))
-        self._take(*values, values=values)
+        self._check(*values, values=values)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Exists(_Condition):
     values: ClassVar[tuple[Value, ...]] = ()
 
     def __post_init__(self) -> None:
-        self._take()
+        self._check()
 
 
 @dataclass(frozen=True)
@@ -348,8 +349,7 @@ def _shown(value: object) -> str:
 def filter_to_text(filter: Filter) -> str:
     """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
     if not isinstance(filter, Condition):
-        # Kinds of parts that need brackets.
-        weaker = Or if isinstance(filter, Or) else And | Or
+        weaker = Or if isinstance(filter, Or) else And | Or  # parts of these kinds need brackets
         texts = [
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
@@ -462,7 +462,7 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
 
 
 def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
-    """Return the filter that joins parts; stop at the first part that is one too many."""
+    """Return the filter that joins parts, or the only part; read no part after too many."""
     filters, conditions = list[Filter](), 0
     for part in parts:
         filters.append(part)

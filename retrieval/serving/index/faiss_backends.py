@@ -21,8 +21,8 @@ from retrieval.errors import StoreError
 from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
 from retrieval.serving.runtime import load_faiss
 
-# FAISS uses a matrix product (BLAS) if Q × P, the queries times their width, reaches its threshold.
-# A matrix product is faster from eight queries on, but slower for a single query.
+# From this many queries on, FAISS computes distances by a matrix product (BLAS). For fewer queries,
+# that is slower. FAISS's threshold is the number of queries times their width.
 _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
@@ -31,7 +31,7 @@ _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
 _ENTRY_POINTS = 32
-"""Random vectors from which the CPU starts to search a graph without upper levels."""
+"""Number of random vectors from which a CPU starts to search a graph without upper levels."""
 _ADDED_AT_ONCE = 8192
 _READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
@@ -192,8 +192,8 @@ class FaissBackend(IndexBackend):
     def _read(self, path: Path) -> Any:
         """Return the FAISS index in a file that is not trusted.
 
-        FAISS gets the bytes of the file and not its name. The flag makes FAISS look for separate
-        files of lists beside that name only. So FAISS cannot open any other file.
+        The file could name other files that hold its lists. The flag makes FAISS look for them
+        beside the file that it reads. FAISS gets bytes instead of a file's name, so it finds none.
         """
         faiss = load_faiss()
         with _loading_lock, path.open("rb") as file:
@@ -213,7 +213,7 @@ class FaissBackend(IndexBackend):
         return index
 
     def _prepare(self, index: Any, vectors: Floats) -> None:
-        """Raise a `StoreError` if `build` cannot have made an index; complete what it lacks."""
+        """Raise a `StoreError` for an index that `build` cannot have made; attach its vectors."""
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether FAISS can search this index on a GPU."""

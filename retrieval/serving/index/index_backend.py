@@ -176,7 +176,8 @@ def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
     )
     queries = vectors[sample]
     # Request k + 1 neighbours, because each query finds itself. Any vector as near as the k-th
-    # neighbour counts as a hit, so that duplicates are not misses; 2e-6 allows for rounding.
+    # neighbour counts as a hit, since which of two duplicates is returned does not matter. The
+    # second term allows for rounding.
     limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
     hits = 0
     for row, query, limit, rows in zip(
