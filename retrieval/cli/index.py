@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.address import IndexPlace
-    from retrieval.serving.store.contract import Item
+    from retrieval.serving.store.contract import Item, Stats
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
-_PAGE = 1000  # items that `list` reads at once
+_PAGE = 1000  # items that `list` reads at a time
 
 
 @click.group(
@@ -329,9 +329,7 @@ def list_items(
             after = page[-1].id
         total = opened.count(where)
     if as_json:
-        say_json(
-            {"index": str(path), "count": total, "items": [_item_facts(item) for item in items]}
-        )
+        say_json({"index": str(path), "count": total, "items": list(map(_item_facts, items))})
         return
     for item in items:
         details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
@@ -351,30 +349,7 @@ def list_items(
 def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
-        if id is not None:
-            item = opened.get(id, arrays=True).get(id)
-            if item is None:
-                raise StoreError(f"{path} has no item '{id}'.")
-            content: dict[str, Any] = _item_facts(item) | {
-                "vector": item.vector.tolist() if item.arrays else None
-            }
-        else:
-            stats = opened.stats()
-            content = {
-                "items": stats.count,
-                "bytes": stats.bytes,
-                "generations": [
-                    {
-                        "number": generation.number,
-                        "state": generation.state,
-                        "bundle": generation.bundle,
-                        "variant": generation.variant,
-                        "numbers": dict(generation.widths),
-                    }
-                    for generation in stats.generations
-                ],
-                **stats.details,
-            }
+        content = _summary(opened.stats()) if id is None else _item(opened, id)
     if as_json:
         say_json({"index": str(path), **content})
         return
@@ -391,6 +366,22 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
             say(f"{name}: {_shown(text)}")
 
 
+def _summary(stats: Stats) -> dict[str, Any]:
+    names = ("number", "state", "bundle", "variant")
+    generations = [
+        {name: getattr(generation, name) for name in names} | {"numbers": dict(generation.widths)}
+        for generation in stats.generations
+    ]
+    return {"items": stats.count, "bytes": stats.bytes, "generations": generations, **stats.details}
+
+
+def _item(opened: Index, id: str) -> dict[str, Any]:
+    item = opened.get(id, arrays=True).get(id)
+    if item is None:
+        raise StoreError(f"{opened.path} has no item '{id}'.")
+    return _item_facts(item) | {"vector": item.vector.tolist() if item.arrays else None}
+
+
 def _shown(value: Any) -> str:
     """Return a value as text: whole numbers with thousands separators, tables as JSON."""
     if value is None:
@@ -401,10 +392,13 @@ def _shown(value: Any) -> str:
 
 
 def _item_facts(item: Item) -> dict[str, Any]:
-    names = ("id", "label", "metadata", "path", "keep", "bytes", "width", "height")
-    path = None if item.path is None else str(item.path)
-    facts = {name: getattr(item, name) for name in names}
-    return facts | {"metadata": dict(item.metadata), "path": path}
+    return {
+        "id": item.id,
+        "label": item.label,
+        "metadata": dict(item.metadata),
+        "path": None if item.path is None else str(item.path),
+        **{name: getattr(item, name) for name in ("keep", "bytes", "width", "height")},
+    }
 
 
 @verb("check", "retrieval index check photos.index")
@@ -442,18 +436,17 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @INDEX
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
-    """Remove the deleted items of INDEX, free their disk space, and build its search structure."""
+    """Free the disk space of deleted items of INDEX, and build its search structure."""
     from retrieval.serving.index.index import open_store
     from retrieval.serving.progress import Meter
 
-    store = open_store(path, _plugins())  # without its bundle
+    store = open_store(path, _plugins())
     with store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes
-    if before is None or after is None:  # the store does not know its size
-        sentence = "compacted."
-    else:
+    sentence = "compacted."
+    if before is not None and after is not None:  # a remote store may not know its size
         sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
     tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
 
@@ -516,15 +509,14 @@ def migrate(
         if done is not None:
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
-            count = done.from_features
-            kept = f", {count:,} from features that were kept" if count else ""
+            kept = f", {done.from_features:,} from kept features" if done.from_features else ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
             facts = _generation_facts(done)
         if drop_old:
-            facts["dropped"] = count = opened.drop_old()
+            count = facts["dropped"] = opened.drop_old()
             plural = "" if count == 1 else "s"
             sentences.append(f"{path}: {count:,} older generation{plural} deleted.")
     tell(path, as_json, "\n".join(sentences), **facts)
