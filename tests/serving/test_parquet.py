@@ -107,8 +107,10 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"image": [b"PNG"]}, r"needs a column 'path' of image files \(it has: image\)"),
-        ({"pahts": ["a.png"]}, "Did you mean"),
+        (
+            {"pahts": ["a.png"]},
+            r"needs a column 'path' of image files \(it has: pahts\).*Did you mean",
+        ),
         ({"path": ["a.png", "b\0"]}, "row 1: 'path' is empty or is not a path"),
         ({"path": ["a.png"], "id": [None]}, "row 0: 'id' is empty"),
         ({"path": ["a.png"], "id": [1.5]}, "row 0: 'id' is neither text nor a whole number"),
@@ -140,7 +142,6 @@ def test_bad_tables_are_sentences(columns, says, bundle_path, tmp_path):
         (pa.array([[1.0] * 20, None]), "row 1 has no vector"),
         (pa.array([[1.0] * 20, [1.0] * 19]), "row 1 has a vector of 19 numbers instead of 20"),
         (pa.array(["a"]), "'features' must be a list of numbers, not string"),
-        (pa.array([[1.0] * 19]), r"takes inputs of shape \(N, 20\)"),
         (pa.array([[1.0] * 20, [1.0] * 19 + [None]]), r"t\.parquet: the vector of t/1 holds NaN"),
     ],
 )
