@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from retrieval.errors import RetrievalError
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_RECORD_BYTES = 4096
+_HOLDER_BYTES = 1000
 _RETRY_SECONDS = 0.3
 """Seconds to retry, because another process may be about to release the lock."""
 
@@ -60,7 +59,7 @@ def hold(
             os.close(handle)
             if time.monotonic() > end:
                 raise error(
-                    f"Another process is {doing}: {_holder(path) or 'it'} holds {path}. Wait for"
+                    f"Another process is {doing}: {_holder(path)} holds {path}. Wait for"
                     " it, or stop it."
                 )
             time.sleep(0.05)
@@ -109,29 +108,20 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _write_holder(handle: int) -> None:
-    """Write the holder of the lock into its file, for error messages of other processes."""
-    record = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else "",
-    }
+    """Describe this process in the lock file, for error messages of other processes."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = f"process {os.getpid()} on {socket.gethostname()} ({command}), since {since},"
     with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(record).encode("utf-8", "replace"), 0)
+        os.pwrite(handle, holder.encode("utf-8", "replace"), 0)
 
 
 def _holder(path: Path) -> str:
-    """Return a description of the holder that the lock file names, or ""."""
-    try:
-        with path.open("rb") as file:
-            record = json.loads(file.read(_RECORD_BYTES))
-        command = f" ({record['command']})" if record.get("command") else ""
-        return (
-            f"process {int(record['pid'])} on {record['host']}{command}, since {record['since']},"
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ""
+    """Return the description in a lock file, or "it" if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_HOLDER_BYTES).decode("utf-8", "replace") or "it"
+    return "it"
 
 
 def _reason(fault: OSError) -> str:
