@@ -1,4 +1,4 @@
-"""The commands as a user types them."""
+"""Commands of the serving half, as a user types them."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
         run = cli(*line.format(bundle=bundle_path).split())
         assert (run.code, run.out) == (2, ""), (line, run.out)
         assert says in run.err and "Traceback" not in run.err, (line, run.err)
-    refused = retrieval("search", "i", "photos/bad.png")  # as a user gets it, from a process
+    refused = retrieval("search", "i", "photos/bad.png")  # in a process of its own
     assert (refused.code, refused.out) == (2, "")
     assert "is empty" in refused.err and "Traceback" not in refused.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
@@ -127,10 +127,11 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle
 
 
 def test_a_time_is_a_number_within_bounds():
-    times = [each for each in fields(Settings) if isinstance(each.default, float)]
-    for each in times:
-        option = f"--{each.name.replace('_', '-')}"
-        for time in ("nan", "inf", "-1", *(["0"] if each.default else [])):  # 0: no limit
+    settings = [setting for setting in fields(Settings) if isinstance(setting.default, float)]
+    for setting in settings:
+        option = f"--{setting.name.replace('_', '-')}"
+        # A setting whose default is 0 takes 0 for "no limit"
+        for time in ("nan", "inf", "-1", *(["0"] if setting.default else [])):
             run = CliRunner().invoke(serve_command, ["no.index", option, time])
             assert run.exit_code == 2 and f"Invalid value for '{option}'" in run.output, run.output
-    assert times
+    assert settings

@@ -1,4 +1,4 @@
-"""The client against a real server: every method, waiting and in asyncio; folders pushed."""
+"""Every method of the blocking and the asyncio client against a real server; pushed folders."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ IDS += ["image", "é" * 900]
 
 @pytest.fixture
 def folder(photos, tmp_path):
-    """40 images in two folders, among other files."""
+    """A folder with 40 images in two subfolders, and two files that are no images."""
     place = tmp_path / "pictures"
     for label in ("0", "1"):
         shutil.copytree(photos / label, place / label)
@@ -76,7 +76,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         batch = client.search_batch(paths[:3], k=1)
         assert [hits[0].id for hits in batch.answers] == IDS[:3]
         assert list(map(len, client.search_batch(ids=IDS[:2], k=2).answers)) == [2, 2]
-        with open_index(empty, threads=1) as local:  # prints as local hits do
+        with open_index(empty, threads=1) as local:
             assert repr(batch.answers[0]) == repr(local.search(paths[0], k=1))
             assert batch.answers[0]._repr_html_().count("<tr>") == 2
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
@@ -227,7 +227,7 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process)
     with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
         client.push(tmp_path / "none")
     with Client("http://127.0.0.1:1") as client, pytest.raises(DataError, match="is not a folder"):
-        client.push(tmp_path / "nowhere")  # no server is asked
+        client.push(tmp_path / "nowhere")  # refused before the first request
 
 
 def test_the_names_are_of_the_face_and_light(process):

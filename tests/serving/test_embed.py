@@ -1,4 +1,4 @@
-"""`retrieval embed`: what it writes, what an index makes of it, and going on after a kill."""
+"""`retrieval embed`: the folder of embeddings, an index of it, and resuming after a kill."""
 
 import json
 import os
@@ -33,9 +33,9 @@ def embedded(bundle: Path, sources: list[Path], folder: Path, **options):
 
 
 def whole(folder: Path) -> dict[str, list]:
-    """All rows of a folder, as columns."""
+    """Return all rows of a folder as columns."""
     tables = [pq.read_table(path) for path in sorted(folder.glob("part-*.parquet"))]
-    return pa.concat_tables([one.replace_schema_metadata() for one in tables]).to_pydict()
+    return pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pydict()
 
 
 def refuses(says: str, work, *words, **options) -> None:
@@ -85,7 +85,7 @@ def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers
             query = sorted(photos.rglob("*.png"))[3]
             hits = [[hit.id for hit in index.search(query, k=5)] for index in (ours, theirs)]
             assert hits[0] == hits[1]
-        # what an index has from its photographs is what the folder says of them
+        # An index of the images takes the folder's items for unchanged
         again = theirs.add(tmp_path / "v", progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, len(keys))
 
@@ -178,7 +178,7 @@ def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
     process.send_signal(signal.SIGKILL)
     process.communicate()
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "v").glob("part-*.parquet")}
-    next((tmp_path / "v").glob("part-*.parquet")).write_bytes(b"PAR1")  # a damaged part is none
+    next((tmp_path / "v").glob("part-*.parquet")).write_bytes(b"PAR1")  # is embedded again
     done = embedded(bundle_path, [photos], tmp_path / "v")
     assert 0 < done.resumed < 200
     for path in sorted((tmp_path / "whole").glob("part-*.parquet")):

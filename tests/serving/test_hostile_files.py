@@ -1,4 +1,4 @@
-"""FAISS files and ONNX graphs made by someone who means harm, and what the command says of them."""
+"""Hostile FAISS files and ONNX graphs end in a sentence."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from retrieval.serving.index.backends import make_backend
 
 
 def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
-    """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""
+    """Return FAISS files that `ivf` cannot have written for these vectors, and their errors."""
     width = vectors.shape[1]
     flat, other = faiss.IndexFlatL2(width), vectors[:, :8].copy()
 
@@ -88,7 +88,7 @@ for backend in ("flat", "hnsw", "ivf"):
 
 @pytest.fixture
 def ran(process):
-    """What a process of its own prints, which must end well."""
+    """Run code in a process that must succeed, and return its output."""
 
     def run(code: str, *words: object) -> str:
         done = process("-c", code, *words, seconds=200, OMP_NUM_THREADS="1")
@@ -122,7 +122,7 @@ FLAT = [
 
 
 def ended(*nodes) -> list:
-    """Add something that was made of a huge value to the vector."""
+    """Return the nodes and two more, which add the sum of the tensor `big` to the vector."""
     total = node("ReduceSum", ["big"], ["s"], keepdims=0)
     return [*nodes, total, node("Add", ["v", "s"], ["vector"])]
 
@@ -176,8 +176,8 @@ from retrieval.serving.bundle import Bundle
 sessions._MEMORY = 1 << 28
 for folder in sys.argv[1:]:
     reader, writer = os.pipe()
-    if not os.fork():  # each graph's memory is its own
-        os.chdir(folder)  # where ONNX Runtime looks for the weights of a graph without a path
+    if not os.fork():  # measures the memory of each graph alone
+        os.chdir(folder)  # ONNX Runtime looks here for the weights of a graph without a path
         try:
             Bundle.open(folder, threads=1)
         except BundleError as error:

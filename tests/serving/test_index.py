@@ -1,4 +1,4 @@
-"""Building and searching, against plain loops in float64."""
+"""Indexes are created and searched; hits are compared with plain loops in float64."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from retrieval.serving.store import structure
 
 
 def plain_nearest(query, vectors, distance, k):
-    """Rows and distances of the k nearest, one pair at a time; ties by row."""
+    """Return rows and distances of the k nearest vectors, by a plain loop; ties by row."""
     apart = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))
     return [row for _, row in apart[:k]], [value for value, _ in apart[:k]]
 
@@ -34,7 +34,7 @@ def smaller_of_two(a, b):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Give segments a structure that small tests can fill."""
+    """Build search structures for indexes as small as these."""
     monkeypatch.setattr(structure, "MIN_ROWS", 100)
 
 
@@ -118,7 +118,7 @@ def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path
         vector = Bundle.open(bundle_path, variant="fp16", threads=1).encode_image(path).vector[0]
         hit = index.search(index.bundle.encode_image(path), 1)[0][0]
         assert np.array_equal(index.vector(hit.id), vector)
-        assert hit.label == "3"  # an image directly in the given folder takes its name
+        assert hit.label == "3"
 
 
 def test_auto_is_exact_while_small():
@@ -210,7 +210,7 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
 
     summary = create("mine", "pass", {"block": 3})
     assert summary.backend == "mine.brute"
-    assert summary.recall_at_10 == 1.0  # it doesn't claim to be exact, so it is measured
+    assert summary.recall_at_10 == 1.0  # measured, since only `flat` is known to be exact
     with (
         open_index(tmp_path / "mine.i", threads=1, plugins=[str(tmp_path / "mine.py")]) as index,
         open_index(index_path, threads=1) as flat,
@@ -240,7 +240,7 @@ def test_a_back_end_that_raises_is_named(method, given, bundle_path, photos, tmp
         rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key'"
         rf" \(.*mine\.py, line {line}\)\."
     )
-    if method == "load":  # searched exactly, and the log says why
+    if method == "load":  # a log line; the index is searched exactly
         create_index(tmp_path / "i", bundle_path, [photos], **options)
         assert re.search(named, caplog.text)
     else:

@@ -1,4 +1,4 @@
-"""A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
+"""An index behind a server: kept originals, filters, damage, and a folder that is replaced."""
 
 import asyncio
 import io
@@ -98,7 +98,7 @@ def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_pat
 
 
 def test_a_kept_original_that_is_too_much(empty, served):
-    """TIFF is decoded within the server's limits; bytes wait in the memory of uploads."""
+    """A TIFF is decoded within the server's limits; originals count as memory of uploads."""
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "TIFF", compression="group4")
     cases = {
@@ -190,7 +190,7 @@ def test_damage_is_said_without_a_path(living, served):
 def test_damage_found_while_serving(empty, served):
     with Index.open(empty, threads=1) as index:
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
-        long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
+        long = {"text": "x" * 20_000}  # fills pages that are read only for a hit
         index.upsert(
             [Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)]
         )
@@ -204,7 +204,7 @@ def test_damage_found_while_serving(empty, served):
     assert answer.status_code == 503
     assert "damaged" in answer.json()["detail"] and str(empty) not in answer.text
     assert wire.not_ready(server) and str(empty) not in wire.not_ready(server)
-    time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
+    time.sleep(0.5)  # the probe repeats the failed search, since another may miss the damage
     assert wire.not_ready(server)
     assert server.client.get("/livez").status_code == 200
 
@@ -235,7 +235,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
             together = index.search(queries, k, where=where)
             assert together == [index.search(query, k, where=where) for query in queries]
             assert {len(hits) for hits in together} == {count}
-        together[0][0].metadata["of"].append("mine")  # the asker's own
+        together[0][0].metadata["of"].append("mine")  # changes only this answer
         again = index.search(queries, 100)
         assert all("mine" not in hit.metadata["of"] for hits in again for hit in hits)
 
@@ -289,7 +289,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
 
 
 def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
-    """Otherwise the write would go to a folder that is gone, and be acknowledged."""
+    """The write would be acknowledged, but go to a folder that was removed."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
     with Index.open(living, threads=1) as index:
         assert len(index) == 200
@@ -305,7 +305,7 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     does, living, bundle_path, photos, monkeypatch
 ):
-    """Two requests meet the old folder; the second finds the new one served already."""
+    """Two requests fail on the old folder; the second finds the new folder served already."""
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
@@ -313,7 +313,7 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
 
     def late(*given, **more):
-        assert searcher.take_up() is None  # as the other request does
+        assert searcher.take_up() is None  # the other request takes up the new folder
         raise StoreError("The folder was replaced or removed.")
 
     monkeypatch.setattr(old, "search", late)

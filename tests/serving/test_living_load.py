@@ -31,10 +31,10 @@ for number in range(rounds):
 
 
 class Client(threading.Thread):
-    """Searches with one image again and again, and judges each answer.
+    """Searches with one image again and again, and checks each answer.
 
-    `expected` holds the distances to every file, by bundle and item; `always` the ids that every
-    answer holds.
+    `expected` has the distance to each item, by bundle and id; `always` the ids that every answer
+    must have.
     """
 
     def __init__(self, url, content, expected, always, stop):
@@ -80,7 +80,7 @@ class Client(threading.Thread):
 def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_path):
     photos, index = tmp_path / "photos", tmp_path / "i"
     paths, extra = makers.write_digits(photos, 90), photos / "1"
-    # of the other's side, images are prepared in another way
+    # The other bundle scales images to another size
     other = makers.make_bundle(tmp_path / "other", seed=7, side=16)
     bundles = [makers.make_bundle(tmp_path / "one"), other]
     kept = [path for path in paths if path.parent != extra]
@@ -92,7 +92,7 @@ def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_pa
         vectors = bundle.encode_images(paths, progress=False).astype(np.float64)
         distances = np.linalg.norm(vectors - vectors[paths.index(query)], axis=1)
         expected[bundle.sha256] = own = dict(zip(keys, distances, strict=True))
-        # added from its own folder, an item is called otherwise
+        # An item that is added from the subfolder has only the file's name as id
         own |= {path.name: own[f"1/{path.name}"] for path in paths if path.parent == extra}
     server = served(index, "--workers", "2", "--images", str(photos))
     stop, always = threading.Event(), {path.relative_to(photos).as_posix() for path in kept}
@@ -112,4 +112,4 @@ def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_pa
     assert set(seen) == set(expected) and min(seen.values()) >= ROUNDS
     assert server.client.get("/v1/index").json()["bundle"] == next(iter(expected))
     server.process.terminate()
-    assert server.process.communicate(timeout=20)[1] == ""  # nothing was worth a line of the log
+    assert server.process.communicate(timeout=20)[1] == ""  # the log is empty

@@ -1,4 +1,4 @@
-"""Parquet tables in a living index: paths and features; and tables that mean harm."""
+"""Parquet tables of images' paths and of features, in an index; damaged and hostile tables."""
 
 import datetime
 import os
@@ -199,7 +199,7 @@ def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path, process):
 
 
 def test_a_small_table_of_huge_lists_is_refused(tmp_path, monkeypatch):
-    width = 1_000_001  # 4 MB of zeros for each row, some hundred bytes in the file
+    width = 1_000_001  # 4 MB of zeros a row, but some hundred bytes in the file
     lists = pa.ListArray.from_arrays([0, width, 2 * width], np.zeros(2 * width, np.float32))
     pq.write_table(pa.table({"features": lists}), tmp_path / "t.parquet")
     assert (tmp_path / "t.parquet").stat().st_size < 10_000

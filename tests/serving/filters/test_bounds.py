@@ -1,4 +1,4 @@
-"""Filters of strangers, as large, deep and odd as can be: answered, or a sentence."""
+"""Large, deep and malformed filters are evaluated, or refused in a sentence."""
 
 import json
 import math
@@ -47,8 +47,8 @@ MIXED = In(("a", "b"), ("x", 1, 2.5, None, True, False))
 def test_a_mistake_is_pointed_at(text, place, sentence):
     with pytest.raises(DataError) as caught:
         parse_filter(text)
-    said, line, caret = str(caught.value).rsplit("\n", 2)
-    assert said.startswith(f"The filter, character {place}: ") and sentence in said
+    message, line, caret = str(caught.value).rsplit("\n", 2)
+    assert message.startswith(f"The filter, character {place}: ") and sentence in message
     assert len(str(caught.value)) < 500 and "".join(str(caught.value).split("\n")).isprintable()
     if place <= len(text):
         under = line[caret.index("^")]
@@ -63,8 +63,6 @@ def test_a_mistake_is_pointed_at(text, place, sentence):
         ('"" = 1', "not be empty"),
         ("a = '\ud800'", "lone surrogate"),
         ("a = '\0'", "NUL"),
-        ('"a\\" = 1', "backslashes"),
-        ("a = 1e999", "finite"),
         ("a = -" + "9" * 5000, "finite"),
     ],
 )
@@ -187,8 +185,8 @@ def test_conditions_and_values_have_bounds():
         (lambda: filter_from_json({"a": {"in": [0] * 10**6}}), "values"),
         (lambda: And((ONE,) * 501), "conditions"),
         (lambda: And((half, half, ONE)), "conditions"),
-        (lambda: filter_from_json({"and": [{"a": 1}] * 501}), "conditions"),
-        (lambda: filter_from_json({"and": [{"a": 1}] * 501 + [7]}), "conditions"),  # reads no 7
+        # The 7 would be refused as no filter, but is never read
+        (lambda: filter_from_json({"and": [{"a": 1}] * 501 + [7]}), "conditions"),
         (lambda: filter_from_json({"or": [{"and": [{"a": 1}] * 400}] * 2 + [7]}), "conditions"),
         (lambda: filter_from_json({str(n): 1 for n in range(501)}), "conditions"),
         (lambda: filter_from_json({"and": [{"and": [{"a": 1}] * 40}] * 40}), "conditions"),
@@ -198,7 +196,7 @@ def test_conditions_and_values_have_bounds():
 
 
 def shapes() -> dict[str, Filter]:
-    """The largest filters there can be, each in another way."""
+    """Filters that reach the limits of depth, conditions and values in different ways."""
     chain: Filter = MIXED
     for level in range(14):
         chain = (And, Or)[level % 2]((*(MIXED,) * 17, chain, *(MIXED,) * 17))
@@ -227,7 +225,7 @@ def test_sqlite_takes_the_largest_filters(database, shape):
     rows = [(str(n), str(n), {"a": n, "b": [n / 7]}) for n in range(5)]
     database.fill(rows)
     assert database.truth(filter) == {row[0]: int(matches(filter, *row)) for row in rows}
-    assert database.found(filter) == {row[0] for row in rows if matches(filter, *row)}
+    assert database.ids(filter) == {row[0] for row in rows if matches(filter, *row)}
 
 
 @settings(max_examples=150, deadline=None)
