@@ -59,6 +59,9 @@ class Index:
     Attributes:
         path: folder or address of the index.
         store: store that keeps the items.
+        identity: id that the index received when it was created; copies and snapshots keep it.
+        generation: the served generation.
+        bundle: bundle of this generation; encodes queries and may rescore candidates.
         summary: result of `Index.create`. `None` if the index was only opened.
     """
 
@@ -74,10 +77,10 @@ class Index:
         self._threads, self._device = threads, device
         self._lock = threading.Lock()
         self._closed = False
-        self._served: tuple[Generation, Bundle] | None = None
         try:
-            self._identity = store.identity()
-            self.follow()
+            self.identity = store.identity()
+            self.generation = served_of(store.generations())
+            self.bundle = self._bundle_of(self.generation)
         except BaseException:
             store.close()
             raise
@@ -113,37 +116,19 @@ class Index:
         """Return the bundle of the generation that is served now; open it if it has changed."""
         with self._lock:
             served = served_of(self.store.generations())
-            if self._served is None or self._served[0].number != served.number:
-                bundle = Bundle.open(
-                    self.store.bundle(served),
-                    variant=served.variant,
-                    threads=self._threads,
-                    device=self._device,
-                )
-                if bundle.sha256 != served.bundle:
-                    raise StoreError(
-                        f"The index {self.path} is damaged: its bundle is not the one that "
-                        "embedded its items."
-                    )
-                self._served = (served, bundle)
-            return self._served[1]
+            if served.number != self.generation.number:
+                self.bundle, self.generation = self._bundle_of(served), served
+            return self.bundle
 
-    @property
-    def bundle(self) -> Bundle:
-        """The served generation's bundle, which encodes queries and may rescore candidates."""
-        assert self._served is not None
-        return self._served[1]
-
-    @property
-    def generation(self) -> Generation:
-        """The served generation."""
-        assert self._served is not None
-        return self._served[0]
-
-    @property
-    def identity(self) -> str:
-        """The id that the index received when it was created; copies and snapshots keep it."""
-        return self._identity
+    def _bundle_of(self, generation: Generation) -> Bundle:
+        folder, variant = self.store.bundle(generation), generation.variant
+        bundle = Bundle.open(folder, variant=variant, threads=self._threads, device=self._device)
+        if bundle.sha256 != generation.bundle:
+            raise StoreError(
+                f"The index {self.path} is damaged: its bundle is not the one that embedded its"
+                " items."
+            )
+        return bundle
 
     def __len__(self) -> int:
         return self.store.count()

@@ -287,8 +287,8 @@ def originals(
     """
     for source in sources:
         # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
-        item, original = source.item(keep), _original(source, features)
-        yield item, source.name, original
+        item = source.item(keep)
+        yield item, source.name, _original(source, features)
 
 
 def _original(source: Source, features: Floats | None) -> Original:
