@@ -230,8 +230,7 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process)
         client.push(tmp_path / "nowhere")  # refused before the first request
 
 
-def test_the_names_are_of_the_face_and_light(process):
-    assert retrieval.client.Client is Client and retrieval.client.AsyncClient is AsyncClient
+def test_a_client_imports_nothing_heavy(process):
     code = "from retrieval.client import Client; Client('http://a').close()"
     done = process("-c", f"{code}; import sys; print(*sys.modules)")
     heavy = ["torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"]
