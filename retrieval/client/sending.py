@@ -220,7 +220,6 @@ class Sender:
             ) from None
 
     def _refused(self, response: httpx.Response) -> ServerError:
-        """Return the error for a failed response, with the server's message."""
         status, problem = response.status_code, {}
         with suppress(ValueError, RecursionError):
             content = json.loads(response.content[:100_000])

@@ -151,7 +151,6 @@ class FaissBackend(IndexBackend):
         return hits
 
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for one call."""
         return None
 
     def save(self, path: Path) -> None:
@@ -361,7 +360,6 @@ class ListsBackend(FaissBackend):
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _probed(self) -> int:
-        """Return the number of lists that a search reads."""
         lists = load_faiss().extract_index_ivf(self._index).nlist
         return int(min(lists, self.probes or max(8, lists // 16)))
 

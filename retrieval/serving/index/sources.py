@@ -111,7 +111,6 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _csv(manifest: Path) -> list[Source]:
-    """Return the items of a CSV manifest."""
     name, folder = shown(manifest), manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
