@@ -43,7 +43,9 @@ MISTAKES = [
 ]
 
 
-def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bundle_path, tmp_path):
+def test_index_and_search_and_their_errors(
+    retrieval, cli, monkeypatch, makers, bundle_path, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
     create = ("index", "create", "i", "photos", "--bundle", bundle_path)
@@ -106,7 +108,7 @@ main()
 """
 
 
-def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle_path, tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "my photos", 40)
     words = ["index", "create", "i", "my photos", "--bundle", str(bundle_path)]
     words += ["--batch", "16", "--set", "m=16", "--backend", "hnsw"]
@@ -126,7 +128,7 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle
     assert "Indexed 40 items" in again.out and "16 done by an interrupted run" in again.out
 
 
-def test_a_time_is_a_number_within_bounds():
+def test_seconds_must_be_finite_and_positive():
     settings = [setting for setting in fields(Settings) if isinstance(setting.default, float)]
     for setting in settings:
         option = f"--{setting.name.replace('_', '-')}"

@@ -40,7 +40,7 @@ def push(process, server, folder, *options, **environment):
     return process(*words, seconds=60, cwd=folder.parent, **environment)
 
 
-def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path):
+def test_every_method_of_a_client(served, empty, photos, tmp_path):
     server = served(empty, WRITE, "--snapshots", str(tmp_path))
     paths = sorted(photos.rglob("*.png"))[: len(IDS)]
     with Client(server.url) as client:
@@ -128,7 +128,7 @@ def test_asyncio_answers_the_same(served, index_path, photos):
         client.index()
 
 
-def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
+def test_invalid_arguments_are_refused_before_a_request(tmp_path):
     (tmp_path / "pipe.png").mkdir()
     with Client("http://127.0.0.1:1") as client:
         for work, says in (
@@ -153,7 +153,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
                 work()
 
 
-def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
+def test_a_push_sends_only_new_and_changed_images(served, empty, folder):
     server = served(empty, WRITE)
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
     reports, count = [], len(images)
@@ -175,9 +175,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
         assert (again.added, again.replaced, again.unchanged) == (0, 1, count - 1)
 
 
-def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
-    served, empty, folder, process
-):
+def test_a_push_reports_every_bad_file_and_adds_the_others(served, empty, folder, process):
     server = served(empty, WRITE, "--max-bytes", "5000")
     sound = len(list(folder.rglob("[0-9]*.png")))
     (folder / "0" / "text.png").write_text("text")
@@ -196,7 +194,7 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
         assert client.index().items == sound
 
 
-def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder, process):
+def test_an_interrupted_push_resumes(served, empty, folder, process):
     server = served(empty, WRITE)
     total = len(list(folder.rglob("[0-9]*.png")))
     command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
@@ -218,7 +216,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder,
         assert client.index().items == total
 
 
-def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process):
+def test_a_push_that_is_impossible_is_one_sentence(served, empty, folder, tmp_path, process):
     server = served(empty)
     refused = push(process, server, folder, RETRIEVAL_KEY="rk_a_b")
     assert refused.code == 2 and "Traceback" not in refused.err
@@ -237,7 +235,7 @@ def test_a_client_imports_nothing_heavy(process):
     assert done.code == 0 and not {*heavy} & {*done.out.split()}, done.err
 
 
-def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
+def test_a_loopback_address_uses_no_proxy(served, empty, monkeypatch):
     server = served(empty)
     for variables in (
         {"http_proxy": "http://127.0.0.1:9"},
@@ -252,7 +250,7 @@ def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
             assert client.index().items == 0, variables
 
 
-def test_a_proxy_or_certificate_of_the_environment_that_cannot_be_used_is_told(monkeypatch):
+def test_an_error_names_the_proxy_or_certificate_of_the_environment(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
     client = Client("http://photos.example", retries=retrieval.client.Retries(times=0))
     with client, pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:

@@ -99,7 +99,7 @@ def search_id(client):
     "wrong",
     ["drop", "half", (503, {"Retry-After": "0"}, BUSY), (429, {}, BUSY), (502, {}, b"<html>")],
 )
-def test_a_search_is_sent_again_until_it_is_answered(wrong):
+def test_a_search_is_repeated_until_it_succeeds(wrong):
     with Server(wrong, wrong, FINE) as server:
         assert call(server.url, lambda client: client.search(b"image", k=3)).results == ()
         assert len(server.seen) == 3
@@ -113,7 +113,7 @@ def test_a_request_that_hangs_is_repeated():
 
 
 @pytest.mark.parametrize("what", ["drip", "header", "hang"])
-def test_all_tries_together_are_bounded_in_time(what):
+def test_all_attempts_together_have_a_time_limit(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server(what) as server:
         with pytest.raises(ServerError, match=r"did not answer in time|took too long") as fault:
@@ -121,7 +121,7 @@ def test_all_tries_together_are_bounded_in_time(what):
         assert fault.value.status is None and len(server.seen) < 100
 
 
-def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told():
+def test_the_number_of_attempts_is_limited_and_the_error_quotes_the_server():
     sentence = r"503: The server is busy\. The request was tried 4 times\."
     with Server((503, {"Retry-After": "0"}, BUSY)) as server:
         with pytest.raises(ServerError, match=sentence) as fault:
@@ -131,7 +131,7 @@ def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told():
         assert len(server.seen) == 4
 
 
-def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
+def test_retry_after_is_obeyed_within_the_time_limit():
     with Server((503, {"Retry-After": "1"}, BUSY), FINE) as server:
         call(server.url, search_id)
         assert server.seen[1].moment - server.seen[0].moment >= 1
@@ -142,7 +142,7 @@ def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
 
 
 @pytest.mark.parametrize("wrong", ["drop", (503, {}, BUSY)])
-def test_what_is_not_idempotent_is_sent_once(wrong):
+def test_a_request_that_is_not_idempotent_is_sent_once(wrong):
     for work in (lambda client: client.delete_where("a = 1"), lambda client: client.snapshot()):
         with Server(wrong) as server:
             with pytest.raises(ServerError):
@@ -150,7 +150,7 @@ def test_what_is_not_idempotent_is_sent_once(wrong):
             assert len(server.seen) == 1
 
 
-def test_a_fault_of_the_request_is_told_at_once():
+def test_a_refused_request_is_not_repeated():
     for status in (400, 401, 403, 404, 422, 500):
         with Server((status, {}, {"detail": "So it is.", "instance": "urn:uuid:2"})) as server:
             with pytest.raises(ServerError, match="So it is") as fault:
@@ -158,12 +158,12 @@ def test_a_fault_of_the_request_is_told_at_once():
             assert (fault.value.status, len(server.seen)) == (status, 1)
 
 
-def test_a_deletion_whose_answer_was_lost_is_done():
+def test_a_repeated_deletion_may_get_404():
     with Server("drop", (404, {}, BUSY)) as server:
         assert call(server.url, lambda client: client.delete("a")) is None
 
 
-def test_no_answer_is_too_large_or_misread_and_no_redirect_followed(monkeypatch):
+def test_large_and_foreign_responses_and_redirects_are_refused(monkeypatch):
     monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
     with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
         call(server.url, lambda client: client.image("a"))
@@ -179,14 +179,14 @@ def test_no_answer_is_too_large_or_misread_and_no_redirect_followed(monkeypatch)
         assert len(server.seen) == 1
 
 
-def test_a_server_that_is_not_there():
+def test_a_server_that_cannot_be_reached():
     with Server() as server:
         url = server.url
     with pytest.raises(ServerError, match=r"cannot be reached.*tried 4 times"):
         call(url, lambda client: client.snapshot())
 
 
-def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
+def test_invalid_settings_are_refused():
     odd = ("http://a b", "http://a?b=c", "http://me:secret@host")
     for url in ("photos", "ftp://a", "http://", *odd):
         with pytest.raises(DataError, match="address"):
@@ -203,7 +203,7 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
 @pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-def test_a_client_that_waits_leaves_no_thread_behind():
+def test_a_blocking_client_leaves_no_thread():
     before = threading.active_count()
     with Server(FINE) as server:
         client = Client(server.url)
@@ -219,7 +219,7 @@ def test_a_client_that_waits_leaves_no_thread_behind():
     wire.until(lambda: threading.active_count() <= before)
 
 
-def test_threads_share_a_client_that_waits():
+def test_threads_share_a_blocking_client():
     with Server(FINE) as server, Client(server.url, retries=SOON) as client:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: search_id(client), range(8)))

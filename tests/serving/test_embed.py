@@ -104,7 +104,7 @@ def test_an_index_refuses_vectors_of_another_bundle_and_incomplete_folders(
         assert len(index) == 0
 
 
-def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_path, capfd):
+def test_bad_jsonl_lists_the_bad_items(photos, bundle_path, tmp_path, capfd):
     folder, out = tmp_path / "p", tmp_path / "v"
     folder.mkdir()
     for number, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
@@ -120,7 +120,7 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
     assert embedded(bundle_path, [folder], out).bad == 5
 
 
-def test_an_item_that_the_encoder_cannot_embed_is_a_bad_one(makers, tmp_path):
+def test_an_item_with_an_infinite_vector_is_bad(makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     rows = np.random.default_rng(0).normal(size=(40, 64))
     rows[7] = 3e38 * np.sign(makers.weights()[:, 0])  # its vector is beyond float32
@@ -131,7 +131,7 @@ def test_an_item_that_the_encoder_cannot_embed_is_a_bad_one(makers, tmp_path):
     assert bad["key"] == "f/7" and "NaN or infinity" in bad["fault"]
 
 
-def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):
+def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path, tmp_path):
     out, ones = tmp_path / "v", [photos / "1"]
     embedded(bundle_path, ones, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -154,9 +154,7 @@ main()
 """
 
 
-def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
-    photos, bundle_path, tmp_path
-):
+def test_a_killed_command_resumes_with_equal_parts(photos, bundle_path, tmp_path):
     embedded(bundle_path, [photos], tmp_path / "whole")
     words = ["embed", bundle_path, photos, "--output", tmp_path / "v", "--batch", "8"]
     command = [sys.executable, "-c", SMALL_PARTS, *map(str, words)]
@@ -205,14 +203,14 @@ main()
     ("hidden", "code", "sentence"),
     [("torch", 0, "Embedded"), ("pyarrow", 2, "pip install 'embedding-retrieval[parquet]'")],
 )
-def test_what_is_not_installed(hidden, code, sentence, photos, bundle_path, tmp_path, process):
+def test_without_torch_or_pyarrow(hidden, code, sentence, photos, bundle_path, tmp_path, process):
     words = [str(bundle_path), str(photos / "1"), "--output", str(tmp_path / "v"), "--batch", "8"]
     done = process("-c", ALONE.format(hidden=hidden, words=words), cwd=tmp_path)
     assert done.code == code and sentence in done.out + done.err and "Traceback" not in done.err
     assert (tmp_path / "v").exists() == (code == 0)
 
 
-def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path):
+def test_hostile_parts_are_sentences(photos, empty, bundle_path, tmp_path):
     embedded(bundle_path, [photos / "1"], tmp_path / "v")
     part = tmp_path / "v" / "part-000000.parquet"
     sound = pq.read_table(part)
@@ -241,7 +239,7 @@ def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path
         assert len(index) == 0
 
 
-def test_of_two_commands_that_write_one_folder_the_second_is_refused(photos, bundle_path, tmp_path):
+def test_a_second_command_on_the_same_folder_is_refused(photos, bundle_path, tmp_path):
     embedded(bundle_path, [photos], tmp_path / "v")
     with hold(tmp_path / "v", "embedding into this folder", DataError):
         refuses("embedding into this folder", embedded, bundle_path, [photos], tmp_path / "v")

@@ -49,7 +49,7 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
     ]
 
 
-def test_faiss_files_that_are_not_the_index(tmp_path):
+def test_other_faiss_files_are_refused(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
     for content, says in faiss_files(tmp_path, vectors):
         (tmp_path / "structure").write_bytes(content)
@@ -98,7 +98,7 @@ def ran(process):
     return run
 
 
-def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(ran, tmp_path):
+def test_huge_numbers_in_a_faiss_file_do_no_harm(ran, tmp_path):
     refused = [int(line) for line in ran(SPOILED, tmp_path / "structure").split()]
     assert len(refused) == 3 and min(refused) > 0
 
@@ -191,7 +191,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_graphs_that_do_not_end_or_ask_for_too_much(ran, makers, tmp_path):
+def test_hostile_graphs_are_refused_within_little_memory(ran, makers, tmp_path):
     cases = graphs()
     for number, (content, _) in enumerate(cases.values()):
         bundle = makers.make_bundle(tmp_path / str(number))
@@ -205,7 +205,7 @@ def test_graphs_that_do_not_end_or_ask_for_too_much(ran, makers, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fifo", "device", "loop", "deep"])
-def test_the_command_says_one_sentence_and_leaves_with_2(name, makers, cli, tmp_path, photos):
+def test_the_command_prints_one_sentence_and_exits_with_2(name, makers, cli, tmp_path, photos):
     bundle = makers.make_bundle(tmp_path / "b")
     if name == "loop":
         makers.put_graph(bundle, graphs()["a loop without an end"][0])

@@ -67,7 +67,7 @@ def build(makers, photos, tmp_path):
         ("flat", {"rescorer": True, "subspaces": True}, manhattan, "code"),
     ],
 )
-def test_answers_are_those_of_a_plain_loop(backend, kind, distance, output, build, pixels):
+def test_hits_are_those_of_a_plain_loop(backend, kind, distance, output, build, pixels):
     options = {"probes": 1000} if backend == "ivf" else None
     with build(f"core.{backend}", options, **kind) as index:
         assert index.store.settings()["structure"]["backend"] == backend
@@ -110,7 +110,7 @@ def test_searching_from_many_threads_gives_the_same_answers(build, pixels):
             assert list(pool.map(lambda query: index.search(query, 5), queries)) == alone
 
 
-def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path):
+def test_a_variant_encodes_items_and_queries(bundle_path, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, [photos / "3"], variant="fp16", progress=False)
     with open_index(tmp_path / "i", threads=1) as index:
         assert index.bundle.variant == "fp16"

@@ -43,7 +43,7 @@ def nearest(cli, *words: object) -> dict:
     return json.loads(cli("search", "d.index", *words, "--json").out)[0]["results"][0]
 
 
-def test_items_come_change_and_go(digits, answer, cli):
+def test_add_sync_list_show_and_delete(digits, answer, cli):
     assert len(ids(answer)) == 60
     again = cli("index", "add", "d.index", "digits")
     assert again.code == 0 and "0 added, 60 unchanged" in again.out

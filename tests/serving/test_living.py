@@ -64,7 +64,7 @@ def test_the_tag_changes_with_the_item(makers, empty, served, tmp_path):
             seen.append(now)
 
 
-def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_path):
+def test_kept_originals_are_served_without_their_files(empty, served, tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
     contents = {}
     with Index.open(empty, threads=1) as index:
@@ -97,7 +97,7 @@ def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_pat
     assert urls["nothing.png"] is None and urls["copy.png"] and urls["thumbnail.png"]
 
 
-def test_a_kept_original_that_is_too_much(empty, served):
+def test_a_kept_original_beyond_the_limits(empty, served):
     """A TIFF is decoded within the server's limits; originals count as memory of uploads."""
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "TIFF", compression="group4")
@@ -175,7 +175,7 @@ def test_an_empty_index_is_ready(empty, served, photos):
     wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
 
 
-def test_damage_is_said_without_a_path(living, served):
+def test_damage_is_reported_without_a_path(living, served):
     (segment,) = (living / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
     content[500] ^= 1
@@ -187,7 +187,7 @@ def test_damage_is_said_without_a_path(living, served):
     assert str(living) not in answer.text and segment.name not in answer.text
 
 
-def test_damage_found_while_serving(empty, served):
+def test_damage_that_a_search_finds_ends_readiness(empty, served):
     with Index.open(empty, threads=1) as index:
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
         long = {"text": "x" * 20_000}  # fills pages that are read only for a hit
@@ -220,7 +220,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, serv
     wire.until(lambda: post(server, k=1).status_code == 200, 10)
 
 
-def test_queries_together_are_answered_as_one_by_one(empty):
+def test_several_queries_get_the_hits_of_single_ones(empty):
     random = np.random.default_rng(0)
     vectors = np.tile(random.integers(-2, 3, (30, WIDTH)).astype(np.float32), (2, 1))
     with Index.open(empty, threads=1) as index:
@@ -243,7 +243,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
 # A folder that is removed, or replaced by another index, while a server has it open.
 
 
-def test_a_folder_that_is_removed_ends_readiness(living, served):
+def test_a_removed_folder_ends_readiness(living, served):
     server = served(living)
     shutil.rmtree(living)
     wire.until(lambda: wire.not_ready(server))
@@ -251,7 +251,7 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
     assert str(living) not in wire.not_ready(server)
 
 
-def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
+def test_a_replaced_folder_is_taken_up_without_a_failed_request(
     makers, living, bundle_path, photos, served, tmp_path
 ):
     other = makers.make_bundle(tmp_path / "other", seed=7)
@@ -288,7 +288,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
     assert server.client.get("/readyz").status_code == 200
 
 
-def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
+def test_a_store_of_a_replaced_folder_refuses_to_write(living, bundle_path, photos):
     """The write would be acknowledged, but go to a folder that was removed."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
     with Index.open(living, threads=1) as index:
@@ -302,7 +302,7 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 
 
 @pytest.mark.parametrize("does", ["search", "read"])
-def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
+def test_a_request_on_the_old_folder_is_repeated_on_the_new_one(
     does, living, bundle_path, photos, monkeypatch
 ):
     """Two requests fail on the old folder; the second finds the new folder served already."""

@@ -37,9 +37,7 @@ def created(path: Path, bundle: Path, sources: list[Path], **options) -> Index:
     return open_index(path, threads=1)
 
 
-def test_an_index_of_a_table_is_that_of_its_images_and_follows_it(
-    table, photos, bundle_path, tmp_path
-):
+def test_a_table_of_images_is_indexed_and_synced(table, photos, bundle_path, tmp_path):
     file = sorted(photos.rglob("*.png"))[33]
     with created(tmp_path / "i", bundle_path, [table]) as index:
         assert len(index) == 50
@@ -54,7 +52,7 @@ def test_an_index_of_a_table_is_that_of_its_images_and_follows_it(
         assert (less.unchanged, less.removed, len(index)) == (20, 30, 20)
 
 
-def test_values_of_every_type_are_json(makers, empty, tmp_path):
+def test_metadata_of_every_type_become_json(makers, empty, tmp_path):
     (image,) = makers.write_digits(tmp_path / "digits", 1)
     when = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
     nan = float("nan")
@@ -212,7 +210,7 @@ def test_a_small_table_of_huge_lists_is_refused(tmp_path, monkeypatch):
                 collect([tmp_path / "t.parquet"], "features")
 
 
-def test_without_pyarrow_there_is_a_sentence(tmp_path, monkeypatch):
+def test_without_pyarrow_an_error_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -133,7 +133,9 @@ def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, m
     assert {item.stamp() for item in collect([path], "features").items} == {before}
 
 
-def test_originals_wait_for_their_write_up_to_a_size(photos, bundle_path, tmp_path, monkeypatch):
+def test_originals_are_written_before_they_fill_the_memory(
+    photos, bundle_path, tmp_path, monkeypatch
+):
     upsert, sizes = LocalStore.upsert, []
 
     def counted(self, items, bundle):
@@ -162,7 +164,7 @@ def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):
             create_index(tmp_path / "i", bundle, sources, progress=False)
 
 
-def test_names_that_are_no_text(bundle_path, makers, tmp_path):
+def test_file_names_that_are_not_utf_8(bundle_path, makers, tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()
     try:

@@ -122,7 +122,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "label", "truth"), CASES)
-def test_what_a_filter_is_true_of(database, text, label, truth):
+def test_a_filter_matches_as_the_table_says(database, text, label, truth):
     database.fill([("shoe-1", label, SHOE)])
     for filter, expected in ((parse_filter(text), truth), (Not(parse_filter(text)), not truth)):
         assert matches(filter, "shoe-1", label, SHOE) is expected
@@ -166,7 +166,7 @@ def test_conditions_on_label_and_id_use_an_index(database, text, index):
     "name",
     ["'", "x'); drop table items; --", "$", "a].b", "?", ":x", "é", "a" * 500],
 )
-def test_what_a_user_writes_is_no_syntax(database, name):
+def test_fields_and_values_never_become_sql(database, name):
     database.fill([("hit", name, {name: {name: name}}), ("miss", "other", {"other": 1})])
     for field, plain in (("label", "label"), ((name, name), ("a", "b"))):
         filter = Compare(field, "=", name)
@@ -182,7 +182,7 @@ def test_true_and_1_are_two_filters():
     assert len({Compare(("a",), "=", value) for value in (True, 1, 1.0, False, 0, -0.0)}) == 4
 
 
-def test_metadata_are_written_as_sqlite_reads_them():
+def test_metadata_are_written_as_json_that_sqlite_reads():
     plain = '{"é": [1, 2.5, null, true, [1.8446744073709552e+19]]}'
     assert metadata_text({"é": [1, 2.5, None, True, (2**64,)]}) == plain
     odd = ("x\0", "\ud800", float("nan"), 10**400, {1})

@@ -66,7 +66,7 @@ def test_a_mistake_is_pointed_at(text, place, sentence):
         ("a = -" + "9" * 5000, "finite"),
     ],
 )
-def test_text_that_means_no_filter_is_refused(text, sentence):
+def test_an_invalid_field_or_value_in_text_is_refused(text, sentence):
     with pytest.raises(DataError, match=sentence):
         parse_filter(text)
 
@@ -101,13 +101,13 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "sentence"), REFUSED, ids=range(len(REFUSED)))
-def test_json_that_is_no_filter_is_refused(value, sentence):
+def test_json_that_is_not_a_filter_is_refused(value, sentence):
     with pytest.raises(DataError, match=r"\A[^\ud800]*\Z") as caught:
         filter_from_json(value)
     assert sentence in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_json_says_and_by_several_keys():
+def test_several_keys_in_json_mean_and():
     value = {"label": "shoe", "price": {">=": 5, "<": 20}, "not": {"exists": "colour"}}
     assert filter_from_json(value) == parse_filter(
         "label = 'shoe' and (price >= 5 and price < 20) and not exists(colour)"
