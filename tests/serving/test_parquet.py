@@ -90,16 +90,20 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
         column = pa.array(features[rows].tolist(), kind)
         table = pa.table({"vector": column, "label": [row % 3 for row in range(len(column))]})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=300)
-    np.savez(tmp_path / "three.npz", features=features[:5])
-    sources = [tmp_path / name for name in ("one.parquet", "three.npz", "two.parquet")]
-    rows = {"one/0": 0, "one/699": 699, "three/4": 4, "two/1": 701, "two/599": 1299}
+    keys = [f"k{row}" for row in range(5)]
+    np.savez(tmp_path / "three.npz", vectors=features[:5], labels=np.arange(5) % 4, keys=keys)
+    np.savez(tmp_path / "four.npz", features=features[5:6])
+    sources = [tmp_path / name for name in ("one.parquet", "three.npz", "two.parquet", "four.npz")]
+    rows = {"one/0": 0, "one/699": 699, "k4": 4, "two/1": 701, "two/599": 1299, "four/0": 5}
     with created(tmp_path / "i", bundle, sources) as index:
-        assert len(index) == 1305
+        assert len(index) == 1306
         for key, row in rows.items():
             own = index.bundle.encode(features[row : row + 1]).vector[0]
             assert index.vector(key) == pytest.approx(own, abs=1e-5)
-        assert index.get("two/1")["two/1"].label == "1"
-        assert index.add(sources, progress=False).unchanged == 1305
+        items = index.get(["two/1", "k4"])
+        assert [items[id].label for id in ("two/1", "k4")] == ["1", "0"]
+        assert items["k4"].path is None
+        assert index.add(sources, progress=False).unchanged == 1306
 
 
 @pytest.mark.parametrize(

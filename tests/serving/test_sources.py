@@ -1,7 +1,6 @@
 """What can be indexed: folders, CSV manifests, features, odd names."""
 
 import io
-import math
 import os
 import zipfile
 from pathlib import Path
@@ -46,25 +45,6 @@ def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
     with pytest.raises(DataError, match=says):
         create_index(tmp_path / "i", bundle_path, [table], progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["items.csv"]
-
-
-def test_features_are_indexed_and_searched(makers, tmp_path):
-    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
-    features = np.random.default_rng(0).normal(size=(90, 20))
-    keys = np.array([f"k{n}" for n in range(90)])
-    np.savez(tmp_path / "f.npz", features=features, labels=np.arange(90) % 4, keys=keys)
-    np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
-    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], progress=False)
-    projected = features @ makers.weights(0, 20).astype(np.float64)
-    nearest = sorted((math.dist(projected[4], row), f"k{n}") for n, row in enumerate(projected))[:5]
-    with open_index(tmp_path / "i", threads=1) as index:
-        assert len(index) == 93
-        hits = index.search(index.bundle.encode(features[4:5]), 5)[0]
-        distances, ids = map(list, zip(*nearest, strict=True))
-        assert [hit.id for hit in hits] == ids
-        assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-5)
-        assert hits[0].label == "0" and hits[0].path is None
-        assert index.get("g/1")
 
 
 @pytest.mark.parametrize(

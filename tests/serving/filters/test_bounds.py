@@ -58,7 +58,6 @@ def test_a_mistake_is_pointed_at(text, place, sentence):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("label.x = 3", "metadata.label"),
         ("price < null", "have an order"),
         ('"" = 1', "not be empty"),
         ("a = '\ud800'", "lone surrogate"),
@@ -82,7 +81,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"a": {"=>": 1}}, "Did you mean"),
     ({"a": {"in": "xy"}}, "takes a list"),
     ({"a": {"in": []}}, "at least one"),
-    ({"a": {"in": [[1]]}}, "a list"),
     ({"a": {"=": {"b": 1}}}, "a dict"),
     ({"a": {"<": None}}, "have an order"),
     ({"a": math.nan}, "finite"),
@@ -95,7 +93,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"x" * 10**6: 1}, "not a field"),
     ({"a": "x" * 10_001}, "10,000 characters"),
     ({1: 1}, "not text"),
-    ({"a": b"x"}, "a bytes"),
     ({"a": {None: 1}}, "not one of"),
 ]
 
