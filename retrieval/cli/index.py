@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
-_PAGE = 1000  # items that `list` reads at a time
 
 
 @click.group(
@@ -320,13 +319,7 @@ def list_items(
 ) -> None:
     """List items of INDEX in the order of their ids."""
     with opened_index(path) as opened:
-        items: list[Item] = []
-        while len(items) < limit:
-            page = opened.scan(where, after=after, limit=min(_PAGE, limit - len(items)))
-            if not page:
-                break
-            items += page
-            after = page[-1].id
+        items = opened.scan(where, after=after, limit=limit)
         total = opened.count(where)
     if as_json:
         say_json({"index": str(path), "count": total, "items": list(map(_item_facts, items))})
