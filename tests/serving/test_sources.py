@@ -88,6 +88,10 @@ def test_a_damaged_npz_is_a_sentence(tmp_path):
         archive.writestr("features.npy", "text")
     with pytest.raises(DataError, match="must be numbers"):
         collect([path], "features")
+    with path.open("wb") as file:
+        np.save(file, np.zeros((2, 64)))
+    with pytest.raises(DataError, match="is a single array; save"):
+        collect([path], "features")
 
 
 def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch):

@@ -212,20 +212,20 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
     stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
     try:
         # Open the file here, because np.load does not close a damaged file.
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
+        with path.open("rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if isinstance(file, np.ndarray):
                 raise DataError(
                     f"{path} is a single array; save it with np.savez(path, features=array)."
                 )
-            name = next((name for name in ("features", "vectors") if name in file.files), None)
+            name = next((name for name in ("features", "vectors") if name in file), None)
             if name is None:
                 raise DataError(
-                    f"{path} needs an array 'features' (it has: {', '.join(file.files) or 'none'})."
+                    f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
                 )
             _refuse_huge(path, file.zip)
             features = np.asarray(file[name])
-            names = [key for key in ("labels", "keys") if key in file.files]
-            columns = {key: np.asarray(file[key]) for key in names}
+            columns = {key: np.asarray(file[key]) for key in ("labels", "keys") if key in file}
     except DataError:
         raise
     except OSError as fault:
