@@ -206,12 +206,11 @@ def _embed_missing(
 
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad_of_part = {number: bad for number, bad in states.items() if bad is not None}
-    missing = [number for number in states if number not in bad_of_part]
     resumed = sum(len(plan.rows(number)) for number in bad_of_part)
     shown_faults = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            for number in missing:
+            for number in sorted(states.keys() - bad_of_part.keys()):
                 rows = plan.rows(number)
                 part = sources.items[rows.start : rows.stop]
                 bad_of_part[number] = write_part(folder, plan, number, part, embedded(part))

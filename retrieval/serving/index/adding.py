@@ -335,8 +335,8 @@ def _remove_others(index: Index, ids: set[str]) -> int:
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_ITEMS_PER_READ):
         after = page[-1].id
-        if others := [item.id for item in page if item.id not in ids]:
-            removed += index.store.delete(others)
+        if surplus := [item.id for item in page if item.id not in ids]:
+            removed += index.store.delete(surplus)
     return removed
 
 
