@@ -201,11 +201,13 @@ def retrieval_indexes():
 
 
 def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
-    def create(name: str, instead: str, options=None):
+    def create(name: str, instead: str, parameters=None):
         plugin = tmp_path / f"{name}.py"
         plugin.write_text(PLUGIN.replace("BREAK", instead))
-        given = {"backend": f"{name}.brute", "options": options, "plugins": [str(plugin)]}
-        return create_index(tmp_path / f"{name}.i", bundle_path, [photos], progress=False, **given)
+        options = {"backend": f"{name}.brute", "options": parameters, "plugins": [str(plugin)]}
+        return create_index(
+            tmp_path / f"{name}.i", bundle_path, [photos], progress=False, **options
+        )
 
     summary = create("mine", "pass", {"block": 3})
     assert summary.backend == "mine.brute"

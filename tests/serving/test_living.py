@@ -262,8 +262,8 @@ def test_a_replaced_folder_is_taken_up_without_a_failed_request(
     def search():
         with httpx.Client(base_url=server.url, timeout=30) as client:
             while not stop.is_set():
-                for asked in ({"files": {"image": image}}, {"json": {"vector": [0.5] * WIDTH}}):
-                    answer = client.post("/v1/search", **asked)
+                for query in ({"files": {"image": image}}, {"json": {"vector": [0.5] * WIDTH}}):
+                    answer = client.post("/v1/search", **query)
                     statuses.append(answer.status_code)
                     if answer.status_code != 200:
                         failed.append(answer.text)

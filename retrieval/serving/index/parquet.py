@@ -118,18 +118,15 @@ class Table:
         self.path, self.name, self._stamp = path, shown(path), stamp_of(path)
         parquet = pyarrow().parquet
         with sentences(path):
-            self.schema = schema = parquet.read_schema(path)
+            self.schema = parquet.read_schema(path)
+        self._choose(kind, dict(zip(self.schema.names, self.schema.types, strict=True)))
+        with sentences(path):
             # Read text as dictionaries, so that rows share equal strings in memory.
-            texts = [field.name for field in schema if _is_text(field.type)]
+            texts = [field.name for field in self.schema if _is_text(field.type)]
             self._file = parquet.ParquetFile(path, read_dictionary=texts)
             groups = range(self._file.metadata.num_row_groups)
             counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self.starts: list[int] = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-        try:
-            self._choose(kind, dict(zip(schema.names, schema.types, strict=True)))
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Close the file."""
