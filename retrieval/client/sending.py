@@ -89,16 +89,7 @@ class Sender:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        try:
-            address = httpx.URL(url)
-        except (httpx.InvalidURL, TypeError):
-            raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
-        odd = address.query or address.fragment or any(character.isspace() for character in url)
-        if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
-            raise DataError(
-                "The server's address must be like http://127.0.0.1:8000, without user name or"
-                f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
-            )
+        address = _address_of(url)
         if key is not None and not re.fullmatch("[!-~]+", key):  # visible ASCII
             raise DataError(
                 "The API key is empty or holds characters that an HTTP header cannot contain. Copy"
@@ -236,6 +227,21 @@ class Sender:
         failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
         reason = f": {error}".rstrip(".") if str(error) else ""
         return f"The server at {self._url} {failed}{reason}.{self._proxies}"
+
+
+def _address_of(url: str) -> httpx.URL:
+    """Parse a server's address; raise a `DataError` if it is not a plain http or https address."""
+    try:
+        address = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
+    odd = address.query or address.fragment or any(character.isspace() for character in url)
+    if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
+        raise DataError(
+            "The server's address must be like http://127.0.0.1:8000, without user name or"
+            f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
+        )
+    return address
 
 
 def _is_loopback(host: str) -> bool:

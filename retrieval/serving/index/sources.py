@@ -7,8 +7,10 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
@@ -19,6 +21,7 @@ from retrieval.serving.index.locations import Original, Source, Sources, is_tabl
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
 from retrieval.serving.store.items import Floats, Item, Keep
 
+_NPZ_ARRAYS = ("features", "vectors", "labels", "keys")
 _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
 """An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
@@ -198,8 +201,34 @@ def _checked_width(place: Path, width: int, earlier: int) -> int:
     return width
 
 
+def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an `.npz` file that are used, by name; nothing is unpickled."""
+    try:
+        # Open the file here, because np.load does not close a damaged file.
+        with path.open("rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if isinstance(file, np.ndarray):
+                raise DataError(
+                    f"{path} is a single array; save it with np.savez(path, features=array)."
+                )
+            if "features" not in file and "vectors" not in file:
+                raise DataError(
+                    f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
+                )
+            _refuse_huge(path, file.zip)
+            return {name: np.asarray(file[name]) for name in _NPZ_ARRAYS if name in file}
+    except DataError:
+        raise
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
+    except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
+        raise DataError(
+            f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
+        ) from None
+
+
 def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
-    """Return the items and features (N, F) of an `.npz` file, without unpickling.
+    """Return the items and features (N, F) of an `.npz` file.
 
     Args:
         path: path of the file.
@@ -210,37 +239,17 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
             shape or type.
     """
     stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
-    try:
-        # Open the file here, because np.load does not close a damaged file.
-        with path.open("rb") as raw:
-            file = np.load(raw, allow_pickle=False)
-            if isinstance(file, np.ndarray):
-                raise DataError(
-                    f"{path} is a single array; save it with np.savez(path, features=array)."
-                )
-            name = next((name for name in ("features", "vectors") if name in file), None)
-            if name is None:
-                raise DataError(
-                    f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
-                )
-            _refuse_huge(path, file.zip)
-            features = np.asarray(file[name])
-            columns = {key: np.asarray(file[key]) for key in ("labels", "keys") if key in file}
-    except DataError:
-        raise
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-    except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
-        raise DataError(
-            f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
-        ) from None
+    columns = _npz_arrays(path)
+    name = "features" if "features" in columns else "vectors"
+    features = columns[name]
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
             f" {features.shape}."
         )
     count = len(features)
-    for key, values in columns.items():
+    for key in sorted({"labels", "keys"} & columns.keys()):
+        values = columns[key]
         if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(
                 f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
