@@ -139,10 +139,10 @@ class Sender:
 
         Args:
             method: HTTP method.
-            path: path below the index's.
+            path: path below that of the index.
             answer: class of the response; `bytes` returns the content as it is.
             repeats: whether the request may be repeated although the server may have acted on it.
-            gone_is_done: whether status 404 counts as success when a repetition gets it.
+            gone_is_done: whether a repetition that gets status 404 has succeeded.
             seconds: time limit, by default that of `Retries`.
             content: parameters and body, as arguments of httpx.
 

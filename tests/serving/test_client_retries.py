@@ -15,9 +15,8 @@ from retrieval.client import Client, Retries, sending
 from retrieval.errors import DataError, ServerError
 
 SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
-FOUND = {"results": [], "took_ms": 1.0, "new": "member"}
 BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
-FINE = (200, {}, FOUND)
+FINE = (200, {}, {"results": [], "took_ms": 1.0, "new": "member"})
 
 
 class Server(ThreadingHTTPServer):
@@ -68,10 +67,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
                 while not server.over.wait(0.05):
                     self.wfile.write(b"y")
-            case str():
+            case "half" | "drip" | "endless":
                 self.answer(200, {"Content-Length": "1000000000"})
-                while what != "half" and not server.over.wait(0.05 if what == "drip" else 0):
-                    self.wfile.write(b" " * (1 if what == "drip" else 1_000_000))
+                size, pause = (1, 0.05) if what == "drip" else (1_000_000, 0)
+                while what != "half" and not server.over.wait(pause):
+                    self.wfile.write(b" " * size)
             case status, headers, reply:
                 content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.answer(status, {**headers, "Content-Length": str(len(content))})

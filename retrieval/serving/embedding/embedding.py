@@ -84,13 +84,10 @@ def embed_sources(
         bundle: a bundle, or its folder.
         sources: see `retrieval.serving.index.sources.collect`.
         output: the folder to write, or to complete if it holds parts of the same items.
-        variant: variant of the encoder to use.
         features: also write the backbone's features. The bundle must be split into backbone and
             head, or take features.
-        batch: number of items per batch, 32 by default.
-        limits: largest images to decode.
-        device: where the encoder runs: "auto", "cpu" or "cuda".
-        progress: True shows a progress bar. A function is called with (what, done, total) instead.
+        batch: number of items per batch. `None` is that of the folder to complete, or 32.
+        variant, limits, device, progress: see `Index.create`.
 
     Raises:
         DataError: there are no items, an id is used twice, no item can be used, or the folder

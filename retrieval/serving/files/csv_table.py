@@ -87,14 +87,11 @@ class CsvTable:
         )
 
     def files(self, root: Path | None, column: str = "path") -> None:
-        """Convert backslashes in paths, and turn rows whose path is not local into problems.
+        """Convert backslashes in paths, and move rows without a local path to `problems`.
 
-        Such a path is an address, or has a Windows drive. All addresses share one problem, and so
-        do all paths with a drive.
-
-        Args:
-            root: folder that relative paths start from. `None` leaves backslashes as they are.
-            column: name of the column of paths.
+        A path that is an address or has a Windows drive is not local. All addresses share one
+        problem, and so do all paths with a drive. Relative paths start from `root`; without `root`,
+        backslashes stay.
         """
         strange: dict[str, list[int]] = {}
         kept = []

@@ -41,8 +41,8 @@ def hold(
         error: class of the error to raise.
 
     Raises:
-        RetrievalError: of class `error`. Another process holds the lock (the message names the
-            process and its start), or the disk fails.
+        RetrievalError: another process holds the lock (the message names the process and its
+            start), or the disk fails.
     """
     place = Path(os.path.realpath(target))
     end = time.monotonic() + _RETRY_SECONDS

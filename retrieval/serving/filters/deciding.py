@@ -43,11 +43,7 @@ _ABSENT = object()
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
     """Return whether an item matches a filter, by the rules in `docs/indexes.md`.
 
-    Args:
-        filter: the filter.
-        id: id of the item.
-        label: label of the item, or `None`.
-        metadata: metadata of the item, as parsed by `json.loads`.
+    `metadata` is what `json.loads` returns for the item's metadata.
     """
     if isinstance(filter, And):
         return all(matches(part, id, label, metadata) for part in filter.parts)

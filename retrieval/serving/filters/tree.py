@@ -211,13 +211,7 @@ Filter = Condition | And | Or | Not
 
 
 def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, list[T]], T]) -> T:
-    """Compute a value for each condition of a filter and join them; return the filter's value.
-
-    Args:
-        filter: the filter.
-        of: returns the value of a condition.
-        join: returns the value of "and", "or" or "not" from the values of its parts.
-    """
+    """Return a value of a filter: `of(condition)`, or `join("and", values of the parts)`."""
     if isinstance(filter, Condition):
         return of(filter)
     return join(filter.joint, [fold(part, of, join) for part in filter.parts])
@@ -400,11 +394,7 @@ def filter_from_json(value: object, where: str = "The filter") -> Filter:
         {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
 
     A key is a field: names joined by dots. Put a name in double quotes if it contains a dot or is
-    `and`, `or`, `not` or `exists`.
-
-    Args:
-        value: the JSON value.
-        where: name of the value in error messages.
+    `and`, `or`, `not` or `exists`. Error messages call the value `where`.
 
     Raises:
         DataError: the value is not a filter or is too large; the message says where.

@@ -341,12 +341,7 @@ def _remove_others(index: Index, ids: set[str]) -> int:
 
 
 class _Writer:
-    """Writes encoded items to the index about once a second.
-
-    Args:
-        index: the index.
-        strict: fail if any item is unusable.
-    """
+    """Writes encoded items to the index about once a second; `strict` fails for unusable items."""
 
     def __init__(self, index: Index, strict: bool = False) -> None:
         self.strict, self._index = strict, index
@@ -354,12 +349,7 @@ class _Writer:
         self.faults: list[str] = []
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
-        """Write the embedded items, and collect the faults of the others.
-
-        Args:
-            results: what `embed` yields.
-            count: number of items, for the progress bar.
-        """
+        """Write the `count` items that `embed` yields; collect the faults of unusable items."""
         self.faults, self._waiting = [], list[Item]()
         self._since = time.monotonic()
         bundle = self._index.bundle.sha256

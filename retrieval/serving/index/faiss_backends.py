@@ -65,9 +65,7 @@ def _gpu_memory() -> Any:
 def on_the_gpu(count: int, width: int) -> Iterator[None]:
     """Context manager in which no other thread uses the GPU.
 
-    Args:
-        count: number of vectors of the index, for error messages.
-        width: width of the vectors, for error messages.
+    Error messages say that the index has `count` vectors of `width` numbers.
 
     Raises:
         StoreError: the GPU has too little memory, or FAISS fails.

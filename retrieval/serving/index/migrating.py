@@ -222,13 +222,8 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     the input of `backbone`, a new split, and no variants or probe. Its `verified` still describes
     the comparison of `head` with torch.
 
-    Args:
-        backbone: a bundle that is split into backbone and head.
-        head: a bundle that takes features.
-        folder: an empty folder. The new bundle and a copy of each old one are written there.
-
-    Returns:
-        The folder of the new bundle.
+    `backbone` is split into backbone and head, and `head` takes features. The new bundle and a copy
+    of each old one are written to the empty `folder`. Returns the folder of the new bundle.
 
     Raises:
         BundleError: the widths differ, or a bundle has changed since it was opened.

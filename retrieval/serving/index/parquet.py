@@ -71,11 +71,7 @@ def vectors_of(
 ) -> NDArray[np.float32]:
     """Return a column of lists of numbers as an array (n, width).
 
-    Args:
-        path: path of the table.
-        column: the lists.
-        number: row number of the first list, for error messages.
-        width: required length of each list. `None` requires the first list's length.
+    `width` is the first list's length by default. Error messages count rows from `number`.
 
     Raises:
         DataError: a row has no list or a list of another length.
@@ -212,10 +208,7 @@ class Table:
     def sources(self, first: int = 0) -> Iterator[tuple[list[Source], NDArray[np.float32]]]:
         """Yield all rows in blocks: their items, and their features (n, F).
 
-        F is 0 in a table of images.
-
-        Args:
-            first: `Source.row` of the table's first row, if the table has features.
+        F is 0 in a table of images. In a table of features, `first` is the first `Source.row`.
 
         Raises:
             DataError: some rows cannot be used. The message lists the first ten.

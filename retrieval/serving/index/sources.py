@@ -39,9 +39,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
       metadata: NaN and infinity become null, times and decimal numbers become text.
     - An `.npz` file must have an array `features` (or `vectors`). It may have `labels` and `keys`.
 
-    Args:
-        sources: paths.
-        kind: input of the bundle, "image" or "features".
+    `kind` is the input of the bundle, "image" or "features".
 
     Raises:
         DataError: a source does not exist or does not fit the bundle.
@@ -228,16 +226,7 @@ def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
-    """Return the items and features (N, F) of an `.npz` file.
-
-    Args:
-        path: path of the file.
-        first: `Source.row` of the first item.
-
-    Raises:
-        DataError: the file cannot be read or would take too much memory, or an array has a wrong
-            shape or type.
-    """
+    """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
     stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
     columns = _npz_arrays(path)
     name = "features" if "features" in columns else "vectors"
@@ -288,10 +277,7 @@ def originals(
 ) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
-    Args:
-        sources: the items.
-        features: features (N, F), indexed by `Source.row`. `None` for images.
-        keep: what the index keeps of each original.
+    `features` (N, F) are indexed by `Source.row`; `None` for images.
     """
     for source in sources:
         # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
