@@ -418,17 +418,11 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
         return Not(filter_from_json(value, 'The value of "not"'))
-    if key == "exists" and not isinstance(value, str):
-        raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
-    text = str(value) if key == "exists" else key
-    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
-        raise DataError(
-            f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
-            " double quotes."
-        )
-    field = field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
     if key == "exists":
-        return Exists(field)
+        if not isinstance(value, str):
+            raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
+        return Exists(_parsed_field(value))
+    field = _parsed_field(key)
     if isinstance(value, list | tuple) or value == {}:
         raise DataError(
             f"{where}: {_shown(key)} takes a value, or an object such as"
@@ -440,6 +434,15 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
         return _joined(And, (_condition(field, op, operand) for op, operand in value.items()))
     except DataError as fault:
         raise DataError(f"The filter, at {_shown(key)}: {fault}") from None
+
+
+def _parsed_field(text: str) -> Field:
+    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
+        raise DataError(
+            f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
+            " double quotes."
+        )
+    return field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
 
 
 def _condition(field: Field, op: object, value: Any) -> Filter:
