@@ -292,8 +292,7 @@ class Index:
         Args:
             within: largest distance of two neighbours, on the scale of `Hit.distance`.
             where: compare only items that match this filter.
-            progress: True shows a progress bar. A function is called with (what, done, total)
-                instead.
+            progress: see `add`.
         """
         with showing(progress):
             return find_duplicates(self, within, as_filter(where))
@@ -436,8 +435,7 @@ class Index:
             skip_bad: leave out items whose original is missing or cannot be used. If False, an
                 error lists them, and the old generation stays served. If only stored features are
                 needed, items without any are always left out.
-            progress: True shows a progress bar. A function is called with (what, done, total)
-                instead.
+            progress: see `add`.
 
         Raises:
             DataError: an item's original is missing or cannot be used.
