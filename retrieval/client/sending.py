@@ -150,36 +150,37 @@ class Sender:
             DataError: the request holds text that cannot be sent.
             ServerError: the server refuses the request, fails or cannot be reached.
         """
-        end, done = time.monotonic() + (seconds or self._retries.seconds), 0
+        end, repetitions = time.monotonic() + (seconds or self._retries.seconds), 0
         url = f"{self._url}{self._path}{path}"
         while True:
-            left, retry_after = max(end - time.monotonic(), 0.001), 0.0
+            remaining, retry_after = max(end - time.monotonic(), 0.001), 0.0
+            timeout = min(seconds or self._timeout, remaining)
             try:
-                async with asyncio.timeout(left):
-                    wait = min(seconds or self._timeout, left)
-                    response = await self._once(method=method, url=url, timeout=wait, **content)
-                if response.is_success or (response.status_code == 404 and gone_is_done and done):
+                async with asyncio.timeout(remaining):
+                    response = await self._once(method=method, url=url, timeout=timeout, **content)
+                gone = response.status_code == 404 and gone_is_done and repetitions > 0
+                if response.is_success or gone:
                     return self._parsed(response, answer)
                 retry_after = _retry_after(response)
-                again = response.status_code in (_TEMPORARY if repeats else {429})
+                repeatable = response.status_code in (_TEMPORARY if repeats else {429})
                 error = self._refused(response)
             except (httpx.RequestError, TimeoutError) as fault:
-                again = repeats or isinstance(fault, _NEVER_SENT)
+                repeatable = repeats or isinstance(fault, _NEVER_SENT)
                 error = ServerError(self._failed(fault))
             except UnicodeEncodeError:
                 raise DataError(
                     "The request holds text that is not valid Unicode (a lone surrogate)."
                 ) from None
-            left = end - time.monotonic()
-            backoff = min(self._retries.first * 2.0**done, self._retries.longest)
+            remaining = end - time.monotonic()
+            backoff = min(self._retries.first * 2.0**repetitions, self._retries.longest)
             pause = backoff * random.uniform(0.5, 1.0) + retry_after
-            if not again or done >= self._retries.times or pause >= left:
-                later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > left)
-                tried = f" The request was tried {done + 1} times." if done else ""
+            if not repeatable or repetitions >= self._retries.times or pause >= remaining:
+                later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > remaining)
+                tried = f" The request was tried {repetitions + 1} times." * (repetitions > 0)
                 name = f" (request {error.request_id})" if error.request_id else ""
                 text = f"{error}{later}{tried}{name}"
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
-            done += 1
+            repetitions += 1
             await asyncio.sleep(pause)
 
     async def _once(self, **request: Any) -> httpx.Response:
