@@ -121,10 +121,8 @@ def test_asyncio_answers_the_same(served, index_path, photos):
         assert list(map(list, hits)) == [list(client.search(path, k=3)) for path in paths]
         assert items == list(client.items()) and len(items) == about.items == 200
         assert about == client.index() and status == 403
-    with (
-        Client(server.url, index="nowhere") as client,
-        pytest.raises(ServerError, match="no index"),
-    ):
+    refused = pytest.raises(ServerError, match="no index")
+    with Client(server.url, index="nowhere") as client, refused:
         client.index()
 
 
@@ -158,11 +156,8 @@ def test_a_push_sends_only_new_and_changed_images(served, empty, folder):
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
     reports, count = [], len(images)
     with Client(server.url) as client:
-
-        def report(done: int, total: int) -> None:
-            reports.append((done, total))
-
-        first = client.push(folder, connections=3, batch=5, progress=report)
+        options = {"connections": 3, "batch": 5, "progress": lambda *pair: reports.append(pair)}
+        first = client.push(folder, **options)
         assert (first.added, first.replaced, first.unchanged, first.left_out) == (count, 0, 0, 1)
         assert first.bad == ()
         assert max(reports) == (count, count)
