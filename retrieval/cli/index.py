@@ -346,17 +346,16 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"index": str(path), **content})
         return
+    if content.get("vector"):
+        content["vector"] = f"{len(content['vector'])} numbers"
     for name, value in content.items():
-        if name == "bytes" and value is None:  # the store does not know its size
-            continue
-        if isinstance(value, list) and name != "vector":
+        if isinstance(value, list):
             say(f"{name}:")
             for row in value:
                 parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
                 say(f"  {', '.join(parts)}")
-        else:
-            text = f"{len(value)} numbers" if name == "vector" and value is not None else value
-            say(f"{name}: {_shown(text)}")
+        elif name != "bytes" or value is not None:  # a remote store may not know its size
+            say(f"{name}: {_shown(value)}")
 
 
 def _summary(stats: Stats) -> dict[str, Any]:
