@@ -526,8 +526,9 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
         done = opened.rollback()
     for fault in done.skipped:
         say(f"skipped: {fault}", err=True)
-    sentence = f"{path}: generation {done.generation.number} is served again; {done.embedded:,}"
-    tell(path, as_json, f"{sentence} items were embedded for it.", **_generation_facts(done))
+    number, count = done.generation.number, done.embedded
+    sentence = f"generation {number} is served again; {count:,} items were embedded for it."
+    tell(path, as_json, f"{path}: {sentence}", **_generation_facts(done))
 
 
 def _generation_facts(done: Migrated) -> dict[str, Any]:
@@ -611,10 +612,12 @@ def embed_command(
     if as_json:
         say_json(vars(done) | {"output": str(output)})
         return
-    notes = [f"{done.parts:,} {'file' if done.parts == 1 else 'files'}"]
-    notes.append(f"batches of {done.batch:,}")
-    notes += [f"{done.resumed:,} done before"] if done.resumed else []
-    notes += [f"{done.repeated:,} named twice and taken once"] if done.repeated else []
+    files = "file" if done.parts == 1 else "files"
+    notes = [f"{done.parts:,} {files}", f"batches of {done.batch:,}"]
+    if done.resumed:
+        notes.append(f"{done.resumed:,} done before")
+    if done.repeated:
+        notes.append(f"{done.repeated:,} named twice and taken once")
     say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
         what = "item" if done.bad == 1 else "items"
