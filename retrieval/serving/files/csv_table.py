@@ -114,7 +114,7 @@ def _not_local(path: str) -> str:
         return (
             "path is an address, but images are read from files. Download them and name the files."
         )
-    if os.name != "nt" and _DRIVE.match(path):
+    if _DRIVE.match(path):
         return (
             "path begins with a Windows drive, which this machine lacks. Write paths relative to"
             " the CSV file."
@@ -124,8 +124,8 @@ def _not_local(path: str) -> str:
 
 def _slashes(path: str, root: Path) -> str:
     """Return a path with slashes for backslashes, unless a file exists at the path as given."""
-    windows = "\\" in path and os.sep == "/"
-    return path.replace("\\", "/") if windows and not os.path.exists(root / path) else path  # noqa: PTH110
+    converts = "\\" in path and not os.path.exists(root / path)  # noqa: PTH110
+    return path.replace("\\", "/") if converts else path
 
 
 def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:

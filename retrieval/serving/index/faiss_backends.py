@@ -6,6 +6,7 @@ again from the uncompressed vectors.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,14 +40,7 @@ _gpu_lock = threading.Lock()
 """Lets one thread at a time use the GPU."""
 _MAX_ON_GPU = 2048
 """Most candidates that a GPU can select; searches for more run on the CPU."""
-_SHORT_OF_MEMORY = (
-    "out of memory",
-    "out_of_memory",
-    "alloc fail",
-    "cudaMalloc",
-    "memory allocation error",
-    "bad_alloc",
-)
+_OUT_OF_MEMORY = re.compile("out.of.memory|alloc fail|cudaMalloc|memory allocation error|bad_alloc")
 
 
 def gpus_found() -> int:
@@ -75,7 +69,7 @@ def on_the_gpu(count: int, width: int) -> Iterator[None]:
             yield
     except (RuntimeError, MemoryError) as fault:  # cuVS raises MemoryError
         text = str(fault)
-        if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
+        if isinstance(fault, MemoryError) or _OUT_OF_MEMORY.search(text):
             raise StoreError(
                 f"The GPU has too little memory for {count:,} vectors of {width} numbers. To search"
                 " on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to nothing."
