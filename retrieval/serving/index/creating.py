@@ -161,12 +161,12 @@ def _fill_index(
             name, recall = store.recall()
         return Summary(
             index.path,
-            len(index),
-            added.skipped,
-            added.repeated,
-            before,
-            name,
-            recall,
+            count=len(index),
+            skipped=added.skipped,
+            repeated=added.repeated,
+            resumed=before,
+            backend=name,
+            recall_at_10=recall,
             left_out=added.left_out,
         )
 
