@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.address import IndexPlace
-    from retrieval.serving.store.contract import Item
+    from retrieval.serving.store.contract import Item, Stats
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
-_PAGE = 1000  # items that `list` reads at once
 
 
 @click.group(
@@ -320,18 +319,10 @@ def list_items(
 ) -> None:
     """List items of INDEX in the order of their ids."""
     with opened_index(path) as opened:
-        items: list[Item] = []
-        while len(items) < limit:
-            page = opened.scan(where, after=after, limit=min(_PAGE, limit - len(items)))
-            if not page:
-                break
-            items += page
-            after = page[-1].id
+        items = opened.scan(where, after=after, limit=limit)
         total = opened.count(where)
     if as_json:
-        say_json(
-            {"index": str(path), "count": total, "items": [_item_facts(item) for item in items]}
-        )
+        say_json({"index": str(path), "count": total, "items": list(map(_item_facts, items))})
         return
     for item in items:
         details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
@@ -351,44 +342,36 @@ def list_items(
 def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
-        if id is not None:
-            item = opened.get(id, arrays=True).get(id)
-            if item is None:
-                raise StoreError(f"{path} has no item '{id}'.")
-            content: dict[str, Any] = _item_facts(item) | {
-                "vector": item.vector.tolist() if item.arrays else None
-            }
-        else:
-            stats = opened.stats()
-            content = {
-                "items": stats.count,
-                "bytes": stats.bytes,
-                "generations": [
-                    {
-                        "number": generation.number,
-                        "state": generation.state,
-                        "bundle": generation.bundle,
-                        "variant": generation.variant,
-                        "numbers": dict(generation.widths),
-                    }
-                    for generation in stats.generations
-                ],
-                **stats.details,
-            }
+        content = _summary(opened.stats()) if id is None else _item(opened, id)
     if as_json:
         say_json({"index": str(path), **content})
         return
+    if content.get("vector"):
+        content["vector"] = f"{len(content['vector'])} numbers"
     for name, value in content.items():
-        if name == "bytes" and value is None:  # the store does not know its size
-            continue
-        if isinstance(value, list) and name != "vector":
+        if isinstance(value, list):
             say(f"{name}:")
             for row in value:
                 parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
                 say(f"  {', '.join(parts)}")
-        else:
-            text = f"{len(value)} numbers" if name == "vector" and value is not None else value
-            say(f"{name}: {_shown(text)}")
+        elif name != "bytes" or value is not None:  # a remote store may not know its size
+            say(f"{name}: {_shown(value)}")
+
+
+def _summary(stats: Stats) -> dict[str, Any]:
+    names = ("number", "state", "bundle", "variant")
+    generations = [
+        {name: getattr(generation, name) for name in names} | {"numbers": dict(generation.widths)}
+        for generation in stats.generations
+    ]
+    return {"items": stats.count, "bytes": stats.bytes, "generations": generations, **stats.details}
+
+
+def _item(opened: Index, id: str) -> dict[str, Any]:
+    item = opened.get(id, arrays=True).get(id)
+    if item is None:
+        raise StoreError(f"{opened.path} has no item '{id}'.")
+    return _item_facts(item) | {"vector": item.vector.tolist() if item.arrays else None}
 
 
 def _shown(value: Any) -> str:
@@ -401,10 +384,13 @@ def _shown(value: Any) -> str:
 
 
 def _item_facts(item: Item) -> dict[str, Any]:
-    names = ("id", "label", "metadata", "path", "keep", "bytes", "width", "height")
-    path = None if item.path is None else str(item.path)
-    facts = {name: getattr(item, name) for name in names}
-    return facts | {"metadata": dict(item.metadata), "path": path}
+    return {
+        "id": item.id,
+        "label": item.label,
+        "metadata": dict(item.metadata),
+        "path": None if item.path is None else str(item.path),
+        **{name: getattr(item, name) for name in ("keep", "bytes", "width", "height")},
+    }
 
 
 @verb("check", "retrieval index check photos.index")
@@ -442,18 +428,17 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @INDEX
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
-    """Remove the deleted items of INDEX, free their disk space, and build its search structure."""
+    """Free the disk space of deleted items of INDEX, and build its search structure."""
     from retrieval.serving.index.index import open_store
     from retrieval.serving.progress import Meter
 
-    store = open_store(path, _plugins())  # without its bundle
+    store = open_store(path, _plugins())
     with store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes
-    if before is None or after is None:  # the store does not know its size
-        sentence = "compacted."
-    else:
+    sentence = "compacted."
+    if before is not None and after is not None:  # a remote store may not know its size
         sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
     tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
 
@@ -516,15 +501,14 @@ def migrate(
         if done is not None:
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
-            count = done.from_features
-            kept = f", {count:,} from features that were kept" if count else ""
+            kept = f", {done.from_features:,} from kept features" if done.from_features else ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
             facts = _generation_facts(done)
         if drop_old:
-            facts["dropped"] = count = opened.drop_old()
+            count = facts["dropped"] = opened.drop_old()
             plural = "" if count == 1 else "s"
             sentences.append(f"{path}: {count:,} older generation{plural} deleted.")
     tell(path, as_json, "\n".join(sentences), **facts)
@@ -542,8 +526,9 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
         done = opened.rollback()
     for fault in done.skipped:
         say(f"skipped: {fault}", err=True)
-    sentence = f"{path}: generation {done.generation.number} is served again; {done.embedded:,}"
-    tell(path, as_json, f"{sentence} items were embedded for it.", **_generation_facts(done))
+    number, count = done.generation.number, done.embedded
+    sentence = f"generation {number} is served again; {count:,} items were embedded for it."
+    tell(path, as_json, f"{path}: {sentence}", **_generation_facts(done))
 
 
 def _generation_facts(done: Migrated) -> dict[str, Any]:
@@ -627,10 +612,12 @@ def embed_command(
     if as_json:
         say_json(vars(done) | {"output": str(output)})
         return
-    notes = [f"{done.parts:,} {'file' if done.parts == 1 else 'files'}"]
-    notes.append(f"batches of {done.batch:,}")
-    notes += [f"{done.resumed:,} done before"] if done.resumed else []
-    notes += [f"{done.repeated:,} named twice and taken once"] if done.repeated else []
+    files = "file" if done.parts == 1 else "files"
+    notes = [f"{done.parts:,} {files}", f"batches of {done.batch:,}"]
+    if done.resumed:
+        notes.append(f"{done.resumed:,} done before")
+    if done.repeated:
+        notes.append(f"{done.repeated:,} named twice and taken once")
     say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
         what = "item" if done.bad == 1 else "items"

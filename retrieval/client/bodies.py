@@ -33,9 +33,11 @@ class NewItem:
 
     def json(self) -> dict[str, Any]:
         """Return the item as a JSON object, without the image."""
-        vector = None if self.vector is None else numbers_of(self.vector)
         return without_none(
-            id=self.id, label=self.label, metadata=self.metadata or None, vector=vector
+            id=self.id,
+            label=self.label,
+            metadata=self.metadata or None,
+            vector=numbers_of(self.vector),
         )
 
 
@@ -141,9 +143,9 @@ def dumps(value: object) -> str:
         raise DataError(f"This cannot be sent as JSON: {error}.") from None
 
 
-def numbers_of(vector: Iterable[float]) -> list[float]:
-    """Return a vector as a list of numbers; raise a `DataError` if it is not a vector."""
+def numbers_of(vector: Iterable[float] | None) -> list[float] | None:
+    """Return a vector as a list of numbers, or None; raise a `DataError` for anything else."""
     try:
-        return [float(number) for number in vector]
+        return None if vector is None else [float(number) for number in vector]
     except (TypeError, ValueError):
         raise DataError("A vector is a sequence of numbers.") from None

@@ -97,7 +97,7 @@ class AsyncClient(Sender):
         if image is not None:
             content = await form_of([image], texts_of(**options))
         else:
-            query = {"id": id} if vector is None else {"vector": numbers_of(vector)}
+            query = without_none(id=id, vector=numbers_of(vector))
             content = json_of({**query, **options})
         return await self._send("POST", "/search", answers.SearchAnswer, **content)
 
@@ -151,8 +151,8 @@ class AsyncClient(Sender):
         elif keep is not None:
             raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
-            numbers = numbers_of(() if vector is None else vector)
-            content = json_of(without_none(vector=numbers, label=label, metadata=metadata))
+            fields = without_none(vector=numbers_of(vector), label=label, metadata=metadata)
+            content = json_of(fields)
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def patch(
@@ -276,8 +276,7 @@ def _blocking(
 class Client:
     """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
 
-    Requests run in an event loop in a background thread, where `asyncio.timeout` can limit their
-    total time.
+    Requests run in an event loop in a background thread.
 
     Args:
         url: address of the server, such as "https://search.example.com".
@@ -289,8 +288,10 @@ class Client:
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = AsyncClient(url, **settings)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock, self._process, self._closed = threading.Lock(), os.getpid(), False
+        self._process, self._closed = os.getpid(), False
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, _stop, self._loop)
+        threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -300,10 +301,9 @@ class Client:
 
     def close(self) -> None:
         """Close the connections, and end the thread."""
-        loop = self._loop
-        if loop is not None and not self._closed and self._process == os.getpid():
+        if not self._closed and self._process == os.getpid():
             self._run(self._client.close())
-            _stop(loop)
+            _stop(self._loop)
         self._closed = True
 
     search = _blocking(AsyncClient.search)
@@ -333,16 +333,10 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
-        with self._lock:
-            if self._closed or self._process != os.getpid():
-                work.close()
-                why = "is closed" if self._closed else "belongs to the process before the fork"
-                raise DataError(f"The client {why}. Create a new client.")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                weakref.finalize(self, _stop, self._loop)
-                serve = functools.partial(_serve, self._loop)
-                threading.Thread(target=serve, name="client", daemon=True).start()
+        if self._closed or self._process != os.getpid():
+            work.close()
+            why = "is closed" if self._closed else "belongs to the process before the fork"
+            raise DataError(f"The client {why}. Create a new client.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 class Push:
-    """One push of a folder, with its remaining batches and the results so far."""
+    """One push of a folder: its remaining batches and its results so far."""
 
     def __init__(
         self,
@@ -72,15 +71,16 @@ class Push:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._client, self._folder, self._progress = client, folder, progress
-        self._batch, self._turn = at_least_one("batch", batch), asyncio.Lock()
-        self._counts, self._lock = Counter[str](), threading.Lock()
+        self._batch = at_least_one("batch", batch)
+        self._batches_lock = asyncio.Lock()
+        self._added = self._replaced = self._unchanged = 0
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
         """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
         next(walk(self._folder), None)  # if there is no folder, fails before the first request
-        index, counts = await self._client.index(), self._counts
+        index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
         kinds = await asyncio.to_thread(lambda: Counter(image for _, image in walk(self._folder)))
@@ -97,8 +97,8 @@ class Push:
                 if isinstance(fault, ServerError | DataError):
                     raise fault from None
             raise
-        totals = (counts["added"], counts["replaced"], counts["unchanged"], kinds[False])
-        return PushReport(*totals, tuple(sorted(self._bad)))
+        bad = tuple(sorted(self._bad))
+        return PushReport(self._added, self._replaced, self._unchanged, kinds[False], bad)
 
     def _batched(self) -> Iterator[dict[str, Path]]:
         """Yield the folder's images in batches, each as paths by id."""
@@ -110,11 +110,12 @@ class Push:
             try:
                 length, weight = len(quote(id, safe="")), path.stat().st_size
             except UnicodeEncodeError:
-                self._refuse(id, "Its name is not valid UTF-8.")
+                self._bad.append((id, "Its name is not valid UTF-8."))
                 continue
             except OSError as fault:
+                broken = leads_nowhere(path)
                 why = f"It cannot be read: {fault.strerror}."
-                self._refuse(id, "It is a link that leads nowhere." if leads_nowhere(path) else why)
+                self._bad.append((id, "It is a link that leads nowhere." if broken else why))
                 continue
             full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
             if files and (full or len(files) >= min(self._batch, self._limits.batch)):
@@ -126,35 +127,40 @@ class Push:
 
     async def _work(self) -> None:
         while True:
-            async with self._turn:
+            async with self._batches_lock:
                 files = await asyncio.to_thread(next, self._batches, None)
             if files is None:
                 return
             stored = self._client.items({"id": {"in": [*files]}}, fields=[HASH], page=len(files))
             hashes = {item.id: item.metadata.get(HASH) async for item in stored}
-            items = await asyncio.to_thread(self._read, files, hashes)
+            items, unchanged = await asyncio.to_thread(self._read, files, hashes)
+            self._unchanged += unchanged
             if items:
                 await self._send(items)
             if self._progress is not None:
-                self._progress(self._counts["done"], self._total)
+                done = self._added + self._replaced + self._unchanged + len(self._bad)
+                self._progress(done, self._total)
 
-    def _read(self, files: Mapping[str, Path], hashes: Mapping[str, object]) -> list[NewItem]:
-        """Return the items that are new or whose file has changed; runs in a thread."""
-        items, largest = [], min(self._limits.bytes, self._limits.batch_bytes)
+    def _read(
+        self, files: Mapping[str, Path], hashes: Mapping[str, object]
+    ) -> tuple[list[NewItem], int]:
+        """Return the new and changed items, and the number of unchanged ones; runs in a thread."""
+        items, unchanged = [], 0
+        largest = min(self._limits.bytes, self._limits.batch_bytes)
         for id, path in files.items():
             try:
                 content = file_bytes(path, largest)
             except DataError as fault:
-                self._refuse(id, str(fault))
+                self._bad.append((id, str(fault)))
                 continue
             hash = hashlib.sha256(content).hexdigest()
             if hashes.get(id) == hash:
-                self._count(unchanged=1, done=1)
+                unchanged += 1
             else:
                 first, slash, _ = id.partition("/")
                 label = first if slash else own_name(self._folder)
                 items.append(NewItem(id, content, None, label, {HASH: hash}))
-        return items
+        return items, unchanged
 
     async def _send(self, items: Sequence[NewItem]) -> None:
         """Send items; if the server refuses them, send their halves, down to single bad items."""
@@ -164,17 +170,10 @@ class Push:
             if fault.status not in _ITEM_STATUSES:
                 raise
             if len(items) == 1:
-                self._refuse(items[0].id, fault.detail or str(fault))
+                self._bad.append((items[0].id, fault.detail or str(fault)))
                 return
             for half in (items[: len(items) // 2], items[len(items) // 2 :]):
                 await self._send(half)
         else:
-            self._count(added=answer.added, replaced=answer.replaced, done=len(items))
-
-    def _refuse(self, id: str, why: str) -> None:
-        self._bad.append((id, why))
-        self._count(done=1)
-
-    def _count(self, **numbers: int) -> None:
-        with self._lock:  # several threads and the event loop count
-            self._counts.update(numbers)
+            self._added += answer.added
+            self._replaced += answer.replaced

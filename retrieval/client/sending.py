@@ -89,16 +89,7 @@ class Sender:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        try:
-            address = httpx.URL(url)
-        except (httpx.InvalidURL, TypeError):
-            raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
-        odd = address.query or address.fragment or any(character.isspace() for character in url)
-        if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
-            raise DataError(
-                "The server's address must be like http://127.0.0.1:8000, without user name or"
-                f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
-            )
+        address = _address_of(url)
         if key is not None and not re.fullmatch("[!-~]+", key):  # visible ASCII
             raise DataError(
                 "The API key is empty or holds characters that an HTTP header cannot contain. Copy"
@@ -148,10 +139,10 @@ class Sender:
 
         Args:
             method: HTTP method.
-            path: path below the index's.
+            path: path below that of the index.
             answer: class of the response; `bytes` returns the content as it is.
             repeats: whether the request may be repeated although the server may have acted on it.
-            gone_is_done: whether status 404 counts as success when a repetition gets it.
+            gone_is_done: whether a repetition that gets status 404 has succeeded.
             seconds: time limit, by default that of `Retries`.
             content: parameters and body, as arguments of httpx.
 
@@ -159,36 +150,37 @@ class Sender:
             DataError: the request holds text that cannot be sent.
             ServerError: the server refuses the request, fails or cannot be reached.
         """
-        end, done = time.monotonic() + (seconds or self._retries.seconds), 0
+        end, repetitions = time.monotonic() + (seconds or self._retries.seconds), 0
         url = f"{self._url}{self._path}{path}"
         while True:
-            left, retry_after = max(end - time.monotonic(), 0.001), 0.0
+            remaining, retry_after = max(end - time.monotonic(), 0.001), 0.0
+            timeout = min(seconds or self._timeout, remaining)
             try:
-                async with asyncio.timeout(left):
-                    wait = min(seconds or self._timeout, left)
-                    response = await self._once(method=method, url=url, timeout=wait, **content)
-                if response.is_success or (response.status_code == 404 and gone_is_done and done):
+                async with asyncio.timeout(remaining):
+                    response = await self._once(method=method, url=url, timeout=timeout, **content)
+                gone = response.status_code == 404 and gone_is_done and repetitions > 0
+                if response.is_success or gone:
                     return self._parsed(response, answer)
                 retry_after = _retry_after(response)
-                again = response.status_code in (_TEMPORARY if repeats else {429})
+                repeatable = response.status_code in (_TEMPORARY if repeats else {429})
                 error = self._refused(response)
             except (httpx.RequestError, TimeoutError) as fault:
-                again = repeats or isinstance(fault, _NEVER_SENT)
+                repeatable = repeats or isinstance(fault, _NEVER_SENT)
                 error = ServerError(self._failed(fault))
             except UnicodeEncodeError:
                 raise DataError(
                     "The request holds text that is not valid Unicode (a lone surrogate)."
                 ) from None
-            left = end - time.monotonic()
-            backoff = min(self._retries.first * 2.0**done, self._retries.longest)
+            remaining = end - time.monotonic()
+            backoff = min(self._retries.first * 2.0**repetitions, self._retries.longest)
             pause = backoff * random.uniform(0.5, 1.0) + retry_after
-            if not again or done >= self._retries.times or pause >= left:
-                later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > left)
-                tried = f" The request was tried {done + 1} times." if done else ""
+            if not repeatable or repetitions >= self._retries.times or pause >= remaining:
+                later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > remaining)
+                tried = f" The request was tried {repetitions + 1} times." * (repetitions > 0)
                 name = f" (request {error.request_id})" if error.request_id else ""
                 text = f"{error}{later}{tried}{name}"
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
-            done += 1
+            repetitions += 1
             await asyncio.sleep(pause)
 
     async def _once(self, **request: Any) -> httpx.Response:
@@ -220,7 +212,6 @@ class Sender:
             ) from None
 
     def _refused(self, response: httpx.Response) -> ServerError:
-        """Return the error for a failed response, with the server's message."""
         status, problem = response.status_code, {}
         with suppress(ValueError, RecursionError):
             content = json.loads(response.content[:100_000])
@@ -237,6 +228,21 @@ class Sender:
         failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
         reason = f": {error}".rstrip(".") if str(error) else ""
         return f"The server at {self._url} {failed}{reason}.{self._proxies}"
+
+
+def _address_of(url: str) -> httpx.URL:
+    """Parse a server's address; raise a `DataError` if it is not a plain http or https address."""
+    try:
+        address = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
+    odd = address.query or address.fragment or any(character.isspace() for character in url)
+    if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
+        raise DataError(
+            "The server's address must be like http://127.0.0.1:8000, without user name or"
+            f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
+        )
+    return address
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The commands as a user types them."""
+"""Commands of the serving half, as a user types them."""
 
 import json
 import os
@@ -43,7 +43,9 @@ MISTAKES = [
 ]
 
 
-def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bundle_path, tmp_path):
+def test_index_and_search_and_their_errors(
+    retrieval, cli, monkeypatch, makers, bundle_path, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
     create = ("index", "create", "i", "photos", "--bundle", bundle_path)
@@ -65,7 +67,7 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
         run = cli(*line.format(bundle=bundle_path).split())
         assert (run.code, run.out) == (2, ""), (line, run.out)
         assert says in run.err and "Traceback" not in run.err, (line, run.err)
-    refused = retrieval("search", "i", "photos/bad.png")  # as a user gets it, from a process
+    refused = retrieval("search", "i", "photos/bad.png")  # in a process of its own
     assert (refused.code, refused.out) == (2, "")
     assert "is empty" in refused.err and "Traceback" not in refused.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
@@ -106,7 +108,7 @@ main()
 """
 
 
-def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle_path, tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "my photos", 40)
     words = ["index", "create", "i", "my photos", "--bundle", str(bundle_path)]
     words += ["--batch", "16", "--set", "m=16", "--backend", "hnsw"]
@@ -126,11 +128,12 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle
     assert "Indexed 40 items" in again.out and "16 done by an interrupted run" in again.out
 
 
-def test_a_time_is_a_number_within_bounds():
-    times = [each for each in fields(Settings) if isinstance(each.default, float)]
-    for each in times:
-        option = f"--{each.name.replace('_', '-')}"
-        for time in ("nan", "inf", "-1", *(["0"] if each.default else [])):  # 0: no limit
+def test_seconds_must_be_finite_and_positive():
+    settings = [setting for setting in fields(Settings) if isinstance(setting.default, float)]
+    for setting in settings:
+        option = f"--{setting.name.replace('_', '-')}"
+        # A setting whose default is 0 takes 0 for "no limit"
+        for time in ("nan", "inf", "-1", *(["0"] if setting.default else [])):
             run = CliRunner().invoke(serve_command, ["no.index", option, time])
             assert run.exit_code == 2 and f"Invalid value for '{option}'" in run.output, run.output
-    assert times
+    assert settings

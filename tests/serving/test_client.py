@@ -1,4 +1,4 @@
-"""The client against a real server: every method, waiting and in asyncio; folders pushed."""
+"""Every method of the blocking and the asyncio client against a real server; pushed folders."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ IDS += ["image", "é" * 900]
 
 @pytest.fixture
 def folder(photos, tmp_path):
-    """40 images in two folders, among other files."""
+    """A folder with 40 images in two subfolders, and two files that are no images."""
     place = tmp_path / "pictures"
     for label in ("0", "1"):
         shutil.copytree(photos / label, place / label)
@@ -40,7 +40,7 @@ def push(process, server, folder, *options, **environment):
     return process(*words, seconds=60, cwd=folder.parent, **environment)
 
 
-def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path):
+def test_every_method_of_a_client(served, empty, photos, tmp_path):
     server = served(empty, WRITE, "--snapshots", str(tmp_path))
     paths = sorted(photos.rglob("*.png"))[: len(IDS)]
     with Client(server.url) as client:
@@ -76,7 +76,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         batch = client.search_batch(paths[:3], k=1)
         assert [hits[0].id for hits in batch.answers] == IDS[:3]
         assert list(map(len, client.search_batch(ids=IDS[:2], k=2).answers)) == [2, 2]
-        with open_index(empty, threads=1) as local:  # prints as local hits do
+        with open_index(empty, threads=1) as local:
             assert repr(batch.answers[0]) == repr(local.search(paths[0], k=1))
             assert batch.answers[0]._repr_html_().count("<tr>") == 2
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
@@ -121,14 +121,12 @@ def test_asyncio_answers_the_same(served, index_path, photos):
         assert list(map(list, hits)) == [list(client.search(path, k=3)) for path in paths]
         assert items == list(client.items()) and len(items) == about.items == 200
         assert about == client.index() and status == 403
-    with (
-        Client(server.url, index="nowhere") as client,
-        pytest.raises(ServerError, match="no index"),
-    ):
+    refused = pytest.raises(ServerError, match="no index")
+    with Client(server.url, index="nowhere") as client, refused:
         client.index()
 
 
-def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
+def test_invalid_arguments_are_refused_before_a_request(tmp_path):
     (tmp_path / "pipe.png").mkdir()
     with Client("http://127.0.0.1:1") as client:
         for work, says in (
@@ -153,16 +151,13 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
                 work()
 
 
-def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
+def test_a_push_sends_only_new_and_changed_images(served, empty, folder):
     server = served(empty, WRITE)
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
     reports, count = [], len(images)
     with Client(server.url) as client:
-
-        def report(done: int, total: int) -> None:
-            reports.append((done, total))
-
-        first = client.push(folder, connections=3, batch=5, progress=report)
+        options = {"connections": 3, "batch": 5, "progress": lambda *pair: reports.append(pair)}
+        first = client.push(folder, **options)
         assert (first.added, first.replaced, first.unchanged, first.left_out) == (count, 0, 0, 1)
         assert first.bad == ()
         assert max(reports) == (count, count)
@@ -175,9 +170,7 @@ def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
         assert (again.added, again.replaced, again.unchanged) == (0, 1, count - 1)
 
 
-def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
-    served, empty, folder, process
-):
+def test_a_push_reports_every_bad_file_and_adds_the_others(served, empty, folder, process):
     server = served(empty, WRITE, "--max-bytes", "5000")
     sound = len(list(folder.rglob("[0-9]*.png")))
     (folder / "0" / "text.png").write_text("text")
@@ -196,7 +189,7 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
         assert client.index().items == sound
 
 
-def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder, process):
+def test_an_interrupted_push_resumes(served, empty, folder, process):
     server = served(empty, WRITE)
     total = len(list(folder.rglob("[0-9]*.png")))
     command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
@@ -218,7 +211,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder,
         assert client.index().items == total
 
 
-def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process):
+def test_a_push_that_is_impossible_is_one_sentence(served, empty, folder, tmp_path, process):
     server = served(empty)
     refused = push(process, server, folder, RETRIEVAL_KEY="rk_a_b")
     assert refused.code == 2 and "Traceback" not in refused.err
@@ -227,18 +220,17 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process)
     with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
         client.push(tmp_path / "none")
     with Client("http://127.0.0.1:1") as client, pytest.raises(DataError, match="is not a folder"):
-        client.push(tmp_path / "nowhere")  # no server is asked
+        client.push(tmp_path / "nowhere")  # refused before the first request
 
 
-def test_the_names_are_of_the_face_and_light(process):
-    assert retrieval.client.Client is Client and retrieval.client.AsyncClient is AsyncClient
+def test_a_client_imports_nothing_heavy(process):
     code = "from retrieval.client import Client; Client('http://a').close()"
     done = process("-c", f"{code}; import sys; print(*sys.modules)")
     heavy = ["torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"]
     assert done.code == 0 and not {*heavy} & {*done.out.split()}, done.err
 
 
-def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
+def test_a_loopback_address_uses_no_proxy(served, empty, monkeypatch):
     server = served(empty)
     for variables in (
         {"http_proxy": "http://127.0.0.1:9"},
@@ -253,7 +245,7 @@ def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
             assert client.index().items == 0, variables
 
 
-def test_a_proxy_or_certificate_of_the_environment_that_cannot_be_used_is_told(monkeypatch):
+def test_an_error_names_the_proxy_or_certificate_of_the_environment(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
     client = Client("http://photos.example", retries=retrieval.client.Retries(times=0))
     with client, pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:

@@ -1,6 +1,5 @@
-"""When a client sends again, against a real HTTP server that drops, hangs, drips and refuses."""
+"""When a client repeats a request to a server that drops, hangs, drips or refuses."""
 
-import asyncio
 import gc
 import gzip
 import json
@@ -12,20 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.client import AsyncClient, Client, Retries, sending
+from retrieval.client import Client, Retries, sending
 from retrieval.errors import DataError, ServerError
 
 SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
-FOUND = {"results": [], "took_ms": 1.0, "new": "member"}
 BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
-FINE = (200, {}, FOUND)
+FINE = (200, {}, {"results": [], "took_ms": 1.0, "new": "member"})
 
 
 class Server(ThreadingHTTPServer):
-    """Does, request by request, what `script` says, and its last entry from then on.
+    """Answers each request with the next entry of `script`, and repeats the last entry.
 
-    An entry is (status, headers, JSON) or one word: "drop", "hang", "half", "endless"; "drip"
-    sends a body byte by byte, "header" a header that never ends.
+    An entry is (status, headers, JSON or bytes), or a word: "drop" closes the connection, "hang"
+    sends nothing, "half" a part of a body, "endless" an endless body, "drip" a body byte by byte,
+    and "header" a header that never ends.
     """
 
     daemon_threads = True
@@ -44,14 +43,14 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        """Say nothing: clients leave."""
+        """Print nothing about clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *reply):
-        """Say nothing."""
+        """Print nothing."""
 
     def act(self):
         server: Server = self.server
@@ -68,10 +67,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
                 while not server.over.wait(0.05):
                     self.wfile.write(b"y")
-            case str():
+            case "half" | "drip" | "endless":
                 self.answer(200, {"Content-Length": "1000000000"})
-                while what != "half" and not server.over.wait(0.05 if what == "drip" else 0):
-                    self.wfile.write(b" " * (1 if what == "drip" else 1_000_000))
+                size, pause = (1, 0.05) if what == "drip" else (1_000_000, 0)
+                while what != "half" and not server.over.wait(pause):
+                    self.wfile.write(b" " * size)
             case status, headers, reply:
                 content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.answer(status, {**headers, "Content-Length": str(len(content))})
@@ -86,17 +86,9 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = act
 
 
-def waiting(url, work, **settings):
+def call(url, work, **settings):
     with Client(url, **{"retries": SOON, **settings}) as client:
         return work(client)
-
-
-def asyncio_run(url, work, **settings):
-    async def run():
-        async with AsyncClient(url, **{"retries": SOON, **settings}) as client:
-            return await work(client)
-
-    return asyncio.run(run())
 
 
 def search_id(client):
@@ -107,95 +99,94 @@ def search_id(client):
     "wrong",
     ["drop", "half", (503, {"Retry-After": "0"}, BUSY), (429, {}, BUSY), (502, {}, b"<html>")],
 )
-def test_a_search_is_sent_again_until_it_is_answered(wrong):
+def test_a_search_is_repeated_until_it_succeeds(wrong):
     with Server(wrong, wrong, FINE) as server:
-        assert waiting(server.url, lambda client: client.search(b"image", k=3)).results == ()
+        assert call(server.url, lambda client: client.search(b"image", k=3)).results == ()
         assert len(server.seen) == 3
         assert all(b"image" in sent.body and sent.path == "/v1/search" for sent in server.seen)
 
 
-@pytest.mark.parametrize("ask", [waiting, asyncio_run])
-def test_a_server_that_hangs_is_left_and_asked_again(ask):
+def test_a_request_that_hangs_is_repeated():
     with Server("hang", FINE) as server:
-        assert ask(server.url, search_id, timeout=0.2).took_ms == 1
+        assert call(server.url, search_id, timeout=0.2).took_ms == 1
         assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("what", ["drip", "header", "hang"])
-def test_all_tries_together_are_bounded_in_time(what):
+def test_all_attempts_together_have_a_time_limit(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server(what) as server:
         with pytest.raises(ServerError, match=r"did not answer in time|took too long") as fault:
-            waiting(server.url, search_id, timeout=0.3, retries=bounded)
+            call(server.url, search_id, timeout=0.3, retries=bounded)
         assert fault.value.status is None and len(server.seen) < 100
 
 
-def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told():
+def test_the_number_of_attempts_is_limited_and_the_error_quotes_the_server():
     sentence = r"503: The server is busy\. The request was tried 4 times\."
     with Server((503, {"Retry-After": "0"}, BUSY)) as server:
         with pytest.raises(ServerError, match=sentence) as fault:
-            waiting(server.url, lambda client: client.index())
-        said = (fault.value.status, fault.value.request_id, fault.value.detail)
-        assert said == (503, "urn:uuid:1", "The server is busy.")
+            call(server.url, lambda client: client.index())
+        facts = (fault.value.status, fault.value.request_id, fault.value.detail)
+        assert facts == (503, "urn:uuid:1", "The server is busy.")
         assert len(server.seen) == 4
 
 
-def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
+def test_retry_after_is_obeyed_within_the_time_limit():
     with Server((503, {"Retry-After": "1"}, BUSY), FINE) as server:
-        waiting(server.url, search_id)
+        call(server.url, search_id)
         assert server.seen[1].moment - server.seen[0].moment >= 1
     with Server((503, {"Retry-After": "3600"}, BUSY)) as server:
         with pytest.raises(ServerError, match="Retry in 3,600 seconds"):
-            waiting(server.url, search_id)
+            call(server.url, search_id)
         assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("wrong", ["drop", (503, {}, BUSY)])
-def test_what_is_not_idempotent_is_sent_once(wrong):
+def test_a_request_that_is_not_idempotent_is_sent_once(wrong):
     for work in (lambda client: client.delete_where("a = 1"), lambda client: client.snapshot()):
         with Server(wrong) as server:
             with pytest.raises(ServerError):
-                waiting(server.url, work)
+                call(server.url, work)
             assert len(server.seen) == 1
 
 
-def test_a_fault_of_the_request_is_told_at_once():
+def test_a_refused_request_is_not_repeated():
     for status in (400, 401, 403, 404, 422, 500):
         with Server((status, {}, {"detail": "So it is.", "instance": "urn:uuid:2"})) as server:
             with pytest.raises(ServerError, match="So it is") as fault:
-                waiting(server.url, lambda client: client.delete("a"))
+                call(server.url, lambda client: client.delete("a"))
             assert (fault.value.status, len(server.seen)) == (status, 1)
 
 
-def test_a_deletion_whose_answer_was_lost_is_done():
+def test_a_repeated_deletion_may_get_404():
     with Server("drop", (404, {}, BUSY)) as server:
-        assert waiting(server.url, lambda client: client.delete("a")) is None
+        assert call(server.url, lambda client: client.delete("a")) is None
 
 
-def test_no_answer_is_too_large_or_misread_and_no_redirect_followed(monkeypatch):
+def test_large_and_foreign_responses_and_redirects_are_refused(monkeypatch):
     monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
     with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
-        waiting(server.url, lambda client: client.image("a"))
-    small = {"Content-Encoding": "gzip"}  # grows to more than the limit
-    with Server((200, small, gzip.compress(bytes(6_000_000)))) as server:
-        assert len(waiting(server.url, lambda client: client.image("a"))) < 5_000_000
+        call(server.url, lambda client: client.image("a"))
+    packed = gzip.compress(bytes(6_000_000))  # must not be decompressed
+    with Server((200, {"Content-Encoding": "gzip"}, packed)) as server:
+        assert len(call(server.url, lambda client: client.image("a"))) < 5_000_000
     for reply in (b"<html>", b"[" * 100_000, {"results": "none"}):
         with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of the /v1"):
-            waiting(server.url, search_id)
+            call(server.url, search_id)
     with Server((301, {"Location": "http://elsewhere.example/"}, b"")) as server:
         with pytest.raises(ServerError, match="redirects to http://elsewhere"):
-            waiting(server.url, search_id, key="secret")
+            call(server.url, search_id, key="secret")
         assert len(server.seen) == 1
 
 
-def test_a_server_that_is_not_there():
+def test_a_server_that_cannot_be_reached():
     with Server() as server:
         url = server.url
     with pytest.raises(ServerError, match=r"cannot be reached.*tried 4 times"):
-        waiting(url, lambda client: client.snapshot())
+        call(url, lambda client: client.snapshot())
 
 
-def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
+def test_invalid_settings_are_refused():
     odd = ("http://a b", "http://a?b=c", "http://me:secret@host")
     for url in ("photos", "ftp://a", "http://", *odd):
         with pytest.raises(DataError, match="address"):
@@ -212,7 +203,7 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
 @pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-def test_a_client_that_waits_leaves_no_thread_behind():
+def test_a_blocking_client_leaves_no_thread():
     before = threading.active_count()
     with Server(FINE) as server:
         client = Client(server.url)
@@ -228,7 +219,7 @@ def test_a_client_that_waits_leaves_no_thread_behind():
     wire.until(lambda: threading.active_count() <= before)
 
 
-def test_threads_share_a_client_that_waits():
+def test_threads_share_a_blocking_client():
     with Server(FINE) as server, Client(server.url, retries=SOON) as client:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: search_id(client), range(8)))

@@ -1,4 +1,4 @@
-"""FAISS files and ONNX graphs made by someone who means harm, and what the command says of them."""
+"""Hostile FAISS files and ONNX graphs end in a sentence."""
 
 import itertools
 import json
@@ -16,21 +16,21 @@ from retrieval.serving.index.backends import make_backend
 
 
 def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
-    """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""
+    """Return FAISS files that `ivf` cannot have written for these vectors, and their errors."""
     width = vectors.shape[1]
     flat, other = faiss.IndexFlatL2(width), vectors[:, :8].copy()
 
     def lists(rows, quantiser, *, elsewhere=False, count=0) -> bytes:
-        made = faiss.IndexIVFFlat(quantiser, rows.shape[1], 2, quantiser.metric_type)
-        made.cp.min_points_per_centroid = 1
-        made.train(rows)
+        index = faiss.IndexIVFFlat(quantiser, rows.shape[1], 2, quantiser.metric_type)
+        index.cp.min_points_per_centroid = 1
+        index.train(rows)
         if elsewhere:
-            kept = faiss.OnDiskInvertedLists(2, made.code_size, str(folder / "elsewhere.lists"))
-            kept.verbose = False
-            made.replace_invlists(kept)
-        made.add(rows)
-        made.ntotal = count or made.ntotal
-        return faiss.serialize_index(made).tobytes()
+            disk = faiss.OnDiskInvertedLists(2, index.code_size, str(folder / "elsewhere.lists"))
+            disk.verbose = False
+            index.replace_invlists(disk)
+        index.add(rows)
+        index.ntotal = count or index.ntotal
+        return faiss.serialize_index(index).tobytes()
 
     inner = faiss.serialize_index(flat).tobytes()
     outer = faiss.serialize_index(faiss.IndexPreTransform(flat)).tobytes()[: -len(inner)]
@@ -49,7 +49,7 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
     ]
 
 
-def test_faiss_files_that_are_not_the_index(tmp_path):
+def test_other_faiss_files_are_refused(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
     for content, says in faiss_files(tmp_path, vectors):
         (tmp_path / "structure").write_bytes(content)
@@ -67,19 +67,19 @@ from retrieval.serving.index.index_backend import checked_search
 path = Path(sys.argv[1])
 vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
 for backend in ("flat", "hnsw", "ivf"):
-    made = make_backend(backend, {})
-    made.build(vectors, int)
+    index = make_backend(backend, {})
+    index.build(vectors, int)
     path.unlink(missing_ok=True)
-    made.save(path)
-    good, refused = path.read_bytes(), 0
-    for place in range(4, len(good) - 4, max(1, len(good) // 150)):
-        spoiled = bytearray(good)
+    index.save(path)
+    sound, refused = path.read_bytes(), 0
+    for place in range(4, len(sound) - 4, max(1, len(sound) // 150)):
+        spoiled = bytearray(sound)
         spoiled[place : place + 4] = bytes.fromhex("ffffff7f")
         path.write_bytes(spoiled)
         try:
-            made = make_backend(backend, {})
-            made.load(path, vectors)
-            checked_search(made, backend, vectors[:3], 5, len(vectors))
+            index = make_backend(backend, {})
+            index.load(path, vectors)
+            checked_search(index, backend, vectors[:3], 5, len(vectors))
         except StoreError:
             refused += 1
     print(refused)
@@ -87,8 +87,8 @@ for backend in ("flat", "hnsw", "ivf"):
 
 
 @pytest.fixture
-def ran(process):
-    """What a process of its own prints, which must end well."""
+def output_of(process):
+    """Run code in a process that must succeed, and return its output."""
 
     def run(code: str, *words: object) -> str:
         done = process("-c", code, *words, seconds=200, OMP_NUM_THREADS="1")
@@ -98,22 +98,23 @@ def ran(process):
     return run
 
 
-def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(ran, tmp_path):
-    refused = [int(line) for line in ran(SPOILED, tmp_path / "structure").split()]
+def test_huge_numbers_in_a_faiss_file_do_no_harm(output_of, tmp_path):
+    refused = [int(line) for line in output_of(SPOILED, tmp_path / "structure").split()]
     assert len(refused) == 3 and min(refused) > 0
 
 
 def model(nodes: list, domains: tuple[str, ...] = (), **constants: np.ndarray) -> bytes:
-    image = given("input", TensorProto.UINT8, ["N", 1, 8, 8])
-    out = given("vector", TensorProto.FLOAT, ["N", 16])
-    held = [numpy_helper.from_array(value, name) for name, value in {"W": W, **constants}.items()]
-    made = helper.make_graph([*FLAT, *nodes], "g", [image], [out], held)
+    image = tensor("input", TensorProto.UINT8, ["N", 1, 8, 8])
+    out = tensor("vector", TensorProto.FLOAT, ["N", 16])
+    constants = {"W": W, **constants}
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph([*FLAT, *nodes], "g", [image], [out], weights)
     imports = [helper.make_opsetid(domain, 17 if not domain else 1) for domain in ("", *domains)]
-    return helper.make_model(made, opset_imports=imports, ir_version=9).SerializeToString()
+    return helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString()
 
 
 W = np.zeros((64, 16), np.float32)
-node, given = helper.make_node, helper.make_tensor_value_info
+node, tensor = helper.make_node, helper.make_tensor_value_info
 FLAT = [
     node("Cast", ["input"], ["f"], to=TensorProto.FLOAT),
     node("Flatten", ["f"], ["x"]),
@@ -121,8 +122,8 @@ FLAT = [
 ]
 
 
-def ended(*nodes) -> list:
-    """Add something that was made of a huge value to the vector."""
+def added(*nodes) -> list:
+    """Return the nodes and two more, which add the sum of the tensor `big` to the vector."""
     total = node("ReduceSum", ["big"], ["s"], keepdims=0)
     return [*nodes, total, node("Add", ["v", "s"], ["vector"])]
 
@@ -132,11 +133,11 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         [node("Identity", ["c"], ["c2"]), node("Identity", ["a"], ["a2"])],
         "body",
         [
-            given("n", TensorProto.INT64, []),
-            given("c", TensorProto.BOOL, []),
-            given("a", TensorProto.FLOAT, None),
+            tensor("n", TensorProto.INT64, []),
+            tensor("c", TensorProto.BOOL, []),
+            tensor("a", TensorProto.FLOAT, None),
         ],
-        [given("c2", TensorProto.BOOL, []), given("a2", TensorProto.FLOAT, None)],
+        [tensor("c2", TensorProto.BOOL, []), tensor("a2", TensorProto.FLOAT, None)],
     )
     loop = node("Loop", ["", "yes", "v"], ["vector"], body=body)
     plain = model([node("Identity", ["v"], ["vector"])])
@@ -158,9 +159,9 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         "a loop without an end": (model([loop], yes=np.array(True)), "loops or branches"),
         "weights in another file": (outside.SerializeToString(), "weights in another file"),
         "an operator of someone's": (model([evil], ("ai.evil",)), r"operator ai\.evil\.Evil"),
-        "a huge constant": (model(ended(node("ConstantOfShape", ["n"], ["big"])), n=huge), runs),
-        "expanded without bound": (model(ended(node("Expand", ["v", "n"], ["big"])), n=wide), runs),
-        "doubled without bound": (model(ended(*doubling)), runs),
+        "a huge constant": (model(added(node("ConstantOfShape", ["n"], ["big"])), n=huge), runs),
+        "expanded without bound": (model(added(node("Expand", ["v", "n"], ["big"])), n=wide), runs),
+        "doubled without bound": (model(added(*doubling)), runs),
         "another type": (model([cast], W=W[:, :3].copy()), "vector|cannot load"),
         "cut off": (plain[:-40], "not an ONNX file|cannot load"),
         "no graph": (b"\x08\x07" * 8, "not an ONNX file"),
@@ -176,8 +177,8 @@ from retrieval.serving.bundle import Bundle
 sessions._MEMORY = 1 << 28
 for folder in sys.argv[1:]:
     reader, writer = os.pipe()
-    if not os.fork():  # each graph's memory is its own
-        os.chdir(folder)  # where ONNX Runtime looks for the weights of a graph without a path
+    if not os.fork():  # measures the memory of each graph alone
+        os.chdir(folder)  # ONNX Runtime looks here for the weights of a graph without a path
         try:
             Bundle.open(folder, threads=1)
         except BundleError as error:
@@ -191,21 +192,23 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_graphs_that_do_not_end_or_ask_for_too_much(ran, makers, tmp_path):
+def test_hostile_graphs_are_refused_within_little_memory(output_of, makers, tmp_path):
     cases = graphs()
     for number, (content, _) in enumerate(cases.values()):
         bundle = makers.make_bundle(tmp_path / str(number))
         (bundle / "elsewhere.bin").write_bytes(W.tobytes())
         makers.put_graph(bundle, content)
-    lines = ran(OPENED, *(tmp_path / str(number) for number in range(len(cases)))).splitlines()
+    lines = output_of(
+        OPENED, *(tmp_path / str(number) for number in range(len(cases)))
+    ).splitlines()
     for (name, (_, says)), line in zip(cases.items(), lines, strict=True):
-        most, sentence = json.loads(line or f'[0, "{name} was opened, or ended the process"]')
+        most, sentence = json.loads(line or f'[0, "{name} was opened, or added the process"]')
         assert re.search(says, sentence) and "\n" not in sentence, (name, sentence)
         assert most < 900, name
 
 
 @pytest.mark.parametrize("name", ["fifo", "device", "loop", "deep"])
-def test_the_command_says_one_sentence_and_leaves_with_2(name, makers, cli, tmp_path, photos):
+def test_the_command_prints_one_sentence_and_exits_with_2(name, makers, cli, tmp_path, photos):
     bundle = makers.make_bundle(tmp_path / "b")
     if name == "loop":
         makers.put_graph(bundle, graphs()["a loop without an end"][0])

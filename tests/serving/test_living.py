@@ -1,10 +1,12 @@
-"""A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
+"""An index behind a server: kept originals, filters, damage, and a folder that is replaced."""
 
 import asyncio
 import io
 import shutil
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -40,6 +42,10 @@ def found(server, **content):
     return answer.json()["results"]
 
 
+def items(server):
+    return server.client.get("/v1/index").json()["items"]
+
+
 def test_the_tag_changes_with_the_item(makers, empty, served, tmp_path):
     paths = makers.write_digits(tmp_path / "photos", 4)
     client = served(empty, "--images", str(tmp_path / "photos")).client
@@ -64,7 +70,7 @@ def test_the_tag_changes_with_the_item(makers, empty, served, tmp_path):
             seen.append(now)
 
 
-def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_path):
+def test_kept_originals_are_served_without_their_files(empty, served, tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
     contents = {}
     with Index.open(empty, threads=1) as index:
@@ -97,8 +103,8 @@ def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_pat
     assert urls["nothing.png"] is None and urls["copy.png"] and urls["thumbnail.png"]
 
 
-def test_a_kept_original_that_is_too_much(empty, served):
-    """TIFF is decoded within the server's limits; bytes wait in the memory of uploads."""
+def test_a_kept_original_beyond_the_limits(empty, served):
+    """A TIFF is decoded within the server's limits; originals count as memory of uploads."""
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "TIFF", compression="group4")
     cases = {
@@ -169,13 +175,13 @@ def test_an_empty_index_is_ready(empty, served, photos):
         index.add([photos / "1"], progress=False)
         count = len(index)
         wire.until(lambda: server.client.get("/readyz").json()["items"] == count)
-        assert server.client.get("/v1/index").json()["items"] == count == len(found(server, k=100))
+        assert items(server) == count == len(found(server, k=100))
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
     wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
 
 
-def test_damage_is_said_without_a_path(living, served):
+def test_damage_is_reported_without_a_path(living, served):
     (segment,) = (living / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
     content[500] ^= 1
@@ -187,10 +193,10 @@ def test_damage_is_said_without_a_path(living, served):
     assert str(living) not in answer.text and segment.name not in answer.text
 
 
-def test_damage_found_while_serving(empty, served):
+def test_damage_that_a_search_finds_ends_readiness(empty, served):
     with Index.open(empty, threads=1) as index:
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
-        long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
+        long = {"text": "x" * 20_000}  # fills pages that are read only for a hit
         index.upsert(
             [Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)]
         )
@@ -204,7 +210,7 @@ def test_damage_found_while_serving(empty, served):
     assert answer.status_code == 503
     assert "damaged" in answer.json()["detail"] and str(empty) not in answer.text
     assert wire.not_ready(server) and str(empty) not in wire.not_ready(server)
-    time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
+    time.sleep(0.5)  # the probe repeats the failed search, since another may miss the damage
     assert wire.not_ready(server)
     assert server.client.get("/livez").status_code == 200
 
@@ -220,7 +226,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, serv
     wire.until(lambda: post(server, k=1).status_code == 200, 10)
 
 
-def test_queries_together_are_answered_as_one_by_one(empty):
+def test_several_queries_get_the_hits_of_single_ones(empty):
     random = np.random.default_rng(0)
     vectors = np.tile(random.integers(-2, 3, (30, WIDTH)).astype(np.float32), (2, 1))
     with Index.open(empty, threads=1) as index:
@@ -235,7 +241,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
             together = index.search(queries, k, where=where)
             assert together == [index.search(query, k, where=where) for query in queries]
             assert {len(hits) for hits in together} == {count}
-        together[0][0].metadata["of"].append("mine")  # the asker's own
+        together[0][0].metadata["of"].append("mine")  # changes only this answer
         again = index.search(queries, 100)
         assert all("mine" not in hit.metadata["of"] for hits in again for hit in hits)
 
@@ -243,7 +249,7 @@ def test_queries_together_are_answered_as_one_by_one(empty):
 # A folder that is removed, or replaced by another index, while a server has it open.
 
 
-def test_a_folder_that_is_removed_ends_readiness(living, served):
+def test_a_removed_folder_ends_readiness(living, served):
     server = served(living)
     shutil.rmtree(living)
     wire.until(lambda: wire.not_ready(server))
@@ -251,45 +257,43 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
     assert str(living) not in wire.not_ready(server)
 
 
-def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
+def test_a_replaced_folder_is_taken_up_without_a_failed_request(
     makers, living, bundle_path, photos, served, tmp_path
 ):
     other = makers.make_bundle(tmp_path / "other", seed=7)
     server = served(living, "--open", "admin", "--workers", "2")
-    image = next(photos.rglob("*.png")).read_bytes()
-    statuses, failed, stop = [], [], threading.Event()
+    vector = {"vector": [0.5] * WIDTH}
+    queries = [{"files": {"image": next(photos.rglob("*.png")).read_bytes()}}, {"json": vector}]
+    stop = threading.Event()
 
     def search():
+        counts = Counter()
         with httpx.Client(base_url=server.url, timeout=30) as client:
             while not stop.is_set():
-                for asked in ({"files": {"image": image}}, {"json": {"vector": [0.5] * WIDTH}}):
-                    answer = client.post("/v1/search", **asked)
-                    statuses.append(answer.status_code)
-                    if answer.status_code != 200:
-                        failed.append(answer.text)
+                for query in queries:
+                    answer = client.post("/v1/search", **query)
+                    counts["" if answer.status_code == 200 else answer.text] += 1
+        return counts
 
-    threads = [threading.Thread(target=search) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for turn, bundle in enumerate((bundle_path, other, bundle_path)):
-            create_index(living, bundle, [photos / str(turn)], replace=True, progress=False)
-            count = len(list((photos / str(turn)).iterdir()))
-            wire.until(lambda count=count: server.client.get("/v1/index").json()["items"] == count)
-        new = {"vector": [0.5] * WIDTH}
-        assert server.client.put("/v1/items/new", json=new).status_code == 200
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-    assert failed == [] and set(statuses) == {200} and len(statuses) > 10
+    with ThreadPoolExecutor(2) as pool:
+        searches = [pool.submit(search) for _ in range(2)]
+        try:
+            for turn, bundle in enumerate((bundle_path, other, bundle_path)):
+                create_index(living, bundle, [photos / str(turn)], replace=True, progress=False)
+                count = len(list((photos / str(turn)).iterdir()))
+                wire.until(lambda count=count: items(server) == count)
+            assert server.client.put("/v1/items/new", json=vector).status_code == 200
+        finally:
+            stop.set()
+        counts = sum((search.result(30) for search in searches), Counter())
+    assert set(counts) == {""} and counts[""] > 10, counts
     with Index.open(living, threads=1) as index:
         assert index.get("new")
     assert server.client.get("/readyz").status_code == 200
 
 
-def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
-    """Otherwise the write would go to a folder that is gone, and be acknowledged."""
+def test_a_store_of_a_replaced_folder_refuses_to_write(living, bundle_path, photos):
+    """The write would be acknowledged, but go to a folder that was removed."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
     with Index.open(living, threads=1) as index:
         assert len(index) == 200
@@ -302,10 +306,10 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 
 
 @pytest.mark.parametrize("does", ["search", "read"])
-def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
+def test_a_request_on_the_old_folder_is_repeated_on_the_new_one(
     does, living, bundle_path, photos, monkeypatch
 ):
-    """Two requests meet the old folder; the second finds the new one served already."""
+    """Two requests fail on the old folder; the second finds the new folder served already."""
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
@@ -313,7 +317,7 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
 
     def late(*given, **more):
-        assert searcher.take_up() is None  # as the other request does
+        assert searcher.take_up() is None  # the other request takes up the new folder
         raise StoreError("The folder was replaced or removed.")
 
     monkeypatch.setattr(old, "search", late)

@@ -1,1 +1,1 @@
-"""Embed sources into a folder of Parquet files; join a Ray cluster."""
+"""Embed sources into a folder of Parquet files."""

@@ -1,4 +1,4 @@
-"""Embed items into a folder of Parquet files, and skip the parts that exist."""
+"""Embed items into a folder of Parquet files, a part of the items at a time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ _PARTS = 1000  # number of parts to aim for
 _FAULTS_SHOWN = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
-_NOTE_KEY = b"retrieval"  # key of this module's note in the metadata of a Parquet file
-
-Part = Sequence[Source]
+_NOTE_KEY = b"retrieval"  # where a Parquet file's metadata name the file's plan and unusable items
 
 
 @dataclass(frozen=True)
@@ -80,19 +78,16 @@ def embed_sources(
 ) -> Embedding:
     """Embed items into a folder of Parquet files.
 
-    Finished parts are not embedded again, so repeating an interrupted call resumes it.
+    An existing part is not embedded again, so repeating an interrupted call resumes it.
 
     Args:
         bundle: a bundle, or its folder.
         sources: see `retrieval.serving.index.sources.collect`.
-        output: the folder to write; it may hold an interrupted embedding of the same items.
-        variant: variant of the encoder to use.
+        output: the folder to write, or to complete if it holds parts of the same items.
         features: also write the backbone's features. The bundle must be split into backbone and
             head, or take features.
-        batch: number of items per batch, 32 by default.
-        limits: largest images to decode.
-        device: where the encoder runs: "auto", "cpu" or "cuda".
-        progress: True shows a progress bar. A function is called with (what, done, total) instead.
+        batch: number of items per batch. `None` is that of the folder to complete, or 32.
+        variant, limits, device, progress: see `Index.create`.
 
     Raises:
         DataError: there are no items, an id is used twice, no item can be used, or the folder
@@ -161,20 +156,18 @@ def _resumed(folder: Path, new: Plan, batch: int | None) -> Plan:
         DataError: the folder holds anything else.
     """
     if not (folder / PLAN).exists():
-        if any(
-            not path.name.startswith(".") and path.suffix != ".tmp" for path in folder.iterdir()
-        ):
+        names = [path.name for path in folder.iterdir()]
+        if any(not name.startswith(".") and not name.endswith(".tmp") for name in names):
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
         return new
     earlier = Plan.read(folder)
     new = replace(new, batch=batch or earlier.batch, part=earlier.part)
-    differing = [
-        text for name, text in _SETTINGS.items() if getattr(earlier, name) != getattr(new, name)
-    ]
+    differing = [name for name in _SETTINGS if getattr(earlier, name) != getattr(new, name)]
     if differing:
+        texts = ", ".join(_SETTINGS[name] for name in differing)
         raise DataError(
-            f"{folder} holds an embedding that differs in {', '.join(differing)}. Repeat the"
-            " command that began it, name another folder, or delete this one."
+            f"{folder} holds an embedding that differs in {texts}. Repeat the command that began"
+            " it, name another folder, or delete this one."
         )
     return new
 
@@ -198,24 +191,23 @@ def _embed_missing(
     """
     options = Options(batch=plan.batch, limits=limits)
 
-    def embedded(part: Part) -> list[Result]:
+    def embedded(part: Sequence[Source]) -> list[Result]:
         contents = originals(part, sources.features)
         batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
         try:
             return [result for batch in batches for result in batch]
-        except DataError as fault:  # the encoder returned NaN for an item; find out for which
+        except DataError as fault:  # NaN for some item: find it by embedding each item alone
             if len(part) == 1:
                 return [(part[0].item(), f"{part[0].name}: {fault}")]
             return [result for source in part for result in embedded([source])]
 
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad_of_part = {number: bad for number, bad in states.items() if bad is not None}
-    missing = [number for number in states if number not in bad_of_part]
     resumed = sum(len(plan.rows(number)) for number in bad_of_part)
     shown_faults = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            for number in missing:
+            for number in sorted(states.keys() - bad_of_part.keys()):
                 rows = plan.rows(number)
                 part = sources.items[rows.start : rows.stop]
                 bad_of_part[number] = write_part(folder, plan, number, part, embedded(part))
@@ -225,9 +217,10 @@ def _embed_missing(
                 meter.update(len(part))
     finally:
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
-            for entry in (entry for number in sorted(bad_of_part) for entry in bad_of_part[number]):
-                printable = {name: shown(value) for name, value in entry.items()}
-                file.write(json.dumps(printable, ensure_ascii=False) + "\n")
+            for _, bad in sorted(bad_of_part.items()):
+                for entry in bad:
+                    printable = {name: shown(value) for name, value in entry.items()}
+                    file.write(json.dumps(printable, ensure_ascii=False) + "\n")
     total = sum(map(len, bad_of_part.values()))
     if total == plan.items:
         raise DataError(f"None of the {plan.items:,} items can be used. {folder / BAD} says why.")
@@ -242,7 +235,7 @@ def _plan_hash(plan: Plan) -> str:
 
 
 def write_part(
-    folder: Path, plan: Plan, number: int, part: Part, results: Sequence[Result]
+    folder: Path, plan: Plan, number: int, part: Sequence[Source], results: Sequence[Result]
 ) -> list[dict[str, str]]:
     """Write a part atomically.
 

@@ -87,14 +87,11 @@ class CsvTable:
         )
 
     def files(self, root: Path | None, column: str = "path") -> None:
-        """Convert backslashes in paths, and turn rows whose path is not local into problems.
+        """Convert backslashes in paths, and move rows without a local path to `problems`.
 
-        Such a path is an address, or has a Windows drive. All addresses share one problem, and so
-        do all paths with a drive.
-
-        Args:
-            root: folder that relative paths start from. `None` leaves backslashes as they are.
-            column: name of the column of paths.
+        A path that is an address or has a Windows drive is not local. All addresses share one
+        problem, and so do all paths with a drive. Relative paths start from `root`; without `root`,
+        backslashes stay.
         """
         strange: dict[str, list[int]] = {}
         kept = []
@@ -117,7 +114,7 @@ def _not_local(path: str) -> str:
         return (
             "path is an address, but images are read from files. Download them and name the files."
         )
-    if os.name != "nt" and _DRIVE.match(path):
+    if _DRIVE.match(path):
         return (
             "path begins with a Windows drive, which this machine lacks. Write paths relative to"
             " the CSV file."
@@ -127,8 +124,8 @@ def _not_local(path: str) -> str:
 
 def _slashes(path: str, root: Path) -> str:
     """Return a path with slashes for backslashes, unless a file exists at the path as given."""
-    windows = "\\" in path and os.sep == "/"
-    return path.replace("\\", "/") if windows and not os.path.exists(root / path) else path  # noqa: PTH110
+    converts = "\\" in path and not os.path.exists(root / path)  # noqa: PTH110
+    return path.replace("\\", "/") if converts else path
 
 
 def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from retrieval.errors import RetrievalError
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_RECORD_BYTES = 4096
+_HOLDER_BYTES = 1000
 _RETRY_SECONDS = 0.3
 """Seconds to retry, because another process may be about to release the lock."""
 
@@ -28,12 +27,13 @@ _RETRY_SECONDS = 0.3
 def hold(
     target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
 ) -> Iterator[None]:
-    """Context manager that locks a file's or folder's name against other processes and threads.
+    """Context manager in which no other process or thread holds the lock of a file or folder.
 
-    It locks the hidden file `.NAME.lock` beside `target`. The system releases the lock when the
-    process ends; a lock file that remains is harmless. `target` need not exist, but its parent
-    must. If the parent is read-only, the lock file is in the folder `target`. Some network file
-    systems do not share locks between machines, and a file system without locks locks nothing.
+    The lock is on the hidden file `.NAME.lock` beside `target`, or on `.lock` in the folder
+    `target` if its parent is read-only. The system releases the lock when the process ends; a lock
+    file that remains is harmless. `target` need not exist, but its parent must. Some network file
+    systems do not share locks between machines, and some file systems have no locks at all: there,
+    nothing is locked.
 
     Args:
         target: file or folder that is about to be written.
@@ -41,22 +41,14 @@ def hold(
         error: class of the error to raise.
 
     Raises:
-        RetrievalError: of class `error`. Another process holds the lock (the message names the
-            process and its start), or the disk fails.
+        RetrievalError: another process holds the lock (the message names the process and its
+            start), or the disk fails.
     """
     place = Path(os.path.realpath(target))
-    path = place.with_name(f".{place.name}.lock")
     end = time.monotonic() + _RETRY_SECONDS
     try:
         while True:
-            try:
-                handle = os.open(path, _OPEN, 0o644)
-            except OSError as fault:
-                inside = place / ".lock"
-                if fault.errno not in _READ_ONLY or not place.is_dir() or path == inside:
-                    raise
-                path = inside
-                continue
+            path, handle = _open_lock_file(place)
             if _locked(handle):
                 if _is_at(path, handle):
                     break
@@ -67,7 +59,7 @@ def hold(
             os.close(handle)
             if time.monotonic() > end:
                 raise error(
-                    f"Another process is {doing}: {_holder(path) or 'it'} holds {path}. Wait for"
+                    f"Another process is {doing}: {_holder(path)} holds {path}. Wait for"
                     " it, or stop it."
                 )
             time.sleep(0.05)
@@ -81,6 +73,18 @@ def hold(
             # Remove the file while it is locked, so that a process that has opened it notices.
             path.unlink()
         os.close(handle)
+
+
+def _open_lock_file(place: Path) -> tuple[Path, int]:
+    """Open the lock file beside `place`, or in the folder `place` if its parent is read-only."""
+    path = place.with_name(f".{place.name}.lock")
+    try:
+        return path, os.open(path, _OPEN, 0o644)
+    except OSError as fault:
+        if fault.errno not in _READ_ONLY or not place.is_dir():
+            raise
+    path = place / ".lock"
+    return path, os.open(path, _OPEN, 0o644)
 
 
 def _locked(handle: int) -> bool:
@@ -104,29 +108,20 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _write_holder(handle: int) -> None:
-    """Write the holder of the lock into its file, for error messages of other processes."""
-    record = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else "",
-    }
+    """Describe this process in the lock file, for error messages of other processes."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = f"process {os.getpid()} on {socket.gethostname()} ({command}), since {since},"
     with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(record).encode("utf-8", "replace"), 0)
+        os.pwrite(handle, holder.encode("utf-8", "replace"), 0)
 
 
 def _holder(path: Path) -> str:
-    """Return a description of the holder that the lock file names, or ""."""
-    try:
-        with path.open("rb") as file:
-            record = json.loads(file.read(_RECORD_BYTES))
-        command = f" ({record['command']})" if record.get("command") else ""
-        return (
-            f"process {int(record['pid'])} on {record['host']}{command}, since {record['since']},"
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ""
+    """Return the description in a lock file, or "it" if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_HOLDER_BYTES).decode("utf-8", "replace") or "it"
+    return "it"
 
 
 def _reason(fault: OSError) -> str:

@@ -8,12 +8,8 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-OPEN = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+# Without O_NONBLOCK, opening a pipe would wait for a writer.
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_plain(path: Path) -> BufferedReader:
@@ -24,7 +20,7 @@ def open_plain(path: Path) -> BufferedReader:
         OSError: `path` is a link, folder, pipe or device, or cannot be read; `strerror` says why.
     """
     try:
-        handle = os.open(path, OPEN)
+        handle = os.open(path, _OPEN)
     except OSError as fault:
         if fault.errno in (errno.ELOOP, errno.EMLINK):  # O_NOFOLLOW met a link
             raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None

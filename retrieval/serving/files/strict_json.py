@@ -22,14 +22,14 @@ _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\[{]|[\]}]', 
 def parse_json(
     text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
 ) -> dict[str, Any]:
-    """Return the JSON object in a file such as a bundle's manifest, after checking its `format`.
+    """Return the JSON object in a file that describes a bundle or an index.
 
     Args:
         text: content of the file.
         where: path of the file, for error messages.
-        what: what the file describes, for error messages, such as "bundle" or "index".
+        what: what the file describes, for error messages, such as "bundle".
         error: class of the error to raise.
-        formats: supported format versions.
+        formats: supported values of the object's `format`.
     """
     try:
         # NaN passes here, because the caller's pydantic model refuses it and names the key.

@@ -43,11 +43,7 @@ _ABSENT = object()
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
     """Return whether an item matches a filter, by the rules in `docs/indexes.md`.
 
-    Args:
-        filter: the filter.
-        id: id of the item.
-        label: label of the item, or `None`.
-        metadata: metadata of the item, as parsed by `json.loads`.
+    `metadata` is what `json.loads` returns for the item's metadata.
     """
     if isinstance(filter, And):
         return all(matches(part, id, label, metadata) for part in filter.parts)
@@ -97,9 +93,9 @@ def to_sql(filter: Filter) -> Sql:
 
     The value of the expression is 1 or 0, never null. The expression reads `items.id` and
     `items.label` (text with binary collation; label may be null), and `items.metadata` (JSON that
-    `metadata_text` wrote). SQLite can use an index for conditions on id and label. The size limits
-    of filters keep the expression's depth below SQLite's limit of 1,000, and its brackets below the
-    100 entries of the parser stack in older versions of SQLite.
+    `metadata_text` wrote). SQLite can use an index for conditions on id and label. A filter is so
+    small that the expression stays below two limits of SQLite: a depth of 1,000, and brackets for
+    the 100 entries of the parser stack in older versions.
     """
 
     def join(joint: Joint, parts: list[Sql]) -> Sql:
@@ -118,7 +114,7 @@ def _of_condition(filter: Condition) -> Sql:
 def _column(filter: Condition) -> Sql:
     """Return the SQL of a condition on id or label.
 
-    Values that are not text never match, but SQLite would convert them to text. So leave them out.
+    A value that is not text never matches. SQLite would convert it to text, so it is left out.
     """
     column = f"items.{filter.field}"
     exists = f"{column} is not null"
@@ -135,8 +131,8 @@ def _column(filter: Condition) -> Sql:
 def _entry(filter: Condition) -> Sql:
     """Return the SQL of a condition on a metadata entry.
 
-    `json_each` yields a list's elements or a single value, but also an object's entries, which
-    must not match.
+    `json_each` yields the elements of a list, or a single value. It also yields the entries of an
+    object, which must not match.
     """
     path = "$" + "".join(f'."{name}"' for name in filter.field)
     if isinstance(filter, Exists):
@@ -151,7 +147,7 @@ def _entry(filter: Condition) -> Sql:
     kind = "json_type(items.metadata, ?)"
     if filter.op == "!=":
         return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
-    # `case` evaluates the tests in this order, so the second test runs on few items.
+    # `case` evaluates the second test only for items that pass the first; `and` might reorder them.
     return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (
         path,
         *values,

@@ -55,7 +55,7 @@ class Size(NamedTuple):
 class _Node:
     size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
-    def _set(self, size: Size, **values: Any) -> None:
+    def _set(self, size: Size, **attributes: Any) -> None:
         """Set attributes of this frozen object; raise a `DataError` if the filter is too large."""
         if size.nested > MOST_NESTED:
             raise DataError(
@@ -63,7 +63,7 @@ class _Node:
             )
         _check_count("conditions", size.conditions, MOST_CONDITIONS)
         _check_count("values", size.values, MOST_VALUES)
-        for name, value in {"size": size, **values}.items():
+        for name, value in {"size": size, **attributes}.items():
             object.__setattr__(self, name, value)
 
 
@@ -73,7 +73,8 @@ class _Condition(_Node):
     # Types take part in `==`, because True == 1 in Python, but filters on True and 1 differ.
     _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
-    def _take(self, *operands: Value, **attributes: Any) -> None:
+    def _check(self, *operands: Value, **attributes: Any) -> None:
+        """Check the field, and set it, `attributes`, the operands' types and the size."""
         field = self.field
         if isinstance(field, list):
             field = tuple(field)
@@ -114,7 +115,7 @@ class Compare(_Condition):
                 f"Only numbers and text have an order, so {self.op} cannot compare with"
                 f" {_literal(value)}."
             )
-        self._take(value, value=value)
+        self._check(value, value=value)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -144,7 +145,7 @@ class In(_Condition):
             raise DataError("`in` needs at least one value.")
         _check_count("values", len(self.values), MOST_VALUES)
         values = tuple(map(_checked_value, self.values))
-        self._take(*values, values=values)
+        self._check(*values, values=values)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Exists(_Condition):
     values: ClassVar[tuple[Value, ...]] = ()
 
     def __post_init__(self) -> None:
-        self._take()
+        self._check()
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,7 @@ Filter = Condition | And | Or | Not
 
 
 def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, list[T]], T]) -> T:
-    """Compute a value for each condition of a filter and join them; return the filter's value.
-
-    Args:
-        filter: the filter.
-        of: returns the value of a condition.
-        join: returns the value of "and", "or" or "not" from the values of its parts.
-    """
+    """Return a value of a filter: `of(condition)`, or `join("and", values of the parts)`."""
     if isinstance(filter, Condition):
         return of(filter)
     return join(filter.joint, [fold(part, of, join) for part in filter.parts])
@@ -348,8 +343,7 @@ def _shown(value: object) -> str:
 def filter_to_text(filter: Filter) -> str:
     """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
     if not isinstance(filter, Condition):
-        # Kinds of parts that need brackets.
-        weaker = Or if isinstance(filter, Or) else And | Or
+        weaker = Or if isinstance(filter, Or) else And | Or  # parts of these kinds need brackets
         texts = [
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
@@ -400,11 +394,7 @@ def filter_from_json(value: object, where: str = "The filter") -> Filter:
         {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
 
     A key is a field: names joined by dots. Put a name in double quotes if it contains a dot or is
-    `and`, `or`, `not` or `exists`.
-
-    Args:
-        value: the JSON value.
-        where: name of the value in error messages.
+    `and`, `or`, `not` or `exists`. Error messages call the value `where`.
 
     Raises:
         DataError: the value is not a filter or is too large; the message says where.
@@ -428,17 +418,11 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
         return Not(filter_from_json(value, 'The value of "not"'))
-    if key == "exists" and not isinstance(value, str):
-        raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
-    text = str(value) if key == "exists" else key
-    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
-        raise DataError(
-            f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
-            " double quotes."
-        )
-    field = field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
     if key == "exists":
-        return Exists(field)
+        if not isinstance(value, str):
+            raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
+        return Exists(_parsed_field(value))
+    field = _parsed_field(key)
     if isinstance(value, list | tuple) or value == {}:
         raise DataError(
             f"{where}: {_shown(key)} takes a value, or an object such as"
@@ -452,6 +436,15 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
         raise DataError(f"The filter, at {_shown(key)}: {fault}") from None
 
 
+def _parsed_field(text: str) -> Field:
+    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
+        raise DataError(
+            f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
+            " double quotes."
+        )
+    return field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
+
+
 def _condition(field: Field, op: object, value: Any) -> Filter:
     if op == "in":
         return In(field, value)
@@ -462,7 +455,7 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
 
 
 def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
-    """Return the filter that joins parts; stop at the first part that is one too many."""
+    """Return the filter that joins parts, or the only part; read no part after too many."""
     filters, conditions = list[Filter](), 0
     for part in parts:
         filters.append(part)

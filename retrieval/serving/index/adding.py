@@ -10,7 +10,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,23 +47,20 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _ITEMS_PER_READ = 1000
+# Encoded items are written when there are this many, when their originals have this many bytes, or
+# when this many seconds have passed. So a killed process loses little work.
 _ROWS = 4096
 _BYTES = 64_000_000
 _SECONDS = 1.0
-"""Encoded items are written after `_ROWS` items, `_BYTES` of originals or `_SECONDS`.
-
-So a killed process loses at most that much work.
-"""
 _MAX_ATTEMPTS = 5
 _MAX_LISTED = 10  # faults listed in an error message
 
 
 def short_repr(result: Any) -> str:
     """Return a `repr` of a dataclass without its empty fields, and with floats in four digits."""
-    values = {field.name: getattr(result, field.name) for field in fields(result)}
     texts = [
         f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in values.items()
+        for name, value in vars(result).items()
         if value not in (None, ())
     ]
     return f"{type(result).__name__}({', '.join(texts)})"
@@ -241,7 +240,7 @@ def add_images(
 
 
 def _original(name: str, content: Any) -> Original:
-    """Return an image or a row of features from memory in a form that `embed` accepts."""
+    """Return an image or a row of features from memory as `embed` takes it."""
     if isinstance(content, str | os.PathLike):
         return Path(content)
     if isinstance(content, np.ndarray) and content.ndim == 1:
@@ -272,11 +271,10 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
 
 
 def refuse_twice(ids: Iterable[str]) -> None:
-    """Refuse ids that several items use; the message lists every such id."""
+    """Raise a `DataError` if several items have the same id."""
     counts = Counter(ids)
-    if twice := [
-        f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1
-    ]:
+    twice = [f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1]
+    if twice:
         raise DataError(
             listed("The list of items", twice)
             + "\nGive every item an id of its own in the column 'key' of a CSV manifest, or add the"
@@ -288,11 +286,11 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
     """Compare items with those in the index.
 
     Returns:
-        Items to embed, items of which only the label, metadata or path changed, and the number of
-        unchanged items.
+        The items to embed; the items of which only the label, metadata or path changed; and the
+        number of unchanged items.
     """
-    # An item that a migration skipped has no vector, and is embedded even if its file is the same.
-    # No migration made generation 1, so its arrays need not be read.
+    # A migration may have skipped an item. Such an item has no arrays, and must be embedded even if
+    # its file is unchanged. Generation 1 comes from no migration, so all its items have arrays.
     arrays = index.generation.number > 1
     new: list[Source] = []
     relabelled: list[Source] = []
@@ -303,16 +301,15 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
             known = stored.get(item.key)
             if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
                 new.append(item)
-            elif (known.label, dict(known.metadata)) != (
-                item.label,
-                item.metadata,
-            ) or known.path != _path(item, known):
+                continue
+            details = (item.label, item.metadata, _path(item, known))
+            if details != (known.label, dict(known.metadata), known.path):
                 relabelled.append(item)
     return new, relabelled, len(items) - len(new) - len(relabelled)
 
 
 def _path(source: Source, known: Item) -> Path | None:
-    """Return the path to store for an item that is in the index; its file may have moved."""
+    """Return the new path of an item whose file may have moved; `known` is the item as stored."""
     return None if known.path is None or source.row is not None else source.path
 
 
@@ -334,22 +331,17 @@ def _relabel(index: Index, sources: Sequence[Source]) -> None:
 
 
 def _remove_others(index: Index, ids: set[str]) -> int:
-    """Delete all items except `ids`; return how many."""
+    """Delete all items except `ids`; return the number of deleted items."""
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_ITEMS_PER_READ):
         after = page[-1].id
-        if other := [item.id for item in page if item.id not in ids]:
-            removed += index.store.delete(other)
+        if surplus := [item.id for item in page if item.id not in ids]:
+            removed += index.store.delete(surplus)
     return removed
 
 
 class _Writer:
-    """Writes encoded items to the index about once a second.
-
-    Args:
-        index: the index.
-        strict: fail if any item is unusable.
-    """
+    """Writes encoded items to the index about once a second; `strict` fails for unusable items."""
 
     def __init__(self, index: Index, strict: bool = False) -> None:
         self.strict, self._index = strict, index
@@ -357,12 +349,7 @@ class _Writer:
         self.faults: list[str] = []
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
-        """Write the items that have arrays, and collect the faults of the others.
-
-        Args:
-            results: batches from `embed`.
-            count: number of items, for the progress bar.
-        """
+        """Write the `count` items that `embed` yields; collect the faults of unusable items."""
         self.faults, self._waiting = [], list[Item]()
         self._since = time.monotonic()
         bundle = self._index.bundle.sha256
@@ -426,38 +413,23 @@ def embed(
     Raises:
         DataError: the encoder returns NaN or infinity.
     """
-
-    def decoded(entry: tuple[Item, str, Original]) -> tuple[Item, str | None, Any]:
-        item, name, original = entry
-        try:
-            item, inputs = _decode_item(bundle, item, name, original, options)
-        except DataError as fault:
-            return item, str(fault), None
-        return item, None, inputs
-
-    def encoded(entries: list[tuple[Item, str | None, Any]]) -> list[Result]:
-        inputs = [inputs for _, fault, inputs in entries if fault is None]
-        if failed or not inputs:
-            return [(item, fault) for item, fault, _ in entries]
-        arrays = arrays_of(bundle, np.stack(inputs), options.batch, keep_features)
-        rows = (row_of(arrays, row) for row in range(len(inputs)))
-        return [
-            (item if fault else replace(item, arrays=next(rows)), fault)
-            for item, fault, _ in entries
-        ]
-
-    failed, waiting = False, []
+    decoded = partial(_decoded, bundle, options)
     if bundle.manifest.input.kind == "features":
-        entries: Iterator[tuple[Item, str | None, Any]] = map(decoded, items)
+        entries: Iterator[_Decoded] = map(decoded, items)
     else:
         entries = ahead(decoded, items, workers=cores(), most=2 * options.batch)
-    for entry in entries:
-        failed |= strict and entry[1] is not None
-        waiting.append(entry)
-        if len(waiting) == options.batch or failed:
-            yield encoded(waiting)
-            waiting = []
-    yield encoded(waiting)
+    failed = False
+    while batch := list(islice(entries, options.batch)):
+        inputs = [inputs for _, fault, inputs in batch if fault is None]
+        failed = failed or (strict and len(inputs) < len(batch))
+        arrays: dict[str, Floats] = {}
+        if inputs and not failed:
+            arrays = arrays_of(bundle, np.stack(inputs), options.batch, keep_features)
+        rows = iter(range(len(inputs)))
+        yield [
+            (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
+            for item, fault, _ in batch
+        ]
 
 
 def _embed_for(
@@ -470,6 +442,19 @@ def _embed_for(
     return embed(index.bundle, items, options, keep_features=features, strict=strict)
 
 
+_Decoded = tuple[Item, str | None, Any]
+"""An item, why it cannot be used (or None), and the encoder's input."""
+
+
+def _decoded(bundle: Bundle, options: Options, entry: tuple[Item, str, Original]) -> _Decoded:
+    item, name, original = entry
+    try:
+        item, inputs = _decode_item(bundle, item, name, original, options)
+    except DataError as fault:
+        return item, str(fault), None
+    return item, None, inputs
+
+
 def _decode_item(
     bundle: Bundle, item: Item, name: str, original: Original, options: Options
 ) -> tuple[Item, NDArray[Any]]:
@@ -478,9 +463,9 @@ def _decode_item(
         raise original
     if isinstance(original, np.ndarray):
         return item, original
-    content = (
-        original if isinstance(original, bytes) else read_image(original, options.limits, name)
-    )
+    content = original
+    if not isinstance(content, bytes):
+        content = read_image(content, options.limits, name)
     image = decode(content, options.limits, name)
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None

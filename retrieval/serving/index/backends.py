@@ -59,7 +59,7 @@ def make_backend(
     """Build a back end; plugins are loaded only if its name is not built in.
 
     Args:
-        name: "flat", "hnsw", "ivf" (in full "core.flat" and so on) or `PLUGIN.name`.
+        name: a built-in back end, such as "flat" or in full "core.flat", or `PLUGIN.name`.
         options: parameters of the back end.
         plugins: files or modules to load as plugins besides the installed ones.
 

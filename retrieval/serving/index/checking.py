@@ -1,4 +1,4 @@
-"""Check a whole index against its checksums, and restore one from a snapshot."""
+"""Check an index against its checksums, and restore an index from a snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
     """Compare the files of an index folder with their checksums and with the SQLite record.
 
     Returns:
-        Two lists of sentences: what is damaged, and what the next writer rebuilds by itself.
+        Two lists of sentences: what is damaged, and what the next writer will rebuild.
 
     Raises:
         StoreError: the folder does not exist, or its SQLite record cannot be opened.
@@ -36,11 +36,11 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
     """Check a snapshot, then copy it to a new folder or address.
 
-    A folder receives the whole snapshot. An address receives the index's id and those items that
-    the served generation (the arrays that are searched) has arrays of.
+    A folder receives the whole snapshot. An address receives the index's id, the arrays of the
+    served generation (the one that is searched), and the items that have such arrays.
 
     Returns:
-        A sentence that counts the items that were not copied; an empty list if all were.
+        A sentence that counts the items that were not copied; an empty list if all were copied.
 
     Raises:
         StoreError: the snapshot is damaged, or the target exists or cannot be written.

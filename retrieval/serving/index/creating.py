@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,9 @@ def create(
 ) -> Index:
     """Embed items, create an index of them and open it.
 
-    An interrupted call leaves the folder `<path>.partial`; repeating the call with the same bundle
-    resumes from it. At an address, an interrupted call leaves a partly filled index; complete it
-    with `Index.add`. A failed call leaves nothing.
+    An interrupted call leaves the folder `<path>.partial`; the same call with the same bundle
+    resumes there. At an address, an interrupted call leaves a partly filled index; complete it with
+    `Index.add`. A failed call leaves nothing.
 
     Args:
         path: folder to write, whose parent must exist, or the address of a plugin's store.
@@ -95,40 +95,33 @@ def create(
     batch = at_least_one("batch", batch)
     adding = Options(keep, skip_bad, batch, limits or Limits())
     named = paths_of(sources)
-    with ExitStack() as stack:
-        stack.enter_context(showing(progress))
-
-        def opened() -> tuple[Bundle, dict[str, int]]:
-            loaded = stack.enter_context(model.exported()) if isinstance(model, Encoder) else model
-            if not isinstance(loaded, Bundle):
-                loaded = Bundle.open(loaded, variant=variant, device=device)
-            features = loaded.features_width if keep_features else None
-            return loaded, widths_of(loaded, features=features)
-
+    with showing(progress):
         if isinstance(place, Address):
             address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
-            loaded, widths = opened()
-            if replace:
-                address.drop()
-            try:
-                store = address.create(loaded, widths)
-                built = _fill_index(cls(place, store, device=device), named, adding)
-            except StoreUnavailable:
-                raise  # the store cannot be reached, so deleting the index would fail too
-            except Exception:
-                address.drop()
-                raise
+            with _opened(model, variant, device, keep_features) as (bundle, widths):
+                if replace:
+                    address.drop()
+                try:
+                    store = address.create(bundle, widths)
+                    built = _fill_index(cls(place, store, device=device), named, adding)
+                except StoreUnavailable:
+                    raise  # the store cannot be reached, so deleting the index would fail too
+                except Exception:
+                    address.drop()
+                    raise
         else:
             place = place.absolute()
             refuse_existing(place, replace)
             structure = _structure(backend, options, plugins)
-            loaded, widths = opened()
-            with hold(place, "building this index", StoreError):
+            with (
+                _opened(model, variant, device, keep_features) as (bundle, widths),
+                hold(place, "building this index", StoreError),
+            ):
                 # Another process may have created it while this one waited for the lock.
                 refuse_existing(place, replace)
                 partial = place.with_name(f"{place.name}.partial")
                 try:
-                    local = _open_partial(partial, loaded, widths, structure, keep, plugins)
+                    local = _open_partial(partial, bundle, widths, structure, keep, plugins)
                     index = cls(partial, local, device=device)
                     built = _fill_index(index, named, adding, sync=True)
                     rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
@@ -138,6 +131,20 @@ def create(
     index = cls.open(place, device=device, plugins=plugins)
     index.summary = dataclasses.replace(built, path=place, seconds=time.monotonic() - began)
     return index
+
+
+@contextmanager
+def _opened(
+    model: StrPath | Bundle | Encoder, variant: str | None, device: Device, keep_features: bool
+) -> Iterator[tuple[Bundle, dict[str, int]]]:
+    """Context manager that opens or exports a model's bundle.
+
+    It yields the bundle and the widths of the arrays that the index will store, by name.
+    """
+    with model.exported() if isinstance(model, Encoder) else nullcontext(model) as bundle:
+        if not isinstance(bundle, Bundle):
+            bundle = Bundle.open(bundle, variant=variant, device=device)
+        yield bundle, widths_of(bundle, features=bundle.features_width if keep_features else None)
 
 
 def _fill_index(
@@ -154,12 +161,12 @@ def _fill_index(
             name, recall = store.recall()
         return Summary(
             index.path,
-            len(index),
-            added.skipped,
-            added.repeated,
-            before,
-            name,
-            recall,
+            count=len(index),
+            skipped=added.skipped,
+            repeated=added.repeated,
+            resumed=before,
+            backend=name,
+            recall_at_10=recall,
             left_out=added.left_out,
         )
 
@@ -183,7 +190,7 @@ def _free_address(
 ) -> StorePlace:
     """Return the place at an address after checking that a new index can be created there.
 
-    `structured` is True if the user named a back end or its parameters.
+    `structured` says whether the user named a back end or its parameters.
     """
     if structured:
         raise DataError(
@@ -209,7 +216,7 @@ def _exists_error(output: Path) -> StoreError:
 def _structure(
     backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]
 ) -> StructureChoice:
-    """Return the requested back end; check it now, so that a typo fails before any work."""
+    """Check the requested back end, so that a typo fails before any work, and return it."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
         return StructureChoice(short_name(backend), dict(options or {}))
@@ -228,7 +235,7 @@ def _open_partial(
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:
-    """Return the store that an interrupted call with the same settings left, or an empty store."""
+    """Return the store of an interrupted call with the same settings, or else a new store."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = served_of(store.generations())

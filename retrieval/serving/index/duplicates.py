@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _PAGE_ITEMS = 256
-_FIRST_NEIGHBOURS = 8  # neighbours requested per item; if all are duplicates, four times as many
+# Each item's neighbours are requested first. If all of them are duplicates, four times as many are
+# requested, and so on up to the maximum.
+_FIRST_NEIGHBOURS = 8
 _MAX_NEIGHBOURS = 1024
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """One group of near-duplicates; see `Index.duplicates`.
+    """A group of near-duplicates; see `Index.duplicates`.
 
     Attributes:
         ids: ids of the items, sorted.
@@ -43,7 +45,7 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
     parent: dict[str, str] = {}  # a union-find forest of ids
-    largest: dict[str, float] = {}  # by root: largest distance of two neighbours in the group
+    largest: dict[str, float] = {}  # largest distance of two neighbours in a root's group
 
     def root(id: str) -> str:
         while parent.setdefault(id, id) != id:
@@ -68,10 +70,10 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
 def _neighbours(
     index: Index, items: Sequence[Item], within: float, where: Filter | None
 ) -> list[list[tuple[str, float]]]:
-    """Return, for each item, the ids and distances of the items at most `within` away from it."""
+    """Return the ids and distances of each item's neighbours, which are at most `within` away."""
     bundle = index.bundle
     neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
-    rows, count = list(range(len(items))), _FIRST_NEIGHBOURS
+    rows, count = list(range(len(items))), _FIRST_NEIGHBOURS  # the items to search for
     while rows:
         queries = np.stack([items[row].vector for row in rows])
         answers = index.store.search(queries, count, bundle.sha256, where=where)
@@ -88,7 +90,7 @@ def _neighbours(
             ]
             if len(near) == len(candidates) and count <= len(candidates) < _MAX_NEIGHBOURS:
                 unfinished.append(row)  # the item may have more neighbours
-            neighbours[row] = [pair for pair in near if pair[0] != items[row].id]
+            neighbours[row] = [(id, distance) for id, distance in near if id != items[row].id]
         rows, count = unfinished, 4 * count
     return neighbours
 

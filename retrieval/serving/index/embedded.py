@@ -1,8 +1,8 @@
 """Folders of embeddings, which `retrieval embed` writes and an index reads.
 
 A folder has `embedding.json` (the plan: number of items, bundle, settings) and Parquet files. Each
-Parquet file holds one part, a fixed number of items; it is named by the part's number and written
-atomically.
+Parquet file holds a part of the items. It is named by the part's number, and written under a
+temporary name first.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 BAD = "bad.jsonl"
+"""File with a line of JSON for each item that cannot be used."""
 FORMAT = 1
 _PLAN_BYTES = 1_000_000
 SIZES = ("bytes", "width", "height")
@@ -157,7 +158,7 @@ def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
 
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
-    """Return a column as an array (n, width); raise a `DataError` if it is not finite."""
+    """Return a column as an array (n, width); raise a `DataError` for NaN and infinity."""
     values = vectors_of(table.path, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
         raise DataError(f"{table.name}: '{name}' holds NaN or infinity.")
@@ -214,15 +215,15 @@ class Vectors:
         """
         missing = {source.key for source in sources}
         for batch, arrays in self._rows(list(self._index.generation.widths)):
-            part: list[tuple[Item, str | None]] = []
+            results: list[tuple[Item, str | None]] = []
             for row, (source, (size, width, height)) in enumerate(batch):
                 if source.key in missing:
                     missing.remove(source.key)
-                    parts = {name: values[row] for name, values in arrays.items()}
+                    own = {name: values[row] for name, values in arrays.items()}
                     item = source.item(self._keep)
-                    item = replace(item, bytes=size, width=width, height=height, arrays=parts)
-                    part.append((item, None))
-            yield part
+                    item = replace(item, bytes=size, width=width, height=height, arrays=own)
+                    results.append((item, None))
+            yield results
         if missing:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
@@ -254,9 +255,9 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
 
 
 def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Floats]:
-    """Return the items of a complete folder and one of their columns (N, width).
+    """Return the items of a complete folder, and their vectors in a column (N, width).
 
-    `column` None is "features" if present, else "vector".
+    The default of `column` is "features" if the folder has such a column, else "vector".
     """
     plan = Plan.complete_in(folder)
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
@@ -270,7 +271,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
 
 class VectorRows:
-    """The vectors of a complete folder of embeddings, read on demand.
+    """The vectors (N, P) of a complete folder of embeddings, read on demand.
 
     Raises:
         DataError: the folder is incomplete or damaged.
@@ -295,17 +296,16 @@ class VectorRows:
 
     def labels(self) -> list[str]:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
-        labels = [
-            item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch
-        ]
-        if missing := labels.count(None):
+        items = [item for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch]
+        labels = [item.label for item in items if item.label is not None]
+        if missing := len(items) - len(labels):
             raise DataError(
                 f"{missing:,} items of {self._folder} have no label, which the metrics compare."
             )
-        return [label for label in labels if label is not None]
+        return labels
 
     def read(self, start: int, stop: int) -> Floats:
-        """Return the vectors of rows `start` to `stop` - 1, (stop − start, P)."""
+        """Return the vectors (stop - start, P) of the rows `start` to `stop` - 1."""
         out = np.empty((stop - start, self.width), np.float32)
         first = 0
         for number, end in enumerate(self._ends):

@@ -6,6 +6,7 @@ again from the uncompressed vectors.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from retrieval.errors import StoreError
 from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
 from retrieval.serving.runtime import load_faiss
 
-# FAISS uses a matrix product (BLAS) if Q × P, the queries times their width, reaches its threshold.
-# A matrix product is faster from eight queries on, but slower for a single query.
+# From this many queries on, FAISS computes distances by a matrix product (BLAS). For fewer queries,
+# that is slower. FAISS's threshold is the number of queries times their width.
 _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
@@ -31,7 +32,7 @@ _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
 _ENTRY_POINTS = 32
-"""Random vectors from which the CPU starts to search a graph without upper levels."""
+"""Number of random vectors from which a CPU starts to search a graph without upper levels."""
 _ADDED_AT_ONCE = 8192
 _READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
@@ -39,14 +40,7 @@ _gpu_lock = threading.Lock()
 """Lets one thread at a time use the GPU."""
 _MAX_ON_GPU = 2048
 """Most candidates that a GPU can select; searches for more run on the CPU."""
-_SHORT_OF_MEMORY = (
-    "out of memory",
-    "out_of_memory",
-    "alloc fail",
-    "cudaMalloc",
-    "memory allocation error",
-    "bad_alloc",
-)
+_OUT_OF_MEMORY = re.compile("out.of.memory|alloc fail|cudaMalloc|memory allocation error|bad_alloc")
 
 
 def gpus_found() -> int:
@@ -65,9 +59,7 @@ def _gpu_memory() -> Any:
 def on_the_gpu(count: int, width: int) -> Iterator[None]:
     """Context manager in which no other thread uses the GPU.
 
-    Args:
-        count: number of vectors of the index, for error messages.
-        width: width of the vectors, for error messages.
+    Error messages say that the index has `count` vectors of `width` numbers.
 
     Raises:
         StoreError: the GPU has too little memory, or FAISS fails.
@@ -77,7 +69,7 @@ def on_the_gpu(count: int, width: int) -> Iterator[None]:
             yield
     except (RuntimeError, MemoryError) as fault:  # cuVS raises MemoryError
         text = str(fault)
-        if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
+        if isinstance(fault, MemoryError) or _OUT_OF_MEMORY.search(text):
             raise StoreError(
                 f"The GPU has too little memory for {count:,} vectors of {width} numbers. To search"
                 " on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to nothing."
@@ -151,7 +143,6 @@ class FaissBackend(IndexBackend):
         return hits
 
     def _parameters(self, k: int) -> Any:
-        """Return FAISS's search parameters for one call."""
         return None
 
     def save(self, path: Path) -> None:
@@ -192,8 +183,8 @@ class FaissBackend(IndexBackend):
     def _read(self, path: Path) -> Any:
         """Return the FAISS index in a file that is not trusted.
 
-        FAISS gets the bytes of the file and not its name. The flag makes FAISS look for separate
-        files of lists beside that name only. So FAISS cannot open any other file.
+        The file could name other files that hold its lists. The flag makes FAISS look for them
+        beside the file that it reads. FAISS gets bytes instead of a file's name, so it finds none.
         """
         faiss = load_faiss()
         with _loading_lock, path.open("rb") as file:
@@ -213,7 +204,7 @@ class FaissBackend(IndexBackend):
         return index
 
     def _prepare(self, index: Any, vectors: Floats) -> None:
-        """Raise a `StoreError` if `build` cannot have made an index; complete what it lacks."""
+        """Raise a `StoreError` for an index that `build` cannot have made; attach its vectors."""
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether FAISS can search this index on a GPU."""
@@ -361,7 +352,6 @@ class ListsBackend(FaissBackend):
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _probed(self) -> int:
-        """Return the number of lists that a search reads."""
         lists = load_faiss().extract_index_ivf(self._index).nlist
         return int(min(lists, self.probes or max(8, lists // 16)))
 

@@ -59,6 +59,9 @@ class Index:
     Attributes:
         path: folder or address of the index.
         store: store that keeps the items.
+        identity: id that the index received when it was created; copies and snapshots keep it.
+        generation: the served generation.
+        bundle: bundle of this generation; encodes queries and may rescore candidates.
         summary: result of `Index.create`. `None` if the index was only opened.
     """
 
@@ -74,10 +77,10 @@ class Index:
         self._threads, self._device = threads, device
         self._lock = threading.Lock()
         self._closed = False
-        self._served: tuple[Generation, Bundle] | None = None
         try:
-            self._identity = store.identity()
-            self.follow()
+            self.identity = store.identity()
+            self.generation = served_of(store.generations())
+            self.bundle = self._bundle_of(self.generation)
         except BaseException:
             store.close()
             raise
@@ -113,37 +116,19 @@ class Index:
         """Return the bundle of the generation that is served now; open it if it has changed."""
         with self._lock:
             served = served_of(self.store.generations())
-            if self._served is None or self._served[0].number != served.number:
-                bundle = Bundle.open(
-                    self.store.bundle(served),
-                    variant=served.variant,
-                    threads=self._threads,
-                    device=self._device,
-                )
-                if bundle.sha256 != served.bundle:
-                    raise StoreError(
-                        f"The index {self.path} is damaged: its bundle is not the one that "
-                        "embedded its items."
-                    )
-                self._served = (served, bundle)
-            return self._served[1]
+            if served.number != self.generation.number:
+                self.bundle, self.generation = self._bundle_of(served), served
+            return self.bundle
 
-    @property
-    def bundle(self) -> Bundle:
-        """The served generation's bundle, which encodes queries and may rescore candidates."""
-        assert self._served is not None
-        return self._served[1]
-
-    @property
-    def generation(self) -> Generation:
-        """The served generation."""
-        assert self._served is not None
-        return self._served[0]
-
-    @property
-    def identity(self) -> str:
-        """The id that the index received when it was created; copies and snapshots keep it."""
-        return self._identity
+    def _bundle_of(self, generation: Generation) -> Bundle:
+        folder, variant = self.store.bundle(generation), generation.variant
+        bundle = Bundle.open(folder, variant=variant, threads=self._threads, device=self._device)
+        if bundle.sha256 != generation.bundle:
+            raise StoreError(
+                f"The index {self.path} is damaged: its bundle is not the one that embedded its"
+                " items."
+            )
+        return bundle
 
     def __len__(self) -> int:
         return self.store.count()
@@ -202,18 +187,18 @@ class Index:
     ) -> list[Any]:
         """Return the nearest items of a query, nearest first; ties are ordered by id.
 
-        If the bundle has a rescorer, a model that compares a query with each candidate, it computes
-        the distances. Otherwise they are computed from the stored vectors. They are Euclidean
-        unless the bundle defines another distance. If the vectors have sub-spaces, their distances
-        are merged as in `retrieval.serving.merging`.
+        A bundle may have a rescorer, a model that computes the distance of a query and a candidate.
+        Without a rescorer, distances are computed from the stored vectors. They are Euclidean
+        unless the bundle defines another distance. If the vectors have sub-spaces, the distances in
+        the sub-spaces are merged as in `retrieval.serving.merging`.
 
         Args:
             queries: one query or several. One query returns one list of hits:
 
                 - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
                   pixels as for `add`;
-                - a vector: F features if the bundle takes features, otherwise P numbers that the
-                  encoder returned.
+                - a vector: F features if the bundle takes features, otherwise the P numbers that
+                  the encoder returns for an image.
 
                 Several queries return a list with one list of hits per query: a list of images or
                 of vectors, an array (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
@@ -225,10 +210,10 @@ class Index:
                 `retrieval.serving.filters`.
 
         Raises:
-            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list
-                mixes images and vectors, k is below 1, or the bundle has a rescorer and the queries
-                are vectors, which lack the codes that it compares. For a list, the message names
-                the item.
+            DataError: an image cannot be decoded; a vector has another width or holds NaN; a list
+                mixes images and vectors; k is below 1; or the bundle has a rescorer, which compares
+                codes, and a query is a vector, which has no code. For a list, the message names the
+                item.
             StoreError: the index is closed.
         """
         k = at_least_one("k", k)
@@ -236,55 +221,56 @@ class Index:
             candidates = at_least_one("The number of candidates", candidates)
         self.require_open()
         where = as_filter(where)
-        for attempt in range(_MAX_ATTEMPTS):
+        attempts = 0
+        while True:
             bundle = self.bundle
             encoded, is_single = encode_queries(bundle, queries)
             query, code = _query_arrays(bundle, encoded)
+            count = candidates_of(bundle, k, candidates)
+            hits: list[Hits] = []
             try:
-                hits: list[Hits] = []
                 for start in range(0, len(query), _QUERIES_PER_BLOCK):
-                    rows = slice(start, start + _QUERIES_PER_BLOCK)
-                    codes = None if code is None else code[rows]
-                    hits += self._nearest(query[rows], codes, bundle, k, candidates, where)
+                    block = query[start : start + _QUERIES_PER_BLOCK]
+                    proposed = self.store.propose(block, count, bundle.sha256, where=where)
+                    for row, group in enumerate(proposed, start):
+                        query_code = None if code is None else code[row]
+                        hits.append(self._ranked(bundle, query[row], query_code, group, k, count))
                 return hits[0] if is_single else hits
             except Superseded:
+                attempts += 1
                 self.follow()
                 # `Encoded` no longer holds the images, so the new bundle cannot encode them.
-                if isinstance(queries, Encoded) or attempt == _MAX_ATTEMPTS - 1:
+                if isinstance(queries, Encoded) or attempts == _MAX_ATTEMPTS:
                     raise
-        raise AssertionError
 
-    def _nearest(
+    def _ranked(
         self,
+        bundle: Bundle,
         query: Floats,
         code: Floats | None,
-        bundle: Bundle,
+        group: Candidates,
         k: int,
-        candidates: int | None,
-        where: Filter | None,
-    ) -> list[Hits]:
-        """Return the hits of each query that `bundle` encoded."""
-        count = candidates_of(bundle, k, candidates)
-        proposed = self.store.propose(query, count, bundle.sha256, where=where)
-        hits, pairwise = [], measured_alone(bundle)
-        for row, group in enumerate(proposed):
-            if pairwise and group.distances is not None:
-                hits.append(self._hits(group.items, group.distances[:k].tolist()))
-                continue
-            if group.distances is not None:
-                group = _sorted_by_id(group)
-            elif not (pairwise or bundle.manifest.subspaces):
-                group = _cut(group, query[row], count)
-            if not group.items:
-                hits.append(self._hits([], []))
-                continue
-            query_code, codes = (None, None) if code is None else (code[row], group.arrays[CODE])
-            vectors, hit_count = group.arrays[VECTOR], min(k, len(group.items))
-            distances = measured(bundle, query[row], query_code, vectors, codes, hit_count)
-            order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
-            nearest = [group.items[place] for place in order.tolist()]
-            hits.append(self._hits(nearest, distances[order].tolist()))
-        return hits
+        count: int,
+    ) -> Hits:
+        """Return the k hits among a query's candidates, by the distance that `bundle` defines.
+
+        `count` is the number of candidates to rescore; the store may propose a few more.
+        """
+        if group.distances is not None:
+            if measured_alone(bundle):
+                return self._hits(group.items, group.distances[:k].tolist())
+            rows = sorted(range(len(group.items)), key=lambda row: group.items[row].id)
+            group = _selected(group, rows)
+        elif not (measured_alone(bundle) or bundle.manifest.subspaces):
+            group = _cut(group, query, count)
+        if not group.items:
+            return self._hits([], [])
+        codes = None if code is None else group.arrays[CODE]
+        hit_count = min(k, len(group.items))
+        distances = measured(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
+        order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
+        nearest = [group.items[row] for row in order.tolist()]
+        return self._hits(nearest, distances[order].tolist())
 
     def _hits(self, items: Sequence[Item], distances: Sequence[float]) -> Hits:
         """Return one hit per distance; items beyond the number of distances are ignored."""
@@ -306,8 +292,7 @@ class Index:
         Args:
             within: largest distance of two neighbours, on the scale of `Hit.distance`.
             where: compare only items that match this filter.
-            progress: True shows a progress bar. A function is called with (what, done, total)
-                instead.
+            progress: see `add`.
         """
         with showing(progress):
             return find_duplicates(self, within, as_filter(where))
@@ -329,7 +314,7 @@ class Index:
         limits: Limits | None = None,
         progress: Progress = True,
     ) -> Added:
-        """Embed images or features and add them; items that have not changed are skipped.
+        """Embed images or features and add them; skip items that have not changed.
 
         Embedded items are written about once a second, so repeating an interrupted call resumes it.
 
@@ -364,7 +349,7 @@ class Index:
             return add_sources(self, sources, options, sync=sync)
 
     def upsert(self, items: Sequence[Item]) -> int:
-        """Add or replace items that are already embedded; return how many were replaced.
+        """Add or replace embedded items; return how many were replaced.
 
         Raises:
             DataError: some items cannot be stored. The message lists them, and nothing is stored.
@@ -440,18 +425,17 @@ class Index:
         generation stays for `rollback` until `drop_old`. Repeating an interrupted call resumes it.
 
         If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
-        head is applied to them; no original is opened. The same holds for a bundle that takes
-        features of their width: the index's backbone computes its inputs, so queries are still
-        images. Nothing checks that it was trained on features of this backbone. In all other cases
-        the originals are read and embedded again.
+        head is applied to them, and no original is opened. A bundle that takes features of the same
+        width is such a head too: the new generation joins it to the index's backbone, so queries
+        are still images. Nothing checks that this head was trained on features of this backbone. In
+        all other cases the originals are read and embedded again.
 
         Args:
             bundle: a bundle, or its folder.
             skip_bad: leave out items whose original is missing or cannot be used. If False, an
                 error lists them, and the old generation stays served. If only stored features are
                 needed, items without any are always left out.
-            progress: True shows a progress bar. A function is called with (what, done, total)
-                instead.
+            progress: see `add`.
 
         Raises:
             DataError: an item's original is missing or cannot be used.
@@ -484,15 +468,7 @@ class Index:
         return Path(target)
 
 
-def open_index(
-    path: StrPath | Address,
-    *,
-    threads: int | None = None,
-    device: Device = "auto",
-    plugins: Iterable[str] = (),
-) -> Index:
-    """Open an index; see `Index.open`."""
-    return Index.open(path, threads=threads, device=device, plugins=plugins)
+open_index = Index.open
 
 
 def create_index(
@@ -501,7 +477,7 @@ def create_index(
     sources: StrPath | Sequence[StrPath] = (),
     **options: Any,
 ) -> Summary:
-    """Create an index without opening it; options and errors are those of `Index.create`."""
+    """Create an index, close it and return its summary; see `Index.create`."""
     with Index.create(output, sources, model=bundle, **options) as index:
         assert index.summary is not None
         return index.summary
@@ -566,13 +542,10 @@ def _cut(proposed: Candidates, query: Floats, count: int) -> Candidates:
     if len(proposed.items) <= count:
         return proposed
     distances = merged(query, proposed.arrays[VECTOR], count, (), "min")
-    rows = np.sort(np.argsort(distances, kind="stable")[:count])
+    return _selected(proposed, sorted(np.argsort(distances, kind="stable")[:count].tolist()))
+
+
+def _selected(proposed: Candidates, rows: list[int]) -> Candidates:
+    """Return the candidates in the given rows, without the store's distances."""
     arrays = {name: array[rows] for name, array in proposed.arrays.items()}
-    return Candidates([proposed.items[row] for row in rows.tolist()], arrays)
-
-
-def _sorted_by_id(proposed: Candidates) -> Candidates:
-    """Return candidates sorted by id and without the store's distances."""
-    order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
-    arrays = {name: array[order] for name, array in proposed.arrays.items()}
-    return Candidates([proposed.items[row] for row in order], arrays)
+    return Candidates([proposed.items[row] for row in rows], arrays)

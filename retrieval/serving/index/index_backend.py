@@ -99,12 +99,7 @@ class IndexBackend(ABC):
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Context manager that turns any error of a back end into one that names it and its task.
-
-    Args:
-        name: name of the back end.
-        doing: "build", "save", "load" or "search".
-    """
+    """Context manager whose errors name the back end and its task, such as "build" or "search"."""
     return calling(
         f"The index back end {name}, asked to {doing},",
         "Choose parameters of the back end that need less memory, or index fewer items.",
@@ -119,15 +114,10 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search with a back end; check and return the row numbers (Q, k), padded with -1.
+    """Search a back end of `count` vectors with queries (Q, P), and check its answer.
 
-    Args:
-        backend: back end with `count` vectors.
-        name: name of the back end in error messages.
-        queries: (Q, P).
-        k: number of neighbours per query.
-        count: number of vectors in the back end.
-        keep: (count,), True for the vectors to search. `None` searches all.
+    `keep` (count,) is True for the vectors to search; `None` searches all. Returns the row numbers
+    (Q, k), padded with -1.
 
     Raises:
         PluginError: the back end fails.
@@ -160,12 +150,8 @@ def checked_search(
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
     """Return the share of the exact ten nearest neighbours that `backend` finds.
 
-    Up to 200 of the vectors are the queries. A query does not count as its own neighbour.
-
-    Args:
-        backend: back end built over `vectors`.
-        name: name of the back end in error messages.
-        vectors: (N, P), float32, C-contiguous.
+    Up to 200 of the vectors (N, P), over which the back end was built, are the queries. A query
+    does not count as its own neighbour.
     """
     count = len(vectors)
     k = min(10, count - 1)
@@ -176,7 +162,8 @@ def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
     )
     queries = vectors[sample]
     # Request k + 1 neighbours, because each query finds itself. Any vector as near as the k-th
-    # neighbour counts as a hit, so that duplicates are not misses; 2e-6 allows for rounding.
+    # neighbour counts as a hit, since which of two duplicates is returned does not matter. The
+    # second term allows for rounding.
     limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
     hits = 0
     for row, query, limit, rows in zip(

@@ -59,12 +59,12 @@ class Source:
     Attributes:
         key: id of the item.
         label: label of the item, or `None`.
-        path: path of the image, or of the file that holds the features. `None` if an embedded item
-            has no file of its own.
+        path: path of the image, or of the file that holds the features. `None` for an item of a
+            folder of embeddings that has no file of its own.
         metadata: further columns of a CSV manifest or a Parquet table.
         row: row of the item in `Sources.features`. `None` for an image.
-        recorded: stamp of a file of many items, or the stamp that was stored when the item was
-            embedded. `None` for an image.
+        recorded: stamp (see `stamp_of`) of the file of features, or the stamp that a folder of
+            embeddings stores. `None` for an image, whose stamp is read when it is needed.
     """
 
     key: str

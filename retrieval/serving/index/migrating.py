@@ -1,8 +1,8 @@
 """Move an index to another bundle (an exported model) while it is searched.
 
-A generation holds the arrays that one bundle gave for all items. A new generation is filled while
-the old one is still searched: all items are embedded again, or another head is applied to their
-stored features. Then the new generation is served.
+A generation holds the arrays of all items from one bundle. A new generation is filled while the old
+one is searched: all items are embedded again, or another head is applied to their stored features.
+Then the new generation is served.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def migrate(
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
             opened = _bundle_to_serve(index, opened, Path(folder))
-        gives = opened.manifest.input.kind == "features" or opened.backbone_sha256 is not None
-        keeps = FEATURES in index.generation.widths and gives
-        widths = widths_of(opened, features=opened.features_width if keeps else None)
+        has_features = opened.manifest.input.kind == "features" or opened.backbone_sha256
+        keep = has_features and FEATURES in index.generation.widths
+        widths = widths_of(opened, features=opened.features_width if keep else None)
         generation = index.store.begin(opened, widths)
     with showing(progress):
         return _complete(index, opened, generation, skip_bad)
@@ -133,7 +133,7 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
                     "Another generation is served by now: another migration has ended. Run the"
                     " command again."
                 )
-            # Items without features were left out of an earlier generation already.
+            # An item without features was left out of an earlier generation already.
             if wrong and not skip_bad and not by_head:
                 raise DataError(
                     listed("Some items cannot be embedded again", list(wrong.values()))
@@ -157,7 +157,7 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Apply a new head to the stored features of items; returns the same as `_by_originals`."""
+    """Embed items by applying the head `bundle` to their features; like `_by_originals`."""
     usable = [item for item in items if FEATURES in item.arrays]
     faults = _no_features(item for item in items if FEATURES not in item.arrays)
     if not usable:
@@ -179,8 +179,7 @@ def _by_originals(
     """Embed items from their originals.
 
     Returns:
-        The items that were embedded, with their new arrays; and, by id, a sentence on why each
-        other item could not be embedded.
+        The embedded items with their new arrays; and, by id, why other items cannot be embedded.
     """
     if bundle.manifest.input.kind == "features":
         return [], _no_features(items)
@@ -207,9 +206,9 @@ def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str,
 
 
 def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a head may be applied to features stored with the bundle `kept`.
+    """Return whether a head may be applied to the features that the bundle `kept` computed.
 
-    Both bundles must have the same backbone or take the same features.
+    The two bundles must have the same backbone or take the same features.
     """
     if kept.manifest.input.kind == "features":
         return head.manifest.input == kept.manifest.input
@@ -223,13 +222,8 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     the input of `backbone`, a new split, and no variants or probe. Its `verified` still describes
     the comparison of `head` with torch.
 
-    Args:
-        backbone: a bundle that is split into backbone and head.
-        head: a bundle that takes features.
-        folder: an empty folder. The new bundle and a copy of each old one are written there.
-
-    Returns:
-        The folder of the new bundle.
+    `backbone` is split into backbone and head, and `head` takes features. The new bundle and a copy
+    of each old one are written to the empty `folder`. Returns the folder of the new bundle.
 
     Raises:
         BundleError: the widths differ, or a bundle has changed since it was opened.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -71,11 +71,7 @@ def vectors_of(
 ) -> NDArray[np.float32]:
     """Return a column of lists of numbers as an array (n, width).
 
-    Args:
-        path: path of the table.
-        column: the lists.
-        number: row number of the first list, for error messages.
-        width: required length of each list. `None` requires the first list's length.
+    `width` is the first list's length by default. Error messages count rows from `number`.
 
     Raises:
         DataError: a row has no list or a list of another length.
@@ -118,18 +114,15 @@ class Table:
         self.path, self.name, self._stamp = path, shown(path), stamp_of(path)
         parquet = pyarrow().parquet
         with sentences(path):
-            self.schema = schema = parquet.read_schema(path)
+            self.schema = parquet.read_schema(path)
+        self._choose(kind, dict(zip(self.schema.names, self.schema.types, strict=True)))
+        with sentences(path):
             # Read text as dictionaries, so that rows share equal strings in memory.
-            texts = [field.name for field in schema if _is_text(field.type)]
+            texts = [field.name for field in self.schema if _is_text(field.type)]
             self._file = parquet.ParquetFile(path, read_dictionary=texts)
             groups = range(self._file.metadata.num_row_groups)
             counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self.starts: list[int] = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-        try:
-            self._choose(kind, dict(zip(schema.names, schema.types, strict=True)))
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -212,37 +205,36 @@ class Table:
                     " table with smaller row groups."
                 )
 
-    def sources(
-        self, take: Callable[[NDArray[np.float32]], object] | None = None, first: int = 0
-    ) -> Iterator[Source]:
-        """Yield all rows as items.
+    def sources(self, first: int = 0) -> Iterator[tuple[list[Source], NDArray[np.float32]]]:
+        """Yield all rows in blocks: their items, and their features (n, F).
 
-        Args:
-            take: called with each batch of features, an array (n, F).
-            first: `Source.row` of the table's first row, if the table has features.
+        F is 0 in a table of images. In a table of features, `first` is the first `Source.row`.
 
         Raises:
-            DataError: some rows cannot be used. The message lists up to a hundred of them.
+            DataError: some rows cannot be used. The message lists the first ten.
         """
         problems: list[str] = []
         names = [name for name in (self._key, self._label, *self._metadata) if name]
         columns = names if self._is_vector else [self._content, *names]
         for number, batch in self.batches([self._content, *names]):
-            if self._is_vector and take is not None:
-                take(vectors_of(self.path, batch.column(self._content), number))
+            features = np.empty((batch.num_rows, 0), np.float32)
+            if self._is_vector:
+                features = vectors_of(self.path, batch.column(self._content), number)
             with sentences(self.path):
                 values = [self._values(batch.column(name), name) for name in columns]
+            items: list[Source] = []
             for row in range(batch.num_rows):
                 cells = {name: cell[row] for name, cell in zip(columns, values, strict=True)}
-                source = self._source(number + row, cells, first)
-                if isinstance(source, Source):
-                    yield source
-                    continue
-                problems.append(f"row {number + row}: {source}.")
-                if len(problems) == _MAX_PROBLEMS:
-                    raise DataError(listed(self.name, problems))
+                item = self._source(number + row, cells, first)
+                if isinstance(item, Source):
+                    items.append(item)
+                else:
+                    problems.append(f"row {number + row}: {item}.")
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+            yield items, features
         if problems:
-            raise DataError(listed(self.name, problems))
+            raise DataError(listed(self.name, problems[:_MAX_PROBLEMS]))
 
     def _values(self, column: Any, name: str) -> list[Any]:
         """Return a column as Python values; times and decimal numbers become text."""

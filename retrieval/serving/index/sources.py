@@ -6,10 +6,11 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
@@ -19,6 +20,11 @@ from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
 from retrieval.serving.store.items import Floats, Item, Keep
+
+_NPZ_ARRAYS = ("features", "vectors", "labels", "keys")
+_ARRAY_BYTES = 1 << 30
+_MAX_COMPRESSION = 16
+"""An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -33,9 +39,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
       metadata: NaN and infinity become null, times and decimal numbers become text.
     - An `.npz` file must have an array `features` (or `vectors`). It may have `labels` and `keys`.
 
-    Args:
-        sources: paths.
-        kind: input of the bundle, "image" or "features".
+    `kind` is the input of the bundle, "image" or "features".
 
     Raises:
         DataError: a source does not exist or does not fit the bundle.
@@ -60,7 +64,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             items += _listed(place, _csv(place))
         elif is_table(place.name):
             with Table(place.absolute(), "image") as table:
-                items += _listed(place, list(table.sources()))
+                items += _listed(place, [item for block, _ in table.sources() for item in block])
             left_out += table.left_out
         else:
             items.append(Source(shown(source), None, place.absolute()))
@@ -108,7 +112,6 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _csv(manifest: Path) -> list[Source]:
-    """Return the items of a CSV manifest."""
     name, folder = shown(manifest), manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
@@ -160,76 +163,82 @@ def _features(places: list[Path]) -> Sources:
     unique = dict.fromkeys(places)
     count = width = 0
     with tempfile.TemporaryFile() as file:
-
-        def spool(place: Path, features: Floats) -> None:
-            nonlocal count, width
-            numbers = features.shape[1]
-            if numbers > MAX_WIDTH:
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers; at most {MAX_WIDTH:,}"
-                    " are allowed."
-                )
-            if width not in (0, numbers):
-                raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
-                    f" {width:,}. All vectors of an index have the same width."
-                )
-            count, width = count + len(features), numbers
-            file.write(np.ascontiguousarray(features, "<f4").tobytes())
-
         for place in unique:
-            if is_table(place.name):
-                with Table(place, "features") as table:
-                    items += table.sources(partial(spool, place), count)
-                left_out += table.left_out
-            else:
-                rows, features = _npz(place, count)
-                items += rows
-                spool(place, features)
+            for sources, features in _blocks(place, count, left_out):
+                width = _checked_width(place, features.shape[1], width)
+                count += len(features)
+                items += sources
+                file.write(np.ascontiguousarray(features, "<f4").tobytes())
         _listed(places[0], items)
         file.flush()
         array = np.memmap(file, "<f4", "r", shape=(count, width))
         return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
-def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
-    """Return the items and features (N, F) of an `.npz` file, without unpickling.
+def _blocks(place: Path, first: int, left_out: list[str]) -> Iterator[tuple[list[Source], Floats]]:
+    """Yield the items of a file and their features (n, F) in blocks; extend `left_out`."""
+    if is_table(place.name):
+        with Table(place, "features") as table:
+            left_out += table.left_out
+            yield from table.sources(first)
+    else:
+        yield _npz(place, first)
 
-    Args:
-        path: path of the file.
-        first: `Source.row` of the first item.
 
-    Raises:
-        DataError: the file cannot be read, or an array has a wrong shape or type.
-    """
-    stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
+def _checked_width(place: Path, width: int, earlier: int) -> int:
+    """Return the width of a file's vectors; `earlier` is that of earlier files, or 0."""
+    if width > MAX_WIDTH:
+        raise DataError(
+            f"{shown(place)} holds vectors of {width:,} numbers; at most {MAX_WIDTH:,} are allowed."
+        )
+    if earlier not in (0, width):
+        raise DataError(
+            f"{shown(place)} holds vectors of {width:,} numbers, and an earlier file of"
+            f" {earlier:,}. All vectors of an index have the same width."
+        )
+    return width
+
+
+def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an `.npz` file that are used, by name; nothing is unpickled."""
     try:
         # Open the file here, because np.load does not close a damaged file.
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
+        with path.open("rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if isinstance(file, np.ndarray):
                 raise DataError(
                     f"{path} is a single array; save it with np.savez(path, features=array)."
                 )
-            name = next((name for name in ("features", "vectors") if name in file.files), None)
-            if name is None:
+            if "features" not in file and "vectors" not in file:
                 raise DataError(
-                    f"{path} needs an array 'features' (it has: {', '.join(file.files) or 'none'})."
+                    f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
                 )
-            features = file[name]
-            columns = {key: file[key] for key in ("labels", "keys") if key in file.files}
+            _refuse_huge(path, file.zip)
+            return {name: np.asarray(file[name]) for name in _NPZ_ARRAYS if name in file}
+    except DataError:
+        raise
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as fault:
+    except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
         raise DataError(
             f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
         ) from None
+
+
+def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
+    """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
+    stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
+    columns = _npz_arrays(path)
+    name = "features" if "features" in columns else "vectors"
+    features = columns[name]
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
             f" {features.shape}."
         )
     count = len(features)
-    for key, values in columns.items():
+    for key in sorted({"labels", "keys"} & columns.keys()):
+        values = columns[key]
         if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(
                 f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
@@ -251,20 +260,29 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
         return items, features.astype(np.float32, copy=False)
 
 
+def _refuse_huge(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raise a `DataError` if an array is large and compressed so well that it may be an attack."""
+    largest = max(_ARRAY_BYTES, _MAX_COMPRESSION * path.stat().st_size)
+    for entry in archive.infolist():
+        if entry.file_size > largest:
+            raise DataError(
+                f"{path}: '{entry.filename}' would take {entry.file_size:,} bytes of memory, more"
+                f" than {_MAX_COMPRESSION} times the file's size. Save it with np.savez, which does"
+                " not compress."
+            )
+
+
 def originals(
     sources: Iterable[Source], features: Floats | None, keep: Keep = "reference"
 ) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
-    Args:
-        sources: the items.
-        features: features (N, F), indexed by `Source.row`. `None` for images.
-        keep: what the index keeps of each original.
+    `features` (N, F) are indexed by `Source.row`; `None` for images.
     """
     for source in sources:
         # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
-        item, original = source.item(keep), _original(source, features)
-        yield item, source.name, original
+        item = source.item(keep)
+        yield item, source.name, _original(source, features)
 
 
 def _original(source: Source, features: Floats | None) -> Original:

@@ -11,7 +11,7 @@ Item = tuple[str, str | None, dict[str, Any]]
 
 
 class Database:
-    """SQLite, and what a store asks of it."""
+    """SQLite with a table of items, which evaluates filters as a store does."""
 
     def __init__(self, execute: Callable[..., Any]) -> None:
         self.execute = execute
@@ -23,29 +23,28 @@ class Database:
         for id, label, metadata in items:
             self.execute("insert into items values (?, ?, ?)", (id, label, metadata_text(metadata)))
 
-    def truth(self, filter: Filter) -> dict[str, int | None]:
-        """What the condition is of each item: 1 or 0, or null if it is wrong."""
+    def truth(self, filter: Filter) -> dict[str, int]:
+        """Return the value of the filter's expression by item: 1 or 0, and never null."""
         sql, values = to_sql(filter)
         return dict(self.execute(f"select id, {sql} from items", values))
 
-    def found(self, filter: Filter) -> set[str]:
-        """The ids that a store's question gives."""
+    def ids(self, filter: Filter) -> set[str]:
+        """Return the ids of the items that match."""
         sql, values = to_sql(filter)
-        question = f"select items.id from items where items.id is not null and ({sql}) limit ?"
-        return {id for (id,) in self.execute(question, (*values, 1_000_000))}
+        query = f"select items.id from items where items.id is not null and ({sql}) limit ?"
+        return {id for (id,) in self.execute(query, (*values, 1_000_000))}
 
     def plan(self, filter: Filter) -> str:
+        """Return SQLite's plan of a query with the filter."""
         sql, values = to_sql(filter)
-        return " ".join(
-            row[3]
-            for row in self.execute(f"explain query plan select * from items where {sql}", values)
-        )
+        rows = self.execute(f"explain query plan select * from items where {sql}", values)
+        return " ".join(row[3] for row in rows)
 
 
 @pytest.fixture(scope="module")
 def database():
     connection = apsw.Connection(":memory:")
-    # SQLite's own limits; some builds allow more.
+    # SQLite's default limits, which some builds raise
     connection.limit(apsw.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
     connection.limit(apsw.SQLITE_LIMIT_EXPR_DEPTH, 1_000)
     connection.limit(apsw.SQLITE_LIMIT_SQL_LENGTH, 1_000_000)
