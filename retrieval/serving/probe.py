@@ -22,12 +22,11 @@ WIDEST = 100_000
 
 _MAX_BYTES = 4 * WIDEST
 
+# Differences that are always allowed. The first two are of one number of a vector, as a share of
+# the vector's norm.
 _ALLOWED_CPU = 1e-4
-"""Each number of a vector may always differ by this on a CPU, as a share of the vector's norm."""
-_ALLOWED_CUDA = 1e-2
-"""The same on a GPU, where ONNX Runtime multiplies in TF32 (10 bits of mantissa)."""
-_ALLOWED_DRIFT = 1e-3
-"""1 − cosine may always be this for a variant, because processors saturate int8 differently."""
+_ALLOWED_CUDA = 1e-2  # ONNX Runtime multiplies in TF32 there (10 bits of mantissa)
+_ALLOWED_DRIFT = 1e-3  # of a variant, as 1 − cosine: processors saturate int8 differently
 
 
 def _checked(text: str) -> str:

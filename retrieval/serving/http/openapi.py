@@ -73,7 +73,7 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
 
 
 class Operation(NamedTuple):
-    """One path and method, from which the server's route and its part of the document are built.
+    """One path and method; the server's route and its part of the document are built from it.
 
     Attributes:
         method: HTTP method in lower case.

@@ -29,8 +29,7 @@ class RequestError(RetrievalError):
     Args:
         status: HTTP status, 4xx, 500 or 503.
         sentence: message to the person who sent the request.
-        reason: label of the error in the metrics, which must be one of a few; by default the
-            status.
+        reason: label of the error in the metrics, from a small fixed set; by default the status.
         members: further members of the problem document.
         headers: further headers of the response.
     """
@@ -74,7 +73,7 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a request's id, a URN made from its W3C trace id, or at random without one."""
+    """Return a request id: a URN of the W3C trace id, or of a random number without one."""
     id = trace or os.urandom(16).hex()
     return f"urn:uuid:{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}"
 

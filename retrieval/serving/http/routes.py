@@ -43,7 +43,7 @@ from retrieval.serving.http.settings import (
 from retrieval.serving.images import format_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import TRAIL, stage
+from retrieval.serving.stages import TRAIL, Trail, stage
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.items import check_id
 
@@ -117,9 +117,9 @@ class Routes:
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits, types) as body:
-            parsed = batch or body.kind == "json"
-            query = await _parsed(served, body, read) if parsed else partial(read, body)
-            return _answer(await served.search(query, finish))
+            if batch or body.kind == "json":
+                return _answer(await served.search(await _parsed(served, body, read), finish))
+            return _answer(await served.search_image(partial(read, body), finish))
 
     # Items
 
@@ -305,7 +305,7 @@ class Routes:
     async def _body(
         self, request: Request, limits: Mapping[Kind, int], types: str
     ) -> AsyncIterator[Body]:
-        """Context manager that yields a request's body, within limits of memory and time."""
+        """Context manager that yields a request's body; the deadline begins after its receipt."""
         with stage("read", 0):
             body = await self._memory.read(request, limits, types)
         try:
@@ -344,7 +344,7 @@ async def _parsed(served: Served, body: Body, read: Callable[[Body], T]) -> T:
 
 
 class _AnyText(StringConvertor):
-    """An item's id in a path: any characters, including slashes and line breaks."""
+    """The type `any` of a path parameter: an id of any characters, slashes and line breaks too."""
 
     regex = "(?s:.+)"
 
@@ -355,8 +355,8 @@ register_url_convertor("any", _AnyText())
 class NamedRoute(Route):
     """A route that records its pattern for metrics and the log.
 
-    A pattern with an item's id is matched against the path as sent, without percent-decoding, so
-    that `%2F` is part of the id.
+    A pattern with an item's id is matched against the path before percent-decoding, so that `%2F`
+    can be part of the id.
     """
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
@@ -467,7 +467,7 @@ def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[st
 
 
 def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
-    """Return a hit as JSON, with the metadata fields in `names`; `None` means all fields."""
+    """Return a hit as JSON, with the metadata fields in `names`, or all if it is `None`."""
     return {
         "id": hit.id,
         "key": hit.id,
@@ -481,7 +481,7 @@ def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) ->
 def _item_json(
     served: Served, item: Item, prefix: str, names: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return an item as JSON, with the metadata fields in `names`; `None` means all fields."""
+    """Return an item as JSON; `names` as in `_hit_json`."""
     return {
         "id": item.id,
         "key": item.id,
@@ -496,14 +496,12 @@ def _item_json(
 
 
 def _explanation() -> dict[str, Any]:
-    """Return the `explain` member of a search: the times of its stages."""
-    trail = TRAIL.get()
-    seconds = {} if trail is None else trail.seconds
-    return {"stages_ms": {name: round(1000 * time, 3) for name, time in seconds.items()}}
+    """Return the `explain` member of a search: the durations of its stages so far."""
+    trail = TRAIL.get() or Trail()
+    return {"stages_ms": {name: round(1000 * time, 3) for name, time in trail.seconds.items()}}
 
 
 def _description(name: str, index: Index) -> dict[str, Any]:
-    """Return the description of an index."""
     bundle, stats = index.follow(), index.stats()
     manifest = bundle.manifest
     return {
@@ -528,12 +526,12 @@ def _description(name: str, index: Index) -> dict[str, Any]:
 
 
 def _encoded_cursor(last: str) -> str:
-    """Return the cursor of the next page, after the page that ends with the id `last`."""
+    """Return the cursor of the page after the id `last`."""
     return base64.urlsafe_b64encode(last.encode()).decode()
 
 
 def _decoded_cursor(cursor: str) -> str:
-    """Return the last id of the page before a cursor's page; raise a RequestError 400 if none."""
+    """Return the id that a cursor encodes; raise a RequestError 400 if it encodes none."""
     try:
         last = base64.b64decode(cursor.encode("ascii"), b"-_", validate=True).decode()
     except ValueError:
