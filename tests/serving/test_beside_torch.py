@@ -1,4 +1,4 @@
-"""FAISS where faiss.contrib.torch_utils has replaced its methods, as PML makes it."""
+"""FAISS after `faiss.contrib.torch_utils` has replaced its methods: PML imports that module."""
 
 CODE = """
 import numpy as np
