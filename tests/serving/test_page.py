@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium."""
+"""The search page in a real headless Chromium."""
 
 import csv
 import re
@@ -24,7 +24,7 @@ DROP = """async ([name, bytes]) => {
 
 
 def results(server, index: str = "", **request) -> list[dict]:
-    """The hits that the server gives, by a request of `httpx`."""
+    """Return the hits of a search by a request of `httpx`."""
     return server.client.post(f"/v1{index}/search", **request).json()["results"]
 
 
@@ -37,7 +37,7 @@ def digits(shared, index_path, photos):
     return shared(index_path, "--images", str(photos))
 
 
-def test_a_chosen_image_shows_its_neighbours(page, digits, photos):
+def test_a_chosen_image_shows_its_nearest_items(page, digits, photos):
     page.goto(digits.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
     query = photos / "3" / "0003.png"
@@ -106,7 +106,7 @@ PASTE = """async ([name, bytes, type]) => {
 
 @pytest.mark.parametrize("touch", [False, True])
 def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
-    """On a phone, which has a camera: the button that takes a photo is there, and only there."""
+    """Only a phone shows the button that takes a photo."""
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
     size = {"width": 390, "height": 800}
     context = browser.new_context(viewport=size, has_touch=touch, is_mobile=touch)
@@ -114,7 +114,7 @@ def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
     page.set_default_timeout(10_000)
     page.goto(digits.url)
     page.wait_for_selector("text=200 items")
-    assert not page.evaluate(PASTE, ["", [], ""])  # text goes where it would have gone
+    assert not page.evaluate(PASTE, ["", [], ""])  # text is pasted as usual
     assert page.evaluate(PASTE, [five.name, list(five.read_bytes()), "image/png"])
     first_is(page, "5/0005.png")
     photo = page.locator("label[for=photo]")
@@ -130,7 +130,7 @@ def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
     context.close()
 
 
-def test_the_keyboard_and_the_names_of_things(page, digits, photos):
+def test_the_page_works_by_keyboard_and_names_its_parts(page, digits, photos):
     page.goto(digits.url)
     search(page, photos / "3" / "0003.png")
     tree = page.locator("body").aria_snapshot()
@@ -149,7 +149,7 @@ def test_the_keyboard_and_the_names_of_things(page, digits, photos):
     first_is(page, results(digits, json={"id": id, "k": 10})[0]["key"])
 
 
-def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
+def test_an_index_of_features_is_searched_with_typed_numbers(page, served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
     np.savez(tmp_path / "f.npz", features=features)
@@ -243,7 +243,7 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, digits, tmp_pat
     assert page.locator(".hit .distance").first.inner_text() == "0.0000"
     for edge in ("#left", "#right"):
         page.focus(edge)
-        page.keyboard.press("Home")  # as far as it goes: one percent, on the right
+        page.keyboard.press("Home")  # the right edge stops at one percent
     assert page.input_value("#right") == "1"
     for _ in range(49):
         page.keyboard.press("ArrowRight")
@@ -255,7 +255,7 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, digits, tmp_pat
     assert page.faults == []
 
 
-def test_an_address_says_what_is_searched_for_and_never_the_image(page, shared, described):
+def test_the_address_contains_the_search_but_no_image(page, shared, described):
     url = shared(described).url
     page.goto(url)
     search(page, described.parent / "<b>3.png")
@@ -299,7 +299,7 @@ def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
         assert shows(page, hits, place)
     assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
-    # an item that the first index lacks: by its image there
+    # The first index lacks this item, so the page searches it with the item's image.
     page.locator("#others .hit button").first.click()
     page.wait_for_function(
         "() => document.querySelector('#results .hit .distance').textContent === '0.0000'"
@@ -333,10 +333,10 @@ def test_axe_finds_nothing(page, shared, described, index_path):
         hits = axe.run(page)
         assert hits.violations_count == 0, hits.generate_report()
     page.evaluate("() => document.querySelector('label[for=k]').remove()")
-    assert axe.run(page).violations_count > 0  # it does look
+    assert axe.run(page).violations_count > 0  # axe works
 
 
-def test_its_picture_in_the_docs_is_what_it_shows(page, digits, photos, shown, tmp_path):
+def test_the_picture_of_the_page_in_the_docs_is_current(page, digits, photos, shown, tmp_path):
     page.set_viewport_size({"width": 900, "height": 860})
     page.goto(digits.url)
     page.wait_for_selector("text=200 items")

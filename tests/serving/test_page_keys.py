@@ -1,27 +1,25 @@
-"""The page where the operator gives keys, in a real headless Chromium."""
+"""The search page of a server with keys, in a real headless Chromium."""
 
 import pytest
 from browsing import MARKUP, first_is, loaded
+from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.index.index import create_index
 
 pytestmark = pytest.mark.browser
 
 
 def test_with_a_key_items_are_added_changed_and_deleted(
-    page, served, makers, bundle_path, photos, tmp_path, process
+    page, served, bundle_path, photos, tmp_path
 ):
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="axe is not installed"
     ).Axe()
     create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
     keys = tmp_path / "keys.jsonl"
-    texts = {
-        role: process(
-            "-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys
-        ).out
-        for role in ("read", "write")
-    }
-    words = {role: max(text.split(), key=len) for role, text in texts.items()}
+    words = {}
+    for role in ("read", "write"):
+        words[role], kept = new_key(role, role)
+        add_key(keys, kept)
     server = served(tmp_path / "i", "--keys", str(keys))
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(server.url)
@@ -31,7 +29,7 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.wait_for_selector("text=euclidean distance")
     page.set_input_files("#file", str(photos / "7" / "0007.png"))
     page.wait_for_selector(".hit")
-    loaded(page)  # the images too, which an <img> could not ask for
+    loaded(page)  # an <img> cannot send a key, so the page fetches the images
     assert page.locator(".edit >> visible=true").count() == 0
     page.fill("#key", words["write"])
     page.press("#key", "Enter")
@@ -41,7 +39,7 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.fill("#item-metadata", "{price: 3}")
     page.click("#item-form .main")
     page.wait_for_selector("text=The metadata must be a JSON object")
-    for scheme in ("light", "dark"):  # with the form, its error, the key and what changes an item
+    for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         report = axe.run(page)
         assert report.violations_count == 0, report.generate_report()
@@ -49,7 +47,7 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.click("#item-form .main")
     first_is(page, f"a/b {MARKUP}")
     assert page.locator(".hit .label").first.inner_text() == MARKUP
-    page.click("#add")  # its id is not given to another
+    page.click("#add")  # a new item cannot take this id
     page.fill("#item-id", f"a/b {MARKUP}")
     page.click("#item-form .main")
     page.wait_for_selector("text=An item has this id already.")
