@@ -1,10 +1,7 @@
-"""Images made to cost whoever decodes them far more than they cost to send: each format's worst
-cases.
+"""Hostile images of each format: small to send, and expensive to decode.
 
-    for name, content in worst(seed): ...
-
-None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cuts and flips sound
-images of each format.
+`worst` yields constructed images, and `damaged` yields sound images with cut or flipped bytes. No
+image is larger than 20 MB.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ MOST = 20_000_000
 
 
 def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Give the worst cases of every format by name, such as "jpeg: scans"."""
+    """Yield constructed images of every format by name, such as "jpeg: scans"."""
     noise = random.Random(seed)
     rasters = (save(noise) for save in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps))
     for name, content in chain(*rasters, tiffs(_with_scans((1000, 1000), 5_000)), boxes(sound())):
@@ -36,7 +33,7 @@ def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
 
 
 def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
-    """Give sound images of every format, cut off or with bits flipped."""
+    """Yield sound images of every format by name, cut off or with flipped bits."""
     noise = random.Random(seed)
     for name, content in sound().items():
         for number in range(count):
@@ -49,9 +46,7 @@ def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
 
 @functools.cache
 def sound() -> dict[str, bytes]:
-    """Return one ordinary image of each format and of each way to write it that can be written
-    here.
-    """
+    """Return sound images of each format and variant that this machine can write, by name."""
     photo = Image.effect_noise((320, 240), 60).convert("RGB")
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "A camera"
@@ -109,7 +104,7 @@ def _segment(kind: int, content: bytes) -> bytes:
 
 
 def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> bytes:
-    """A progressive JPEG whose last scan is asked for again and again, without a byte of data."""
+    """Return a progressive JPEG that repeats the header of its last scan, without any data."""
     whole = bytearray(saved(Image.new("L", size, 90), "JPEG", progressive=True, quality=50))
     if arithmetic:
         whole[whole.index(b"\xff\xc2") + 1] = 0xCA
@@ -173,7 +168,7 @@ def _png_of(header: bytes, chunks: bytes) -> bytes:
 
 
 def _interlaced(image: Image.Image) -> bytes:
-    """Write an image by Adam7, which Pillow reads and cannot write."""
+    """Return a PNG interlaced by Adam7, which Pillow reads but cannot write."""
     rows = []
     for left, top, across, down in (
         *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),

@@ -77,7 +77,7 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-        return memory.read(Request(scope, receive), {"json": 900_000}, "")
+        return memory.read(Request(scope, receive), {"json": 900_000})
 
     async def scenario() -> None:
         first = await read(bytes(600_000))

@@ -21,23 +21,6 @@ from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
 from retrieval.serving.memory import give_back
 
-SEARCH_TYPES = (
-    'Send multipart/form-data with a field "image", the image itself as image/… or'
-    ' application/octet-stream, or application/json with {"vector": [...]}.'
-)
-PUT_TYPES = (
-    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
-)
-BATCH_TYPES = (
-    'Send multipart/form-data with files in the field "image", or application/json with {"queries":'
-    " [...]}."
-)
-PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
-ADD_TYPES = (
-    'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
-    'or application/json with {"items": [...]}.'
-)
-
 MAX_K = 1000
 MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
@@ -49,6 +32,11 @@ _KINDS: Mapping[str, Kind] = {
     "multipart/form-data": "form",
     "application/json": "json",
     "application/octet-stream": "image",
+}
+_CONTENT_TYPES: Mapping[Kind, str] = {
+    "form": "multipart/form-data",
+    "json": "application/json",
+    "image": "image/* (or application/octet-stream)",
 }
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
@@ -392,22 +380,14 @@ class BodyMemory:
     def __init__(self) -> None:
         self.held = self._released = 0
 
-    async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
-        """Read the body of a request; call `release` when it is no longer needed.
-
-        Args:
-            request: the request.
-            limits: maximum number of bytes by kind; other kinds are refused.
-            types: message of that refusal, which names the allowed content types.
-
-        Raises:
-            RequestError: 408, 413, 415 or 503.
-        """
+    async def read(self, request: Request, limits: Mapping[Kind, int]) -> Body:
+        """Read a request's body, of a kind in `limits`; call `release` when it is not needed."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
         kind = "image" if media_type.startswith("image/") else _KINDS.get(media_type)
         if kind is None or kind not in limits:
-            raise RequestError(415, types)
+            types = " or ".join(_CONTENT_TYPES[allowed] for allowed in limits)
+            raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
         chunks, received = list[bytes](), 0
         try:

@@ -84,20 +84,19 @@ class Routes:
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
         read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
-        return await self._search(request, limits, models.SEARCH_TYPES, read)
+        return await self._search(request, limits, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
         settings = self._settings
         parameters_of(request)
         read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
-        return await self._search(request, _BATCH_LIMITS, models.BATCH_TYPES, read, batch=True)
+        return await self._search(request, _BATCH_LIMITS, read, batch=True)
 
     async def _search(
         self,
         request: Request,
         limits: Mapping[Kind, int],
-        types: str,
         read: Callable[[Body], Query],
         batch: bool = False,
     ) -> Response:
@@ -116,7 +115,7 @@ class Routes:
                 content["explain"] = _explanation()
             return to_json(content, inf_nan_mode="null")
 
-        async with self._body(request, limits, types) as body:
+        async with self._body(request, limits) as body:
             if batch or body.kind == "json":
                 return _answer(await served.search(await _parsed(served, body, read), finish))
             return _answer(await served.search_image(partial(read, body), finish))
@@ -145,7 +144,7 @@ class Routes:
         """Add an item, or replace the one with this id."""
         served, id = self._served(request), _usable(_id_of(request))
         read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
-        async with self._body(request, self._single_limits, models.PUT_TYPES) as body:
+        async with self._body(request, self._single_limits) as body:
             item = await _parsed(served, body, read)
             replaced = await served.put([item], _change(request, served, "put", [id]))
             return _answer({"id": id, "replaced": bool(replaced)})
@@ -153,7 +152,7 @@ class Routes:
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
         served, id = self._served(request), _id_of(request)
-        async with self._body(request, _JSON_LIMITS, models.PATCH_TYPES) as body:
+        async with self._body(request, _JSON_LIMITS) as body:
             changes = await _parsed(served, body, models.changes_of)
             await served.patch(id, changes, _change(request, served, "change", [id]))
             return _answer({"id": id, "replaced": True})
@@ -172,7 +171,7 @@ class Routes:
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
-        async with self._body(request, _BATCH_LIMITS, models.ADD_TYPES) as body:
+        async with self._body(request, _BATCH_LIMITS) as body:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
@@ -203,7 +202,7 @@ class Routes:
         def read(body: Body) -> models.DeleteBody:
             return models.DeleteBody.of(models.loads(body.content))
 
-        async with self._body(request, _JSON_LIMITS, "Send application/json.") as body:
+        async with self._body(request, _JSON_LIMITS) as body:
             where = models.filter_of((await _parsed(served, body, read)).filter)
             change = _change(request, served, "delete", where=where)
             return _answer({"deleted": await served.delete(change)})
@@ -302,12 +301,10 @@ class Routes:
         return {"indexes": sorted(filter(caller.may_use, self.indexes))}
 
     @asynccontextmanager
-    async def _body(
-        self, request: Request, limits: Mapping[Kind, int], types: str
-    ) -> AsyncIterator[Body]:
+    async def _body(self, request: Request, limits: Mapping[Kind, int]) -> AsyncIterator[Body]:
         """Context manager that yields a request's body; the deadline begins after its receipt."""
         with stage("read", 0):
-            body = await self._memory.read(request, limits, types)
+            body = await self._memory.read(request, limits)
         try:
             async with self._deadline(request):
                 yield body
