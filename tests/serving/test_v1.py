@@ -203,7 +203,7 @@ def test_items_are_listed_in_pages(shared, index_path):
         *(({"cursor": bad}, 400, "cursor") for bad in ("", "x", "é", "a" * 9000, "gA==")),
         *(
             ({"limit": bad}, 400, "1 to 1000")
-            for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")
+            for bad in ("0", "1001", "-1", "x", "9" * 5000, "1.5", "²")
         ),
         ({"limit": ["1", "2"]}, 400, "twice"),
         ({"filter": "label ="}, 400, "filter"),

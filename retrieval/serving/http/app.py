@@ -121,8 +121,8 @@ class Application:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request, or the lifespan of the server."""
+        scope["app"] = self  # without it, the router would answer 404 and 405 itself
         if scope["type"] != "http":
-            scope["app"] = self
             await self._router(scope, receive, send)
             return
         if scope.get("client"):
@@ -133,7 +133,7 @@ class Application:
         """Handle a request: check access, answer errors, add headers, metrics and a log line."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace), scope.get("retrieval.has_left", bool))
-        scope["app"], scope["retrieval.request_id"] = self, trail.id
+        scope["retrieval.request_id"] = trail.id
         headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
             headers.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))

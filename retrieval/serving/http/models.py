@@ -31,12 +31,8 @@ Kind = Literal["form", "json", "image"]
 _KINDS: Mapping[str, Kind] = {
     "multipart/form-data": "form",
     "application/json": "json",
+    "image/*": "image",
     "application/octet-stream": "image",
-}
-_CONTENT_TYPES: Mapping[Kind, str] = {
-    "form": "multipart/form-data",
-    "json": "application/json",
-    "image": "image/* (or application/octet-stream)",
 }
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
@@ -384,9 +380,9 @@ class BodyMemory:
         """Read a request's body, of a kind in `limits`; call `release` when it is not needed."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
-        kind = "image" if media_type.startswith("image/") else _KINDS.get(media_type)
+        kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)
         if kind is None or kind not in limits:
-            types = " or ".join(_CONTENT_TYPES[allowed] for allowed in limits)
+            types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)
             raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
         chunks, received = list[bytes](), 0

@@ -127,7 +127,7 @@ class Served:
         """Open and serve the index that has replaced this one, if any. Call this in a thread.
 
         Returns:
-                `None` unless that fails, else a sentence with the path, only for the log.
+            A sentence if that fails; it has the path, so it is only for the log. Else `None`.
         """
         changed = self.index.changed()
         if changed is None or self._reopen is None:
