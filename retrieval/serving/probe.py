@@ -119,11 +119,11 @@ def probe_fault(bundle: Bundle) -> str | None:
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:
         return None
-    text = probe.vector if variant is None else probe.variants.get(variant, "")
     pattern = pattern_of(probe, shape)
-    expected = np.empty(0) if pattern is None else vector_of(text).astype(np.float64)
-    if pattern is None or len(expected) != manifest.vector:
+    text = probe.vector if variant is None else probe.variants.get(variant, "")
+    if pattern is None or len(binascii.a2b_base64(text)) != 4 * manifest.vector:
         return "The bundle's probe does not fit its encoder. Export the bundle again."
+    expected = vector_of(text).astype(np.float64)
     try:
         vector = bundle.encode(input_of(pattern, shape)).vector[0].astype(np.float64)
     except DataError:

@@ -105,7 +105,8 @@ def test_a_variant_has_its_own_vector_and_tolerance(probing):
 def test_a_probe_that_does_not_fit_its_encoder_is_reported(probing, key):
     path = probing("b")
     manifest = read_manifest(path)
-    for text in (coded(np.zeros(3, np.float32)), coded(np.full(16, np.nan, np.float32))):
+    few, odd = coded(np.zeros(3, np.float32)), coded(np.full(16, np.nan, np.float32))
+    for text in (few, odd, "AAAA"):  # the last has 3 bytes, less than one number
         probe = manifest.probe.model_copy(update={key: text})
         write_manifest(path, manifest.model_copy(update={"probe": probe}))
         assert probe_fault(Bundle.open(path, threads=1)) is not None

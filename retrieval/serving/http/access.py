@@ -74,8 +74,7 @@ class Caller(NamedTuple):
                 " KEY."
             )
         needed = f"{_TASKS[role]} needs a key with the role {role}"
-        sentence = f"This key has the role {self.role}; {needed}."
-        raise RequestError(403, sentence)
+        raise RequestError(403, f"This key has the role {self.role}; {needed}.")
 
     def may_use(self, index: str) -> bool:
         """Return whether the caller may use an index."""

@@ -184,10 +184,13 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     field = model.model_fields.get(str(place[0])) if place else None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
-    members = model.model_fields.items()
-    names = ", ".join(f'"{name}"{" (needed)" * field.is_required()}' for name, field in members)
-    choice = ", exactly one of vector, id among them" * issubclass(model, QueryBody)
-    return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
+    names = [
+        f'"{name}" (needed)' if member.is_required() else f'"{name}"'
+        for name, member in model.model_fields.items()
+    ]
+    if issubclass(model, QueryBody):
+        names.append("exactly one of vector, id among them")
+    return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:

@@ -69,7 +69,7 @@ class Routes:
         """Return the routes; those of an index exist with and without its name in the path."""
         routes: list[BaseRoute] = []
         for operation in OPERATIONS:
-            for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
+            for prefix in operation.prefixes:
                 path = prefix + operation.path.replace("{id}", "{id:any}")
                 handler = getattr(self, operation.handler)
                 routes.append(NamedRoute(path, handler, methods=[operation.method.upper()]))

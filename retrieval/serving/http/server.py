@@ -216,9 +216,11 @@ class Parts:
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
         opened, reopen = {}, {}
         for name, source in self.sources.items():
-            if not isinstance(source, Index):
+            if isinstance(source, Index):
+                opened[name] = source
+            else:
                 reopen[name] = partial(self.open, source)
-            opened[name] = reopen[name]() if name in reopen else source
+                opened[name] = reopen[name]()
         return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:

@@ -90,7 +90,7 @@ class Turns:
         self._pending += 1
         self._queue.append(job)
         if self._timer is None:  # a delay of 0 still collects requests that arrived together
-            self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
+            self._timer = loop.call_later(_MOMENT_SECONDS if self.busy else 0, self._tick, loop)
         try:
             result: T = await job[0]
             return result
