@@ -156,6 +156,14 @@ def refused(answer, status: int, says: str) -> None:
     assert says in content["detail"], content
 
 
+def log_of(server) -> str:
+    """End a server with SIGTERM and return its unread output: its log, and nothing else."""
+    server.process.terminate()
+    log = "".join(server.process.communicate(timeout=20))
+    assert server.process.returncode == 0, log
+    return log
+
+
 def not_ready(server) -> str | None:
     """Return why a server is not ready, by its `/readyz`, or `None` if it is."""
     answer = server.client.get("/readyz")

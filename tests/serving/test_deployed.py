@@ -92,8 +92,7 @@ def test_the_proxy_ends_tls_buffers_slow_requests_and_limits_rates_and_connectio
             client.sendall(search[:-5])  # nginx counts connections with an unfinished request
         answers = [wire.read_answer(client).status for client in crowd]
     assert 8 <= answers.count(429) < 40 and set(answers) <= {0, 408, 429}
-    proxied.server.process.terminate()
-    log = proxied.server.process.communicate(timeout=20)[1]
+    log = wire.log_of(proxied.server)
     lines = [json.loads(line) for line in log.splitlines() if '"/v1/search"' in line]
     # The forged address is ignored, and no slow request has reached the server.
     assert {(line["client"], line["status"]) for line in lines} == {("127.0.0.1", 200)}

@@ -16,20 +16,14 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-def log_of(server) -> list[str]:
-    """Stop the server and return its log's lines."""
-    server.process.terminate()
-    assert server.process.wait(15) == 0
-    return server.process.stderr.read().splitlines()
-
-
 def test_a_request_has_one_line(served, index_path, photos):
     server = served(index_path, "--log-format", "json")
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
     answer = wire.ask(server.port, image)
     missing = wire.ask(server.port, wire.get("/v1/items/nobody/image", f"traceparent: {PARENT}"))
     wire.ask(server.port, wire.get("/livez"))
-    lines = [json.loads(line) for line in log_of(server) if line.startswith("{")]
+    log = wire.log_of(server).splitlines()
+    lines = [json.loads(line) for line in log if line.startswith("{")]
     search, item = [line for line in lines if "route" in line]
     for line, *request in (
         (search, "POST", "/v1/search", 200),
@@ -52,7 +46,7 @@ def test_a_request_has_one_line(served, index_path, photos):
 def test_a_line_of_text(served, index_path):
     server = served(index_path, "--log-format", "text")
     answer = wire.ask(server.port, wire.vector())
-    (line,) = [line for line in log_of(server) if "/v1/search" in line]
+    (line,) = [line for line in wire.log_of(server).splitlines() if "/v1/search" in line]
     assert "INFO POST /v1/search 200 ms=" in line and answer.headers["x-request-id"] in line
 
 

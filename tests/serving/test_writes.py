@@ -84,8 +84,7 @@ def test_an_upload_may_keep_only_a_thumbnail(served, empty, makers, tmp_path, cl
             assert Image.open(io.BytesIO(shown.content)).size == (256, 171)
 
     look(server.client)
-    server.process.terminate()
-    assert server.process.wait(15) == 0
+    wire.log_of(server)
     assert sum(path.stat().st_size for path in empty.rglob("*.sqlite*")) < len(image)
     look(served(empty).client)
     other = makers.make_bundle(tmp_path / "other", seed=5)
