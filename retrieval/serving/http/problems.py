@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
+from uuid import UUID
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -74,16 +76,13 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 def new_request_id(trace: str = "") -> str:
     """Return a request id: a URN of the W3C trace id, or of a random number without one."""
-    id = trace or os.urandom(16).hex()
-    return f"urn:uuid:{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}"
+    return UUID(trace or os.urandom(16).hex()).urn
 
 
 def report(error: BaseException) -> None:
     """Log an error with its causes and its place in the code."""
-    trace, causes = error.__traceback__, list[str]()
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    frames, causes = traceback.extract_tb(error.__traceback__), list[str]()
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     cause: BaseException | None = error
     while cause is not None and len(causes) < 4:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")

@@ -242,7 +242,7 @@ class Served:
         sentence: str = _UNREADABLE,
         turns: Turns | None = None,
     ) -> T:
-        """Return `work(index)`, run in a thread; raises the same errors as `search`."""
+        """Return `work(index)`, run in a thread; `sentence` is the error if the store fails."""
 
         def used() -> T:
             with self.use() as index:
@@ -265,8 +265,8 @@ class Served:
             except Superseded:
                 await self.workers.searches.run(self.index.follow)
             except StoreError as error:
-                passing = isinstance(error, TooSlow | StoreUnavailable)
-                if passing or not await self.workers.pictures.run(partial(self._replaced, index)):
+                temporary = isinstance(error, TooSlow | StoreUnavailable)
+                if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
                     raise store_failed(error, sentence) from None
         raise RequestError(503, _CHANGING)
 
@@ -319,7 +319,7 @@ class Served:
         await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change and return their number; raises the same errors as `put`."""
+        """Delete the items of a change and return their number."""
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
