@@ -92,7 +92,7 @@ class Decoders:
         self._lock, self._closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        # The first image need not wait for a process that is started now. If the start fails,
+        # The first process is started now, so that the first image need not wait. If this fails,
         # decoding the first image reports it.
         with suppress(Undecodable):
             self._idle.append(self._start())

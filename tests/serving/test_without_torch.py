@@ -1,4 +1,4 @@
-"""Index, search and serve in an environment without torch, or without the extra `serve`."""
+"""Index, search and serve without torch, without the extra `serve`, and beside torch."""
 
 import json
 import os
@@ -108,3 +108,23 @@ def test_serve_without_its_extra_names_the_command_to_install_it(index_path, pro
     run = process("-c", code)
     assert run.code == 2 and "pip install 'embedding-retrieval[serve]'" in run.err
     assert "Traceback" not in run.err
+
+
+BESIDE_TORCH = """
+import numpy as np
+import faiss, faiss.contrib.torch_utils
+from retrieval.serving.index.backends import make_backend
+rng = np.random.default_rng(0)
+x = rng.standard_normal((500, 16)).astype(np.float32)
+backend = make_backend("hnsw", {})
+backend.build(x, lambda count: None)
+distances, rows = backend.search(x[:5], 3)
+assert rows[:, 0].tolist() == [0, 1, 2, 3, 4], rows
+assert np.allclose(distances[:, 0], 0, atol=1e-3)
+"""
+
+
+def test_faiss_works_after_torch_utils_has_replaced_its_methods(process):
+    """pytorch-metric-learning imports that module."""
+    done = process("-c", BESIDE_TORCH)
+    assert done.code == 0, done.err

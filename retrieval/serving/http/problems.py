@@ -80,7 +80,7 @@ def new_request_id(trace: str = "") -> str:
 
 
 def report(error: BaseException) -> None:
-    """Log an error with its causes and its place in the code."""
+    """Log an error with its causes and its place in the code, in one line."""
     frames, causes = traceback.extract_tb(error.__traceback__), list[str]()
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     cause: BaseException | None = error
