@@ -68,10 +68,8 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     yield "tiff: strips of nothing", _tiff(_plain(100, 20_000, **deflate, **strips), slow + empty)
     strips = {"t273": (4, 4_000_000, 1024), "t279": (4, 4_000_000, 1024), "t278": (4, 1, 1)}
     yield "tiff: 4 million strips", _tiff(_plain(100, 100, **strips), bytes(16_000_000))
-    yield (
-        "tiff: a directory that follows itself",
-        _tiff(_plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64)), bytes(64), 8),
-    )
+    plain = _plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64))
+    yield "tiff: a directory that follows itself", _tiff(plain, bytes(64), 8)
     exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
     yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
     yield "tiff: entries that share bytes", metadata(60_000, 10_000_000)
