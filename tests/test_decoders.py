@@ -1,4 +1,4 @@
-"""Decoding in processes of their own, with images that hang them, and answers that cannot be."""
+"""Decoder processes: images that make them hang or crash, and forged answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +39,8 @@ def photo(height: int = 60, width: int = 80) -> bytes:
 
 @pytest.fixture
 def pool():
-    made = Decoders(seconds=60)
-    yield made
-    made.close()
+    with closing(Decoders(seconds=60)) as decoders:
+        yield decoders
 
 
 def resident(pid: int) -> int:
@@ -49,60 +48,56 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_pixels_are_those_of_the_one_decoder(pool):
+def test_a_process_gives_the_pixels_of_decode(pool):
     content = photo()
-    made = pool.decode("pixels", content, PREPROCESSING)
-    assert np.array_equal(made.pixels, PREPROCESSING(decode(content)))
-    assert (made.width, made.height) == (80, 60)
+    decoded = pool.decode("pixels", content, PREPROCESSING)
+    assert np.array_equal(decoded.pixels, PREPROCESSING(decode(content)))
+    assert (decoded.width, decoded.height) == (80, 60)
     shown = Image.open(io.BytesIO(pool.decode("png", content)))
     assert np.array_equal(np.asarray(shown), np.asarray(decode(content)))
 
 
-def test_what_is_wrong_with_an_image_is_a_sentence(pool):
+def test_a_fault_of_an_image_is_a_sentence(pool):
     with pytest.raises(DataError, match=r"^query\.png is not an image in a known format"):
         pool.decode("pixels", b"text", PREPROCESSING, name="query.png")
     with pytest.raises(DataError, match="is damaged"):
         pool.decode("png", photo()[:500])
 
 
-def test_an_image_that_hangs_ends_at_its_deadline_and_others_are_decoded_meanwhile():
-    pool = Decoders(seconds=2)
-    try:
-        stopped = pool.pids
-        os.kill(stopped[0], signal.SIGSTOP)  # it hangs, whatever the image
-        with ThreadPoolExecutor(2) as threads:
-            began = time.monotonic()
-            hanging = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
-            wire.until(lambda: not pool._idle)
-            assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
-            with pytest.raises(DataError, match="takes longer than 2 seconds"):
-                hanging.result(60)
-            assert 2 <= time.monotonic() - began < 20
-        assert stopped[0] not in pool.pids
+def test_a_hanging_process_is_ended_at_the_deadline_and_others_decode_meanwhile():
+    with closing(Decoders(seconds=2)) as pool, ThreadPoolExecutor(2) as threads:
+        (stopped,) = pool.pids
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        hanging = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
+        wire.until(lambda: not pool._idle)
         assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
-    finally:
-        pool.close()
+        with pytest.raises(DataError, match="takes longer than 2 seconds"):
+            hanging.result(60)
+        assert 2 <= time.monotonic() - began < 20
+        assert stopped not in pool.pids
+        assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
 
 
-def test_processes_are_replaced_when_they_die(pool):
+def test_a_process_that_ends_is_replaced(pool):
     pool.decode("pixels", photo(), PREPROCESSING)
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)
     wire.until(lambda: not pool._idle[0].process.is_alive())
-    assert pool.decode("pixels", photo(), PREPROCESSING)  # dead while it was idle: nobody's fault
+    assert pool.decode("pixels", photo(), PREPROCESSING)  # the end of an idle process is no error
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
+        decoding = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
         wire.until(lambda: not pool._idle)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(DataError, match="crashes its decoder"):
-            asked.result(60)
+            decoding.result(60)
     assert pool.decode("pixels", photo(), PREPROCESSING)
 
 
 class Evil:
-    """Runs a command in whatever process unpickles it."""
+    """Creates a folder in the process that unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,13 +108,12 @@ class Evil:
 
 @contextmanager
 def taken_over(pool: Decoders) -> Iterator[socket.socket]:
-    """The other end of the pipe of the pool's only process, as if an image had taken it over."""
+    """Context manager: a socket that answers instead of the pool's only process."""
     (worker,) = pool._idle
-    own = worker.pipe  # as long as it is open, the process lives
+    own = worker.pipe  # the process lives until this is closed
     worker.pipe, theirs = socket.socketpair()
-    with theirs:
+    with own, theirs:
         yield theirs
-    own.close()
 
 
 SIZE = 24 * 32 * 3
@@ -132,7 +126,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_path, answer):
+def test_a_forged_answer_is_refused_and_never_unpickled(pool, tmp_path, answer):
     pids = pool.pids
     sent = pickle.dumps(Evil(tmp_path / "run")) if answer is None else answer
     with taken_over(pool) as theirs, ThreadPoolExecutor(1) as threads:
@@ -151,16 +145,14 @@ def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
-def test_an_answer_that_does_not_end_meets_the_deadline(share):
-    pool = Decoders(seconds=0.5)
-    with taken_over(pool) as theirs:
+def test_an_incomplete_answer_is_refused_at_the_deadline(share):
+    with closing(Decoders(seconds=0.5)) as pool, taken_over(pool) as theirs:
         theirs.sendall(_ANSWER.pack(True, 80, 60, SIZE) + bytes(int(SIZE * share)))
         with pytest.raises(DataError, match="takes longer than"):
             pool.decode("pixels", photo(), PREPROCESSING)
-    pool.close()
 
 
-def test_a_decoders_sentence_is_cut_and_printable(pool):
+def test_the_sentence_of_a_forged_answer_is_cut_and_printable(pool):
     sentence = b"\x1b[31m\xff" + b"x" * 10_000
     with taken_over(pool) as theirs:
         theirs.sendall(_ANSWER.pack(False, 0, 0, len(sentence)) + sentence)
@@ -180,7 +172,7 @@ def test_closing_ends_every_process(pool):
         pool.decode("pixels", photo(), PREPROCESSING)
 
 
-def test_memory_is_limited():
+def test_the_memory_of_a_process_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
         "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
@@ -193,7 +185,7 @@ def test_memory_is_limited():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_comes_back_once_large_images_are_done(pool):
+def test_memory_is_returned_after_large_images(pool):
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
     large = small.resize((5000, 4000), Image.Resampling.NEAREST)
     content = encoded(large, quality=30) + bytes(15_000_000)
@@ -205,20 +197,20 @@ def test_memory_comes_back_once_large_images_are_done(pool):
     assert pool.pids == [pid]
 
 
-def test_a_phones_photo_of_48_megapixels_is_decoded_at_a_half_and_keeps_its_size(pool):
+def test_a_photo_of_48_megapixels_is_decoded_at_half_its_size(pool):
     photo = Image.new("RGB", (8064, 6048), (200, 30, 40))
     exif = Image.Exif()
     exif[0x0112] = 6
     content = encoded(photo, quality=30, exif=exif.tobytes())
     square = Preprocessing((24, 24), resize=24)
-    made = pool.decode("pixels", content, square)
-    assert (made.width, made.height) == (6048, 8064)  # upright, and the file's own
-    assert np.abs(made.pixels.astype(int) - np.array([200, 30, 40])[:, None, None]).max() < 4
+    decoded = pool.decode("pixels", content, square)
+    assert (decoded.width, decoded.height) == (6048, 8064)  # the upright size of the file
+    assert np.abs(decoded.pixels.astype(int) - np.array([200, 30, 40])[:, None, None]).max() < 4
     image = decode(content)
     assert image.size == (3024, 4032) and full_size(image) == (6048, 8064)
-    assert np.array_equal(made.pixels, square(image))
+    assert np.array_equal(decoded.pixels, square(image))
     too_large = encoded(Image.new("L", (12_000, 9_000)), quality=30)
-    no_jpeg = encoded(Image.new("1", (8064, 6048)), "PNG")  # only JPEGs come smaller
+    no_jpeg = encoded(Image.new("1", (8064, 6048)), "PNG")  # only a JPEG can be decoded reduced
     for content in (too_large, no_jpeg):
         with pytest.raises(DataError, match=r"the limit is 25,000,000\..*limit on pixels"):
             pool.decode("pixels", content, PREPROCESSING)

@@ -1,3 +1,5 @@
+"""Decoding and preprocessing of images: limits, damage, bit depths, transparency, resizing."""
+
 from __future__ import annotations
 
 import base64
@@ -59,10 +61,10 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "me
 """
 
 
-@pytest.mark.parametrize("side", [5_008, 20_000])  # just beyond the limit, and far
-def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_path, process):
+@pytest.mark.parametrize("side", [5_008, 20_000])  # just beyond the limit, and far beyond
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(side, tmp_path, process):
     path = tmp_path / "bomb.png"
-    path.write_bytes(png(1, 0, np.zeros((side, side // 8), np.uint8)))  # almost nothing
+    path.write_bytes(png(1, 0, np.zeros((side, side // 8), np.uint8)))
     done = process("-W", "error", "-c", DECODE, path)
     assert done.code == 0, done.err
     assert "bomb.png" in done.out and "25,000,000" in done.out
@@ -71,7 +73,7 @@ def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_pa
 def test_a_file_beyond_the_limit_is_not_read(tmp_path):
     path = tmp_path / "large.png"
     with path.open("wb") as file:
-        file.truncate(50_000_000_000)  # sparse: reading it would take long, and all memory
+        file.truncate(50_000_000_000)  # sparse, and too large to read
     says = r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"
     with pytest.raises(DataError, match=says):
         decode(path)
@@ -101,13 +103,10 @@ def jpeg() -> bytes:
 def test_a_bad_image_is_one_sentence_that_names_it(name, content, says, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
-    for given in (path, str(path)):
+    for source, shown in ((path, str(path)), (str(path), str(path)), (content, "the file")):
         with pytest.raises(DataError, match=says) as caught:
-            decode(given)
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=says):
-        decode(content)
+            decode(source)
+        assert shown in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_every_cut_and_every_flipped_byte_gives_an_image_or_a_sentence():
@@ -124,7 +123,7 @@ def test_every_cut_and_every_flipped_byte_gives_an_image_or_a_sentence():
                 Preprocessing((8, 8))(decode(bytes(altered)))
 
 
-def test_what_is_no_regular_file_is_refused_without_reading(tmp_path):
+def test_pipes_devices_folders_and_missing_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for place, says in (
         (tmp_path / "pipe.png", "is not a regular file"),
@@ -137,7 +136,7 @@ def test_what_is_no_regular_file_is_refused_without_reading(tmp_path):
             decode(place)
 
 
-def test_cmyk():
+def test_cmyk_becomes_rgb():
     image = decode(encoded(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG", quality=100))
     red, green, blue = Preprocessing((4, 4))(image)[:, 0, 0].astype(int)
     assert red > 200 and green < 60 and blue < 60
@@ -158,8 +157,7 @@ def test_grey_without_a_fixed_range_is_refused_whatever_its_pixels(top, dtype, t
 
 
 def png(depth: int, colour: int, rows: np.ndarray, transparent: tuple[int, ...] = ()) -> bytes:
-    """A PNG of bytes (H, bytes a row), as Pillow does not write them."""
-
+    """Return a PNG of rows (H, bytes per row); Pillow does not write all of these depths."""
     width = rows.shape[1] * 8 // depth // (3 if colour == 2 else 1)
     header = struct.pack(">IIBBBBB", width, len(rows), depth, colour, 0, 0, 0)
     key = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
@@ -209,11 +207,11 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
     colour = png(16, 2, np.repeat(values, 3, axis=1).astype(">u2").view(np.uint8))
     assert np.asarray(to_mode(decode(colour), "RGB"))[:, :, 0].tolist() == wanted
     dark = decode(b"P5 2 1 65535\n" + np.array([200, 255], ">u2").tobytes())
-    assert np.asarray(to_mode(dark, "L")).max() == 0  # by the file's range, not by its pixels
+    assert np.asarray(to_mode(dark, "L")).max() == 0  # the pixels are not stretched to the range
 
 
 @pytest.mark.parametrize("mode", [*MODES, "I;16L"])
-def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
+def test_the_conversion_of_a_pixel_depends_on_no_other_pixel(mode):
     if mode == "LAB":
         pixels = ([0] * 3, [99] * 3)
         images = [Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *lab])) for lab in pixels]
@@ -234,7 +232,7 @@ def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "I", "F"])
-def test_a_client_leaves_the_rule_to_the_server(mode):
+def test_an_image_sent_by_a_client_is_converted_like_a_local_image(mode):
     image = Image.new(mode, (2, 1))
     if mode not in ("La", "LAB", "RGBa"):
         image.putpixel((1, 0), 99 if len(image.getbands()) == 1 else (99,) * len(image.getbands()))
@@ -253,7 +251,7 @@ def test_a_client_leaves_the_rule_to_the_server(mode):
         assert np.array_equal(np.asarray(to_mode(decode(sent), to)), np.asarray(to_mode(image, to)))
 
 
-def test_whatever_shows_an_image_shows_what_a_model_gets():
+def test_an_image_is_shown_with_the_pixels_that_a_model_gets():
     pytest.importorskip("matplotlib")
     from retrieval.data.datasets import ArrayDataset
     from retrieval.evaluation.plot import _pixels
@@ -267,13 +265,13 @@ def test_whatever_shows_an_image_shows_what_a_model_gets():
     wanted = np.asarray(to_mode(image, "RGB"))
     assert np.array_equal(_pixels(image), wanted)
     address = Thumbnails(Sixteen(np.zeros((1, 2, 2), np.uint8), ["a"]), 1)(0)
-    shown = [base64.b64decode(address.partition(",")[2]), to_png(image)]
-    assert all(np.array_equal(np.asarray(decode(each).convert("RGB")), wanted) for each in shown)
-    # a JPEG of 2 × 2
-    assert np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90
+    for content in (base64.b64decode(address.partition(",")[2]), to_png(image)):
+        assert np.array_equal(np.asarray(decode(content).convert("RGB")), wanted)
+    small_jpeg = np.asarray(decode(thumbnail(image))).astype(int)
+    assert np.abs(small_jpeg - wanted).max() < 90
 
 
-def test_transparency_lies_on_white():
+def test_transparent_pixels_become_white():
     palette = Image.new("P", (4, 4), 1)
     palette.putpalette([0, 0, 0, 255, 0, 0])
     palette.putpixel((0, 0), 0)
@@ -295,7 +293,7 @@ def test_exif_orientation_is_applied(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     upright = np.asarray(decode(encoded(Image.fromarray(pixels), exif=exif)))
-    # by EXIF's own words: where row 0 and column 0 of the stored pixels are in the upright picture
+    # EXIF defines where row 0 and column 0 of the stored pixels are in the upright image.
     expected = {
         1: pixels,
         2: pixels[:, ::-1],
@@ -309,7 +307,7 @@ def test_exif_orientation_is_applied(orientation):
     assert np.array_equal(upright, expected)
 
 
-def test_broken_exif_costs_no_image():
+def test_an_image_with_broken_exif_is_decoded():
     exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01"
     good = encoded(Image.fromarray(gradient()), "JPEG", exif=exif)
     with warnings.catch_warnings():
@@ -327,11 +325,9 @@ def test_the_first_frame_of_an_animation():
 
 def test_resizing_and_cropping_match_a_plain_definition():
     pixels = gradient(40, 60)
-    # nearest by a whole factor: resize the shorter side 40 → 20, then the central 16 × 16 of 20 ×
-    # 30
-    made = Preprocessing((16, 16), interpolation="nearest", resize=20)(Image.fromarray(pixels))
-    expected = pixels[1::2, 1::2][2:18, 7:23].transpose(2, 0, 1)
-    assert np.array_equal(made, expected)
+    # The shorter side is halved from 40 to 20; then the central 16 × 16 of 20 × 30 are cropped.
+    cropped = Preprocessing((16, 16), interpolation="nearest", resize=20)(Image.fromarray(pixels))
+    assert np.array_equal(cropped, pixels[1::2, 1::2][2:18, 7:23].transpose(2, 0, 1))
     stretched = Preprocessing((20, 30), interpolation="nearest")(Image.fromarray(pixels))
     assert np.array_equal(stretched, pixels[1::2, 1::2].transpose(2, 0, 1))
     assert stretched.flags.c_contiguous
@@ -359,13 +355,13 @@ def test_a_crop_of_a_resized_image_is_exact_to_the_last_bit(interpolation, resiz
             for long, crop in ((whole.width, size[1]), (whole.height, size[0]))
         )
         expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0])))
-        found = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
-        assert np.array_equal(found, expected.transpose(2, 0, 1)), (image.size, size)
+        pixels = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
+        assert np.array_equal(pixels, expected.transpose(2, 0, 1)), (image.size, size)
 
 
 def test_a_very_long_image_is_cut_before_it_is_resized():
     strip = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), 4_000)[None])
-    # whole, it would be resized to 262 million pixels wide
+    # The whole strip would become 262 million pixels wide.
     pixels = Preprocessing((224, 224), resize=256)(strip)
     assert pixels.shape == (3, 224, 224)
     ordinary = gradient(30, 60)
@@ -387,21 +383,19 @@ def test_a_very_long_image_is_cut_before_it_is_resized():
         {"size": (8, 8), "channels": 1, "std": (1.0, 1.0, 1.0)},
     ],
 )
-def test_preprocessing_that_makes_no_sense_is_refused(wrong):
+def test_invalid_preprocessing_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be"):
         Preprocessing(**wrong)
 
 
-def test_one_number_normalises_every_channel():
-    given = Preprocessing((8, 8), channels=3, mean=(0.5,), std=(0.25,))
-    assert given == Preprocessing((8, 8), 3, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    grey = Preprocessing((8, 8), channels=1)
-    assert (grey.mean, grey.std) == ((0.0,), (1.0,))
-    colour = Preprocessing((8, 8))  # as manifests have it
-    assert (colour.mean, colour.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+def test_a_single_mean_or_std_applies_to_every_channel():
+    colour = Preprocessing((8, 8), channels=3, mean=(0.5,))
+    assert (colour.mean, colour.std) == ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))
+    grey = Preprocessing((8, 8), channels=1, std=(0.25,))
+    assert (grey.mean, grey.std) == ((0.0,), (0.25,))
 
 
-def test_from_array():
+def test_images_from_arrays():
     pixels = gradient()
     assert np.array_equal(np.asarray(from_array(pixels)), pixels)
     assert from_array(pixels[:, :, :1]).mode == "L"
@@ -414,13 +408,13 @@ def test_from_array():
         from_pixels(pixels[:0])
 
 
-def test_find_images(tmp_path):
+def test_image_files_below_a_folder(tmp_path):
     for name in ("b/2.PNG", "b/1.jpg", "a.webp", "a.txt", ".hidden/x.png", "b/._1.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "folder.png").mkdir()
-    found = [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path).images]
-    assert found == ["a.webp", "b/1.jpg", "b/2.PNG"]
+    images = [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path).images]
+    assert images == ["a.webp", "b/1.jpg", "b/2.PNG"]
     with pytest.raises(DataError, match="holds no image"):
         find_images(tmp_path / "folder.png")
     with pytest.raises(DataError, match="is not a folder"):

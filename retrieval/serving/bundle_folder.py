@@ -1,4 +1,4 @@
-"""Read a bundle's folder consistently, so that the files that are used are those verified."""
+"""Read a bundle's folder so that exactly the verified files are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = "manifest.json"
 MANIFEST_BYTES = 4_000_000
 """Size limit of a manifest."""
 _TRIES = 100
-"""Number of attempts to read a folder that is replaced meanwhile."""
+"""Maximum number of attempts to read a folder that is being replaced."""
 
 
 class Unusable(Exception):
@@ -64,9 +64,9 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
         raise Unusable("is missing") from None
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        unreadable = f"cannot be read ({reason})"
-        known = reason.startswith("it is")
-        raise Unusable(reason.removeprefix("it ") if known else unreadable) from None
+        if reason.startswith("it is"):  # a text of `open_plain`
+            raise Unusable(reason.removeprefix("it ")) from None
+        raise Unusable(f"cannot be read ({reason})") from None
 
 
 def opened_whole(path: Path, load: Callable[[], T]) -> T:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-
-Content = memoryview | bytes | mmap.mmap
 
 _NODES = 200_000
 """Largest number of nodes of a graph."""
@@ -21,7 +18,7 @@ class GraphError(ValueError):
     """Raised for a refused graph. The message completes a sentence: "it has sparse weights"."""
 
 
-def check_graph(content: Content) -> None:
+def check_graph(content: bytes) -> None:
     """Refuse a graph in which a node may run more than once, or that needs another file.
 
     Each node of an accepted graph runs once, so loading and running the graph always finish. Memory

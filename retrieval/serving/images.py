@@ -31,10 +31,10 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings about metadata, which change no pixel, and about large images.
+    """Ignore Pillow's warnings: broken metadata changes no pixel, and `Limits` is stricter on size.
 
-    `Limits` is stricter than Pillow. The filter applies to the whole process, because changing it
-    around each image would need a lock.
+    The filter applies to the whole process, because changing it around each image would need a
+    lock.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -53,10 +53,7 @@ def _start(*starts: bytes) -> Callable[[bytes], bool]:
 
 
 def _brand(*brands: bytes) -> Callable[[bytes], bool]:
-    """Return a test whether a file's first box names one of these brands (AVIF, HEIC).
-
-    Both formats are ISO base media files, whose first box lists brands.
-    """
+    """Return a test for AVIF or HEIC: whether the first box of the file lists one of the brands."""
     return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
 
 
@@ -335,15 +332,15 @@ def _upper_bits(image: Image.Image) -> Image.Image:
 def few_levels(image: Image.Image) -> str | None:
     """Return why a 16-bit image loses most of its levels in 8 bits, or `None` if it does not.
 
-    An image does so if it uses at most a quarter of the 16-bit range, as images of 12-bit cameras
-    do. The text follows the image's name in a sentence.
+    It loses them if it uses at most a quarter of the 16-bit range, as images of 12-bit cameras do.
+    The text completes a sentence that begins with the image's name.
     """
     values = np.asarray(image if image.mode in _SIXTEEN_BITS else image.convert("RGB"))
     top = int(values.max(initial=0))
     if image.mode not in _SIXTEEN_BITS:
         if image.info.get(_BITS) != 16:
             return None
-        top = top << 8 | 255  # the largest value possible, as Pillow has dropped the lower 8 bits
+        top = top << 8 | 255  # the largest possible value: Pillow has dropped the lower 8 bits
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
@@ -406,7 +403,7 @@ def decode(
         raise DataError(f"{name} {HOW[format]}")
     try:
         return _open(content, format, limits, name)
-    except Warning:  # a filter that was added later makes warnings errors, so ignore them again
+    except Warning:  # a filter added after ours turns warnings into errors
         _silence()
         return _open(content, format, limits, name)
 

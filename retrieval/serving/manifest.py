@@ -126,10 +126,10 @@ class RescorerEntry(Entry):
     Attributes:
         file: name of the graph's file in the bundle.
         candidates: default number of candidates to rescore.
-        overlap: by number of candidates, the share of the ten items nearest by the exact distance
-            that are among the candidates.
-        items: number of real items among which `overlap` was measured; in a larger index the share
-            is smaller.
+        overlap: share of the ten exactly nearest items that are among the candidates, by number of
+            candidates.
+        items: number of real items on which `overlap` was measured; it is smaller in a larger
+            index.
     """
 
     file: FileName

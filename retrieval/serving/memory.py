@@ -32,8 +32,8 @@ def return_large_blocks(size: int = _LARGE) -> None:
     """Make the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
     By default, glibc raises its thresholds to the size of the largest block freed so far. If they
-    grow to tens of megabytes, threads keep free memory. If they stay small, the memory of each
-    photo is returned and then allocated again page by page.
+    grow to tens of megabytes, threads keep much free memory. If they stay small, the memory of each
+    photo is returned, and then allocated again page by page.
 
     Args:
         size: threshold in bytes.
@@ -57,6 +57,6 @@ def keep_large_blocks() -> None:
 
 def give_back() -> None:
     """Collect garbage and return free memory to the system; takes some milliseconds."""
-    gc.collect()  # an exception and its frames may form a cycle that holds an upload
+    gc.collect()  # an upload may be held by a cycle of an exception and its frames
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

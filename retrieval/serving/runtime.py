@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError, MissingDependency
 
-# PyPI packages (distributions) of which at most one may be installed: those of a family install the
-# same module and overwrite each other's files.
+# Families of PyPI packages (distributions). Those of a family install the same module and overwrite
+# each other's files, so at most one may be installed.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gpu-cu12")
 
@@ -40,7 +40,7 @@ def installed_packages(names: tuple[str, ...]) -> list[str]:
     return present
 
 
-def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
+def require(module: str, family: tuple[str, ...]) -> Any:
     """Import and return a module that exactly one distribution of a family may provide.
 
     Raises:
@@ -62,9 +62,8 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
                 f"pip install --force-reinstall {present[0]}"
             ) from fault
         raise MissingDependency(
-            f"{module} is not installed. Install it with: pip install"
-            f" 'embedding-retrieval[{extra}]'"
-            + (" (or 'embedding-retrieval[gpu]' with a CUDA device)" if extra == "cpu" else "")
+            f"{module} is not installed. Install it with: pip install 'embedding-retrieval[cpu]'"
+            " (or 'embedding-retrieval[gpu]' with a CUDA device)"
         ) from None
 
 

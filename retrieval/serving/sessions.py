@@ -1,7 +1,4 @@
-"""Check a bundle's graphs, load them in ONNX Runtime within limits, and run them.
-
-Each graph is tried once after loading.
-"""
+"""Check a bundle's graphs, load them in ONNX Runtime within limits, try each once, and run them."""
 
 from __future__ import annotations
 
@@ -227,9 +224,9 @@ def session_options(runtime: Any, threads: int | None) -> Any:
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Make all sessions of this process share limited memory.
+    """Limit the memory of all sessions of this process together.
 
-    A graph that needs more memory then fails by itself, and does not end the process.
+    A graph that needs more memory then fails, instead of ending the process.
     """
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT

@@ -21,9 +21,9 @@ class Trail:
     Attributes:
         id: id of the request.
         seconds: duration of each finished stage, without the stages nested in it.
-        batches: the finished stages with the numbers of items that they processed together.
+        batches: the finished stages, each with the number of items that it processed together.
         reason: why the request was refused, or "".
-        has_left: returns whether the client has disconnected.
+        has_left: function that returns whether the client has disconnected.
         inside: seconds spent in stages nested in the current one.
     """
 

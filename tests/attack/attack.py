@@ -1,15 +1,14 @@
-"""Attack a server of one's own while honest clients search it; say what each got and what is left.
+"""Attack a server while honest clients search it; report the answers and the memory used.
 
     python tests/attack/attack.py --requests 20000 --processes 2 --output attack.json
     python tests/attack/attack.py --requests 20000 --proxy
 
-The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
-clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. It has two indexes, keys,
-snapshots and a record of changes. Honest clients search one index; attackers, most of whom have a
-key that may do everything to the other, send what `hostile_writes` makes. The exit code is 1 when a
-promise was broken. With `--proxy` all of them go through nginx with deploy's configuration and TLS,
-attackers from 240 addresses so that its rates let their requests through, beside idle connections
-and ones that send a byte a second.
+The server is real and has its own process, two indexes, keys, snapshots and a record of changes.
+Honest clients search one index from the address 127.0.0.1. Attackers send the requests of
+`hostile_writes` from 127.0.0.2 and further addresses; most have an admin key of the other index.
+With `--proxy`, all requests go through nginx with TLS and the configuration of `deploy/`, beside
+idle connections and connections that send a byte a second. The attackers then have 240 addresses,
+because nginx limits the rate of each. The exit code is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]
 
 import makers  # noqa: E402
 import wire  # noqa: E402
@@ -53,23 +52,23 @@ BOMBS = (
     "jpeg: 20,000 scans in 200 KB",
     "bmp: a header of 4 GB",
 )
-_WARM = 1000  # requests before the memory is looked at
+_WARM = 1000  # requests before the memory is first measured
 _ATTACKERS = 8  # addresses
-_PROXY_ATTACKERS = 240  # addresses, of which the proxy takes 20 requests a second each
-_PAUSE, _PROXY_PAUSE = 0.02, 0.15  # seconds between an honest client's searches
+_PROXY_ATTACKERS = 240  # addresses; the proxy accepts 20 requests a second from each
+_PAUSE, _PROXY_PAUSE = 0.02, 0.15  # seconds between the searches of an honest client
 _IDLE, _DRIPPING = 1000, 200  # connections
-_CALM = 40.0  # seconds after which a server has given back what it may
+_CALM = 40.0  # seconds until a server has returned free memory
 
 
 class Held(NamedTuple):
-    """What a server holds.
+    """Resources of a server.
 
     Attributes:
-        resident: bytes of its processes, decoders included.
-        descriptors: number of files and sockets that these processes have open.
-        threads: number of threads of these processes.
+        resident: memory of all its processes, in bytes.
+        descriptors: number of their open files and sockets.
+        threads: number of their threads.
         temporary: number of files below its temporary folder.
-        bytes: size of the index that is written to.
+        bytes: size of the attacked index.
     """
 
     resident: int
@@ -80,7 +79,7 @@ class Held(NamedTuple):
 
 
 class Server:
-    """`retrieval serve` in a process of its own; what it logs goes to a file."""
+    """`retrieval serve` in its own process, which logs to a file."""
 
     def __init__(self, index: Path, log: Path, *options: str, **environment: str) -> None:
         words = ["retrieval.cli", "serve", str(index), "--port", "0", *options]
@@ -99,7 +98,7 @@ class Server:
         wire.until(lambda: ask(self.port, get("/readyz")).status == 200)
 
     def processes(self) -> list[int]:
-        """Return its process, and all that this one started."""
+        """Return the ids of the server's process and of all its descendants."""
         pids, todo = list[int](), [self.process.pid]
         while todo:
             pids.append(todo.pop())
@@ -107,7 +106,7 @@ class Server:
         return pids
 
     def resident(self) -> int:
-        """Return the bytes that the server and its processes hold now."""
+        """Return the memory of all processes of the server, in bytes."""
         return sum(map(_resident, self.processes()))
 
     def end(self) -> tuple[float, int]:
@@ -125,14 +124,14 @@ class Server:
 
 
 def _resident(pid: int) -> int:
-    """Return a process's resident bytes, 0 when it is gone."""
+    """Return a process's resident bytes, or 0 if it has ended."""
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process started: of a supervisor, those that serve."""
+    """Return the child processes of a process."""
     pids: list[int] = []
     for task in _entries(f"/proc/{pid}/task"):
         with suppress(OSError):
@@ -149,14 +148,15 @@ def _entries(folder: str) -> list[Path]:
 
 @dataclass
 class Result:
-    """What came of an attack.
+    """Result of an attack.
 
     Attributes:
-        answers: how many of a status, by the attack's kind; 0 for no answer.
-        overload: the sentences of 503 with Retry-After, and how often an attacker read them.
-        faults: 5xx that no overload explains: the request's kind and number, and the answer.
-        honest: what honest clients saw meanwhile.
-        resident: bytes before, and after.
+        answers: number of answers by kind of request and status; 0 means no answer.
+        overload: number of answers 503 with Retry-After, by sentence.
+        faults: other 5xx answers, with the request's kind and number.
+        honest: answers to honest clients.
+        resident: memory of the server before and after, in bytes.
+        seconds: duration.
     """
 
     answers: dict[str, Counter[int]] = field(default_factory=dict)
@@ -168,14 +168,14 @@ class Result:
 
 
 class Attack:
-    """Attackers and honest clients at one server.
+    """Attackers and honest clients of one server.
 
     Args:
-        server: under attack.
-        generator: of requests.
-        searches: the honest clients' requests.
-        first: number of the first request.
-        proxy: through which they all go; None: straight to the server.
+        server: the server.
+        generator: makes the attackers' requests.
+        searches: requests of the honest clients.
+        first: number of the attackers' first request.
+        proxy: proxy for all requests, or `None`.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Attack:
         self.result = Result()
 
     def run(self, requests: int, threads: int) -> Result:
-        """Send so many requests, so many at a time, and return what came of it."""
+        """Send a number of requests from several threads."""
         result, began, before = self.result, time.monotonic(), self._server.resident()
         last, pause = self._next + requests, _PAUSE if self._proxy is None else _PROXY_PAUSE
         wire.trust(None if self._proxy is None else str(self._proxy.certificate))
@@ -214,7 +214,7 @@ class Attack:
         return result
 
     def stop(self) -> None:
-        """Begin no further request."""
+        """Let the attackers send no further requests."""
         self._stop.set()
 
     def _attack(self, thread: int, last: int) -> None:
@@ -237,18 +237,17 @@ class Attack:
     def _judge(self, name: str, answer: Answer) -> None:
         if answer.status == 503 and "retry-after" in answer.headers:
             self.result.overload[answer.error] += 1
-        # the proxy's own: an unknown transfer coding (501), an unknown HTTP version (505)
+        # nginx answers 501 to an unknown transfer coding, and 505 to an unknown HTTP version.
         elif self._proxy is None or answer.status not in (501, 505):
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
 
 class Attacked:
-    """A server with two indexes of digits, of which one is for attackers; everything of it is below
-    one folder.
+    """A server with two indexes of digits, one of them for attackers.
 
     Args:
-        folder: an empty one.
-        options: of `serve` besides.
+        folder: empty folder for all files of the server.
+        options: further options of `serve`.
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
@@ -286,7 +285,7 @@ class Attacked:
         self.server = Server(self.index, self.log, *words, TMPDIR=str(self.temporary))
 
     def attack(self, generator: Generator, first: int = 0, proxy: Proxy | None = None) -> Attack:
-        """Return an attack on it."""
+        """Return an attack on this server."""
         vector = json.dumps({"vector": [0.25] * 16, "k": 3}).encode()
         plain = [
             post(form(self.sound, "3"), FORM, self._honest),
@@ -296,14 +295,14 @@ class Attacked:
         return Attack(self.server, generator, searches, first, proxy)
 
     def empty(self) -> None:
-        """Delete all items of the open index, which attackers filled."""
+        """Delete all items of the attacked index."""
         key = f"Authorization: {self.keys['admin']}"
         request = post(b'{"filter": {"exists": "id"}}', "application/json", key)
         request = named("POST", f"/v1/indexes/{OPEN}/delete", request)
         assert ask(self.server.port, request, 30.0).status == 200
 
     def held(self) -> Held:
-        """Return what it holds now."""
+        """Measure the server's resources."""
         pids = self.server.processes()
         return Held(
             self.server.resident(),
@@ -315,7 +314,7 @@ class Attacked:
     def bombs(self, images: dict[str, bytes]) -> dict[str, float]:
         """Return the seconds until each bomb was answered, by its name.
 
-        One that costs seconds of a decoder is refused, or decoded within its decoder's deadline.
+        Each must be refused, or decoded within the deadline.
         """
         key, took = f"Authorization: {self.keys['write']}", dict[str, float]()
         for name in BOMBS:
@@ -327,7 +326,7 @@ class Attacked:
         return took
 
     def end(self, longest: float = GRACE + 0.5) -> list[str]:
-        """End the server; return the faults of its end, indexes, snapshots and audit log."""
+        """End the server; return the faults of its end, indexes, snapshots and changes."""
         took, code = self.server.end()
         faults = [f"the server took {took:.1f} s to end"] if took > longest else []
         faults += [f"the server ended with {code}"] if code else []
@@ -345,9 +344,7 @@ class Attacked:
 
 
 def ends(attacked: Attacked, generator: Generator, count: int) -> list[float]:
-    """Start a server, attack it, and end it at a random moment, so many times; return the seconds
-    each end took.
-    """
+    """Start, attack and end several servers at random moments; return the seconds of each end."""
     took, chance = [], random.Random(0)
     searches = [post(form(attacked.sound, "3"), FORM), wire.vector()]
     for turn in range(count):
@@ -363,7 +360,7 @@ def ends(attacked: Attacked, generator: Generator, count: int) -> list[float]:
 
 
 def report(result: Result, **more: Any) -> str:
-    """Return what came of an attack, as JSON."""
+    """Return an attack's result as JSON."""
     took = sorted(result.honest.answered) or [0.0]
     shares = {f"{share} %": took[(len(took) - 1) * share // 100] for share in (50, 99, 100)}
     answered = {"answered": len(result.honest.answered), "seconds": shares}
@@ -382,7 +379,7 @@ def run(options: argparse.Namespace) -> bool:
         if options.proxy:
             proxy = Proxy(Path(name) / "proxy", attacked.server.port)
             slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
-        attacked.attack(generator, 10**6, proxy).run(_WARM, options.threads)  # all are started
+        attacked.attack(generator, 10**6, proxy).run(_WARM, options.threads)
         attacked.empty()
         time.sleep(_CALM)
         held, serving = {"before": attacked.held()}, children(attacked.server.process.pid)
@@ -410,14 +407,14 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Attack, print the report, and say by the exit code whether the promises were kept."""
+    """Attack, print the report, and exit with 1 if a promise was broken."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--processes", type=int, default=1, help="of the server")
-    parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
-    parser.add_argument("--ends", type=int, default=3, help="servers that are ended in the middle")
+    parser.add_argument("--processes", type=int, default=1, help="processes of the server")
+    parser.add_argument("--threads", type=int, default=48, help="concurrent attackers")
+    parser.add_argument("--ends", type=int, default=3, help="servers to end during an attack")
     parser.add_argument("--proxy", action="store_true", help="through nginx, with slow clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)

@@ -1,4 +1,4 @@
-"""Honest clients, which search a server while others attack it."""
+"""Honest clients that search a server during an attack."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wire import Answer, ask
 
 @dataclass
 class Seen:
-    """What honest clients saw.
+    """Answers to honest clients.
 
     Attributes:
-        answered: seconds of each search that was answered.
-        refused: their 503, by its sentence.
-        late: answers beyond the deadline, or none at all.
-        wrong: answers that were not what they were before.
+        answered: seconds of each successful search.
+        refused: number of answers 503, by sentence, and of answers 429.
+        late: missing answers and answers after the deadline.
+        wrong: other answers, such as results that differ from those before the attack.
     """
 
     answered: list[float] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, answer: Answer, expected: object, took: float, deadline: float) -> None:
-        """Judge one answer."""
+        """Count one answer."""
         if answer.status == 429:
             self.refused["Too Many Requests"] += 1
         elif answer.status == 503 and "retry-after" in answer.headers:
@@ -44,14 +44,14 @@ class Seen:
 
 
 class HonestClients:
-    """Some clients that search again and again, from now until `stop`.
+    """Clients that search repeatedly, from now until `stop`.
 
     Args:
-        port: of the server.
-        searches: the requests that they take turns with.
-        deadline: the server's.
-        count: of clients.
-        pause: seconds between the searches of one.
+        port: port of the server.
+        searches: requests to repeat in turn.
+        deadline: the server's deadline in seconds.
+        count: number of clients.
+        pause: seconds between two searches of a client.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HonestClients:
         ]
         try:
             self._expected = [results(ask(port, search)) for search in searches]
-        except OSError:  # the server has been ended already
+        except OSError:  # the server has ended already
             self._threads = []
         for thread in self._threads:
             thread.start()
@@ -82,7 +82,7 @@ class HonestClients:
                 self._seen.note(answer, self._expected[turn], took, self._deadline)
 
     def stop(self) -> Seen:
-        """Let them end; return what they saw."""
+        """End the clients; return the answers to them."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -90,5 +90,5 @@ class HonestClients:
 
 
 def results(answer: Answer) -> object:
-    """Return what a search found, or the answer itself when it failed."""
+    """Return the results of a search, or the answer itself if the search failed."""
     return json.loads(answer.body)["results"] if answer.status == 200 else answer

@@ -1,4 +1,4 @@
-"""The worst cases of the formats that are boxes in boxes: TIFF and its metadata, AVIF and HEIC."""
+"""Hostile TIFF, AVIF and HEIC files, and metadata in TIFF's form for other formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saved(image: Image.Image, format: str, **options: object) -> bytes:
 
 
 def metadata(entries: int, size: int) -> bytes:
-    """A TIFF directory whose entries all name the same bytes."""
+    """Return a TIFF directory whose entries share the same bytes."""
     rows = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
     head = b"II*\0" + struct.pack("<I", 8 + size) + bytes(size)
     return head + struct.pack("<H", entries) + rows + bytes(4)
@@ -27,11 +27,11 @@ def metadata(entries: int, size: int) -> bytes:
 # TIFF
 
 Tags = dict[int, tuple[int, int, int]]
-"""Type, count, and value or place of each tag."""
+"""Type, count, and value or offset of each tag."""
 
 
 def _tiff(tags: Tags, tail: bytes = b"", following: int = 0) -> bytes:
-    """A TIFF of one directory, with whatever follows at place 1024."""
+    """Return a TIFF of one directory, with `tail` at offset 1024."""
     rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
     head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + rows + struct.pack("<I", following)
     return head.ljust(1024, b"\0") + tail
@@ -44,7 +44,7 @@ def _plain(width: int, height: int, **more: tuple[int, int, int]) -> Tags:
 
 
 def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
-    """Give the worst TIFFs, one of them around a JPEG of too many scans."""
+    """Yield hostile TIFFs by name; one contains a JPEG of too many scans."""
     zeros = zlib.compress(bytes(1_000_000), 9)
     big = zlib.compress(bytes(100_000_000), 9)
     deflate = {"t259": (3, 1, 8)}
@@ -68,10 +68,8 @@ def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
     yield "tiff: strips of nothing", _tiff(_plain(100, 20_000, **deflate, **strips), slow + empty)
     strips = {"t273": (4, 4_000_000, 1024), "t279": (4, 4_000_000, 1024), "t278": (4, 1, 1)}
     yield "tiff: 4 million strips", _tiff(_plain(100, 100, **strips), bytes(16_000_000))
-    yield (
-        "tiff: a directory that follows itself",
-        _tiff(_plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64)), bytes(64), 8),
-    )
+    plain = _plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64))
+    yield "tiff: a directory that follows itself", _tiff(plain, bytes(64), 8)
     exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
     yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
     yield "tiff: entries that share bytes", metadata(60_000, 10_000_000)
@@ -107,7 +105,7 @@ def _boxed(
     more: bytes = b"",
     tiles: int = 1,
 ) -> bytes:
-    """A file of one item of a kind, a size, and what a grid says of itself."""
+    """Return a file with one item of type `item` and this size; `grid` is its content."""
     info = _box(b"infe", b"\2\0\0\0", struct.pack(">HH", 1, 0), item, b"\0")
     count = struct.pack(">H", tiles)
     properties = _box(
@@ -131,7 +129,7 @@ def _boxed(
 
 
 def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
-    """Give the worst AVIF and HEIC files; large ones only of what can be written here."""
+    """Yield hostile AVIF and HEIC files by name; large ones only of the `writable` formats."""
     grid, overlay = b"\0\1\0\0", b"\0\1" + bytes(8)
     large, huge = struct.pack(">II", 30_000, 30_000), struct.pack(">II", 60_000, 60_000)
     nested = b""

@@ -1,10 +1,7 @@
-"""Images made to cost whoever decodes them far more than they cost to send: each format's worst
-cases.
+"""Hostile images of each format: small to send, and expensive to decode.
 
-    for name, content in worst(seed): ...
-
-None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cuts and flips sound
-images of each format.
+`worst` yields constructed images, and `damaged` yields sound images with cut or flipped bytes. No
+image is larger than 20 MB.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ MOST = 20_000_000
 
 
 def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Give the worst cases of every format by name, such as "jpeg: scans"."""
+    """Yield constructed images of every format by name, such as "jpeg: scans"."""
     noise = random.Random(seed)
     rasters = (save(noise) for save in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps))
     for name, content in chain(*rasters, tiffs(_with_scans((1000, 1000), 5_000)), boxes(sound())):
@@ -36,7 +33,7 @@ def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
 
 
 def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
-    """Give sound images of every format, cut off or with bits flipped."""
+    """Yield sound images of every format by name, cut off or with flipped bits."""
     noise = random.Random(seed)
     for name, content in sound().items():
         for number in range(count):
@@ -49,27 +46,22 @@ def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
 
 @functools.cache
 def sound() -> dict[str, bytes]:
-    """Return one ordinary image of each format and of each way to write it that can be written
-    here.
-    """
+    """Return sound images of each format and variant that this machine can write, by name."""
     photo = Image.effect_noise((320, 240), 60).convert("RGB")
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "A camera"
-    palette = photo.quantize(64)
+    turned, palette = [photo.rotate(9), photo.rotate(20)], photo.quantize(64)
+    quarter = palette.rotate(90)
     images = {
         "jpeg": saved(photo, "JPEG", exif=exif, icc_profile=bytes(200_000), comment="a photograph"),
         "jpeg progressive": saved(photo, "JPEG", progressive=True),
         "jpeg cmyk": saved(photo.convert("CMYK"), "JPEG", progressive=True),
         "png": saved(photo, "PNG", exif=exif, icc_profile=bytes(200_000)),
         "png interlaced": _interlaced(photo.crop((0, 0, 60, 40))),
-        "png animated": saved(
-            photo, "PNG", save_all=True, append_images=[photo.rotate(9), photo.rotate(20)]
-        ),
+        "png animated": saved(photo, "PNG", save_all=True, append_images=turned),
         "png palette": saved(palette, "PNG"),
         "gif": saved(palette, "GIF", comment=b"drawn by hand"),
-        "gif animated": saved(
-            palette, "GIF", save_all=True, append_images=[palette.rotate(90)] * 30
-        ),
+        "gif animated": saved(palette, "GIF", save_all=True, append_images=[quarter] * 30),
         "bmp": saved(photo, "BMP"),
         "bmp run lengths": _run_lengths(64, 64, b"\x40\x05\x00\x00" * 64 + b"\0\1"),
         "ppm": saved(photo, "PPM"),
@@ -77,7 +69,7 @@ def sound() -> dict[str, bytes]:
         "ppm decimal": b"P3\n# made by hand\n4 2\n255\n" + b"12 200 7\n" * 8,
         "webp": saved(photo, "WEBP", exif=exif, icc_profile=bytes(9000)),
         "webp lossless": saved(photo, "WEBP", lossless=True),
-        "webp animated": saved(photo, "WEBP", save_all=True, append_images=[photo.rotate(9)] * 3),
+        "webp animated": saved(photo, "WEBP", save_all=True, append_images=turned),
         "tiff": saved(photo, "TIFF", exif=exif),
         **{
             f"tiff {how}": saved(photo, "TIFF", compression=how)
@@ -88,9 +80,7 @@ def sound() -> dict[str, bytes]:
     }
     if features.check("avif"):
         images["avif"] = saved(photo, "AVIF", exif=exif)
-        images["avif animated"] = saved(
-            photo, "AVIF", save_all=True, append_images=[photo.rotate(9)]
-        )
+        images["avif animated"] = saved(photo, "AVIF", save_all=True, append_images=turned)
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -109,7 +99,7 @@ def _segment(kind: int, content: bytes) -> bytes:
 
 
 def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> bytes:
-    """A progressive JPEG whose last scan is asked for again and again, without a byte of data."""
+    """Return a progressive JPEG that repeats the header of its last scan, without any data."""
     whole = bytearray(saved(Image.new("L", size, 90), "JPEG", progressive=True, quality=50))
     if arithmetic:
         whole[whole.index(b"\xff\xc2") + 1] = 0xCA
@@ -134,14 +124,10 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "jpeg: 20 MB of fill bytes", start + b"\xff" * 19_000_000 + rest
     yield "jpeg: 20 MB of junk", start + noise.randbytes(1000).replace(b"\xff", b"") * 19_000 + rest
     yield "jpeg: 20 MB of EXIF", start + _segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 300 + rest
-    yield (
-        "jpeg: EXIF that shares bytes",
-        start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest,
-    )
-    yield (
-        "jpeg: 20 MB of colour profile",
-        start + _segment(0xE2, b"ICC_PROFILE\0\1\xff" + bytes(65_000)) * 300 + rest,
-    )
+    exif = _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000))
+    yield "jpeg: EXIF that shares bytes", start + exif + rest
+    profile = _segment(0xE2, b"ICC_PROFILE\0\1\xff" + bytes(65_000))
+    yield "jpeg: 20 MB of colour profile", start + profile * 300 + rest
     photoshop = _segment(0xED, b"Photoshop 3.0\0" + b"8BIM\0\1\0\0\0\0\0\0" * 5_000)
     yield "jpeg: a million Photoshop blocks", start + photoshop * 300 + rest
     mpf = b"MPF\0" + metadata(500, 1000).replace(b"\xe8\x03\x07\0", b"\x01\xb0\x04\0")
@@ -173,7 +159,7 @@ def _png_of(header: bytes, chunks: bytes) -> bytes:
 
 
 def _interlaced(image: Image.Image) -> bytes:
-    """Write an image by Adam7, which Pillow reads and cannot write."""
+    """Return a PNG interlaced by Adam7, which Pillow reads but cannot write."""
     rows = []
     for left, top, across, down in (
         *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
@@ -204,10 +190,8 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "png: many texts that grow", _png(8, 8, _chunk(b"zTXt", b"a\0\0" + megabyte) * 10_000)
     yield "png: a colour profile that grows", _png(8, 8, _chunk(b"iCCP", b"a\0\0" + bomb))
     yield "png: EXIF that shares bytes", _png(8, 8, _chunk(b"eXIf", metadata(4_000, 10_000_000)))
-    yield (
-        "png: a profile in text",
-        _png(8, 8, _chunk(b"tEXt", b"Raw profile type exif\0\nexif\n9\n" + b"0a" * 9_000_000)),
-    )
+    profile = b"Raw profile type exif\0\nexif\n9\n" + b"0a" * 9_000_000
+    yield "png: a profile in text", _png(8, 8, _chunk(b"tEXt", profile))
     frames = _chunk(b"acTL", struct.pack(">II", 0x7FFFFFFF, 0))
     yield "png: two billion frames", _png(8, 8, frames)
     yield "png: pixels that go on", whole[:33] + _chunk(b"IDAT", bomb) + whole[-12:]
@@ -232,10 +216,8 @@ def _gifs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "gif: a comment of single bytes", _gif(1, 1, b"!\xfe" + b"\1a" * 9_000_000 + b"\0")
     yield "gif: 6 million extensions", _gif(1, 1, b"!\1\0" * 6_000_000)
     yield "gif: no block at all", _gif(1, 1, b"\1" * 19_000_000)
-    yield (
-        "gif: codes that go on",
-        _gif(100, 100)[:-2] + (b"\xff" + noise.randbytes(255)) * 75_000 + b"\0;",
-    )
+    codes = (b"\xff" + noise.randbytes(255)) * 75_000
+    yield "gif: codes that go on", _gif(100, 100)[:-2] + codes + b"\0;"
 
 
 # BMP
@@ -306,10 +288,8 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     picture = (b"VP8L", small[20 : 20 + int.from_bytes(small[16:20], "little")])
     header = b"\x2f" + struct.pack("<I", 16_382 | 1_524 << 14)
     yield "webp: 25 megapixels in 34 bytes", _riff((b"VP8L", header + b"\x88\x88\x08\0\0\0\0\0"))
-    yield (
-        "webp: 25 megapixels, lossless",
-        saved(Image.new("RGBA", (5000, 5000), (1, 2, 3, 4)), "WEBP", lossless=True),
-    )
+    plain = Image.new("RGBA", (5000, 5000), (1, 2, 3, 4))
+    yield "webp: 25 megapixels, lossless", saved(plain, "WEBP", lossless=True)
     yield "webp: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "WEBP", method=0)
     yield "webp: a canvas of 2 ** 24", _riff(_vp8x(1 << 24, 1 << 24), picture)
     yield "webp: a canvas larger than its picture", _riff(_vp8x(5000, 5000), picture)
@@ -318,8 +298,6 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     frame = bytes(6) + b"\x07\0\0\x07\0\0\x01\0\0\0VP8L" + size + picture[1]
     frames = [(b"ANMF", frame + bytes(len(frame) & 1))] * 200_000
     yield "webp: many frames", _riff(_vp8x(8, 8, 2), (b"ANIM", bytes(6)), *frames)
-    yield (
-        "webp: EXIF that shares bytes",
-        _riff(_vp8x(8, 8, 8), picture, (b"EXIF", metadata(4_000, 9_000_000))),
-    )
+    exif = (b"EXIF", metadata(4_000, 9_000_000))
+    yield "webp: EXIF that shares bytes", _riff(_vp8x(8, 8, 8), picture, exif)
     yield "webp: sizes beyond the file", b"RIFF\xff\xff\xff\xffWEBPVP8L\xff\xff\xff\xff" + header

@@ -1,7 +1,6 @@
-"""Requests that no honest client sends, each made from its number: malformed, truncated,
-mislabelled, hostile, rude.
+"""Hostile searches: malformed, truncated, mislabelled, slow. Each is made from its number.
 
-request = Generator(images, seed).make(number)
+request = Generator(images, sound, width, seed).make(number)
 answer = request.send(port, source)
 """
 
@@ -38,13 +37,15 @@ _BYTES = [
 
 @dataclass
 class Request:
-    """One attack: its kind, the bytes, and how they are sent.
+    """One hostile request.
 
     Attributes:
-        manner: "whole" reads the answer, "vanish" leaves when all is sent, "cut" in the middle,
-            "reset" likewise and rudely; "drip" sends slowly and leaves, "idle" says nothing, "deaf"
-            asks and does not read.
-        patience: seconds that slow ones stay.
+        kind: kind of the request, for reports.
+        content: bytes to send.
+        manner: "whole" sends all and reads the answer; "vanish" sends all and closes; "cut" sends
+            half and closes; "reset" sends half and resets the connection; "drip" sends slowly;
+            "idle" sends 20 bytes and waits; "deaf" sends all, waits and does not read.
+        patience: seconds of a slow manner.
     """
 
     kind: str
@@ -53,11 +54,9 @@ class Request:
     patience: float = 1.0
 
     def send(self, port: int, source: str) -> Answer | None:
-        """Carry it out; return the answer, None where none was waited for."""
-        with suppress(OSError):
-            connection = connect(port, _TIMEOUT, source)
-            with connection:
-                return self._send(connection)
+        """Send the request; return the answer, or `None` if the manner reads none."""
+        with suppress(OSError), connect(port, _TIMEOUT, source) as connection:
+            return self._send(connection)
         return None
 
     def _send(self, connection: socket.socket) -> Answer | None:
@@ -88,13 +87,13 @@ class Request:
 
 
 class Generator:
-    """Makes searches from numbers, always the same.
+    """Makes hostile searches; the same number gives the same request.
 
     Args:
         images: hostile and damaged images by name.
-        sound: an image that is found.
-        width: of a query vector.
-        seed: of all of them.
+        sound: a sound image.
+        width: width of a query vector.
+        seed: random seed.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Generator:
         ]
 
     def make(self, number: int) -> Request:
-        """Return the request of a number."""
+        """Return the request with this number."""
         chance = random.Random(f"{self._seed} {number}")
         weights, makers = zip(*self._makers, strict=True)
         request = chance.choices(makers, weights)[0](chance)
@@ -124,7 +123,7 @@ class Generator:
         return request
 
     def _query(self, chance: random.Random) -> bytes:
-        """Return a request that is right."""
+        """Return a valid request."""
         if chance.random() < 0.5:
             return post(form(self.sound, chance.choice([None, "1", "50"])), FORM)
         vector = [chance.uniform(-1, 1) for _ in range(self._width)]
@@ -161,7 +160,7 @@ class Generator:
                     content[place:place] = chance.choice(_BYTES)
                 case _:
                     content[place:place] = content[: chance.randrange(1, 200)]
-        # what it says of its length may be too much: it then waits, as an honest one cut off would
+        # The server waits for the rest if the Content-Length is too large now.
         manner = "whole" if chance.random() < 0.3 else "vanish"
         return Request("malformed", bytes(content), manner)
 
@@ -240,5 +239,5 @@ class Generator:
 
 
 def named(method: str, path: str, content: bytes) -> bytes:
-    """Return a request of `wire.post` with another method and address."""
+    """Return a request of `wire.post` with another method and path."""
     return content.replace(b"POST /v1/search HTTP/1.1", f"{method} {path} HTTP/1.1".encode(), 1)

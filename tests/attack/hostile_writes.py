@@ -1,7 +1,6 @@
-"""Requests to a server of several indexes that takes changes: what no honest client sends to any of
-its routes, with keys and without.
+"""Hostile requests to all routes of a server with several indexes, with and without keys.
 
-Each is made from its number, as those of `hostile_requests` are, which are among them.
+They include the searches of `hostile_requests`, and each is made from its number too.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from hostile_requests import Generator, Request, named
 from wire import FORM, form, get, post
 
-_NAMES = 300  # ids that items may get
+_NAMES = 300  # number of ids of new items
 _FILTERS = (
     "price < 30",
     "label = 'a' and not price >= 3",
@@ -47,16 +46,15 @@ _ROUTES += ["POST snapshots", "DELETE items/x"]
 
 
 class WritingGenerator(Generator):
-    """Makes requests from numbers, always the same.
+    """Makes hostile requests; the same number gives the same request.
 
     Args:
         images: hostile and damaged images by name.
-        sound: an image.
-        width: of a vector.
-        keys: by the name of a role or fault, what is sent as the header `Authorization`; None for
-            no header.
-        index: the one that they are about, by its name.
-        seed: of all of them.
+        sound: a sound image.
+        width: width of a vector.
+        keys: values of the header `Authorization`, by role or fault; `None` sends no header.
+        index: name of the attacked index.
+        seed: random seed.
     """
 
     def __init__(
@@ -82,13 +80,13 @@ class WritingGenerator(Generator):
         ]
 
     def make(self, number: int) -> Request:
-        """Return the request of a number, with a key and the name of an index as often as not."""
+        """Return the request with this number, usually with a key and the name of the index."""
         request = super().make(number)
         chance = random.Random(f"{self._seed} {number} key")
         if chance.random() < 0.9 and request.kind.partition(",")[0] != "other index":
             index = f" /v1/indexes/{self._index}/".encode()
             request.content = request.content.replace(b" /v1/", index, 1)
-        # most may do what they ask for: what stands behind a key is attacked, too
+        # Most requests have the admin's key, so that the code behind the check of keys is attacked.
         weights = [6 if name == "admin" else 1 for name in self._keys]
         key = self._keys[chance.choices(list(self._keys), weights)[0]]
         if key is not None:
@@ -221,7 +219,7 @@ class WritingGenerator(Generator):
         return Request("snapshot", named("POST", path, post(body)))
 
     def _other_index(self, chance: random.Random) -> Request:
-        """What the keys are not for, by every route."""
+        """Return a request to an index that no key permits."""
         name, (method, end) = chance.choice(_OTHERS), chance.choice(_ROUTES).split()
         body = chance.choice(
             [b'{"filter": {"exists": "id"}}', b'{"vector": [0.5]}', form(self.sound)]
@@ -230,5 +228,5 @@ class WritingGenerator(Generator):
 
 
 def _parts(images: list[bytes]) -> bytes:
-    """Return the parts of a form that has several images, without its end."""
+    """Return the parts of a form with several images, without the end of the form."""
     return b"".join(form(image).removesuffix(b"--b--\r\n") for image in images)

@@ -1,4 +1,4 @@
-"""nginx with the configuration of `deploy/`, and clients that occupy it: idle and dripping ones."""
+"""nginx with the configuration of `deploy/`, and slow clients that occupy its connections."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\
 
 
 class Proxy:
-    """nginx in front of a server on this machine, on a free port, with a certificate of its own.
+    """nginx before a server on this machine, on a free port with a new certificate.
 
     Args:
-        folder: for its files.
-        port: of the server.
-        changes: texts of the configuration and what stands in their place.
+        folder: folder to create for nginx's files.
+        port: port of the server.
+        changes: replacements of texts in the configuration.
 
     Attributes:
-        port: that it listens on, for TLS.
-        certificate: that clients must trust.
+        port: port that nginx listens on, for TLS.
+        certificate: file of the certificate, for clients.
     """
 
     def __init__(self, folder: Path, port: int, changes: dict[str, str] | None = None) -> None:
@@ -72,28 +72,29 @@ class Proxy:
         return False
 
     def open(self) -> ssl.SSLSocket:
-        """Return a connection to it."""
+        """Return a connection with TLS."""
         connection = socket.create_connection(("127.0.0.1", self.port), 30.0)
         return self.context.wrap_socket(connection, server_hostname="localhost")
 
     def stop(self) -> None:
-        """End it."""
+        """End nginx."""
         self._process.terminate()
         self._process.wait(20)
 
 
 class SlowClients:
-    """Connections that stay open until the proxy closes them, and are opened again then.
+    """Slow connections, which are opened again when the proxy closes them.
 
     Args:
-        port: of the proxy.
-        context: for TLS.
-        idle: connections that send nothing.
-        dripping: connections that send a byte a second, half of them of a header, half of a body.
+        port: port of the proxy.
+        context: TLS context.
+        idle: number of connections that send nothing.
+        dripping: number of connections that send a byte a second, half of them in a header and half
+            in a body.
 
     Attributes:
-        closed: connections that the proxy closed, by their kind.
-        most: connections that were open at a time.
+        closed: number of connections that the proxy closed, by kind.
+        most: largest number of connections that were open at once.
     """
 
     def __init__(self, port: int, context: ssl.SSLContext, idle: int, dripping: int) -> None:
@@ -135,11 +136,11 @@ class SlowClients:
 
     @staticmethod
     def _is_open(connection: socket.socket, kind: str) -> bool:
-        """Send a byte where the client drips; return whether the proxy keeps the connection."""
+        """Send a byte unless the client is idle; return whether the connection is still open."""
         try:
             if kind != "idle":
                 connection.sendall(b"x")
-            connection.recv(1)  # an answer, or the end
+            connection.recv(1)  # an answer or the end of the connection
             return False
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
@@ -147,7 +148,7 @@ class SlowClients:
             return False
 
     def stop(self) -> None:
-        """Close them all."""
+        """Close all connections."""
         self._stop.set()
         self._thread.join(30)
         for connection in self._open:

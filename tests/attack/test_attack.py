@@ -1,4 +1,4 @@
-"""A short attack on a real server; `attack.py` is the long one, run by hand."""
+"""A short attack on a real server; `attack.py` runs a long one by hand."""
 
 from itertools import islice
 
@@ -7,8 +7,9 @@ import wire
 import attack
 
 
-def test_an_attack_costs_others_nothing(tmp_path_factory):
-    images = [*islice(attack.worst(0), 4), *attack.damaged(0, 2)]  # the others: test_hostile_images
+def test_honest_clients_get_right_answers_during_an_attack(tmp_path_factory):
+    # test_hostile_images.py decodes all of them
+    images = [*islice(attack.worst(0), 4), *attack.damaged(0, 2)]
     attacked = attack.Attacked(tmp_path_factory.mktemp("a"))  # sockets need a short path
     keys, sound = attacked.keys, attacked.sound
     generator = attack.WritingGenerator(images, sound, 16, keys, attack.OPEN)
@@ -17,12 +18,12 @@ def test_an_attack_costs_others_nothing(tmp_path_factory):
         processes = len(attacked.server.processes())
         result = attacked.attack(generator).run(300, 16)
 
-        def is_given_back() -> bool:
-            decoders = len(attacked.server.processes()) - processes  # that were being replaced
-            allowed = 60_000_000 + max(0, decoders) * 40_000_000
+        def is_memory_returned() -> bool:
+            new_decoders = max(0, len(attacked.server.processes()) - processes)
+            allowed = 60_000_000 + new_decoders * 40_000_000
             return attacked.server.resident() - result.resident[0] < allowed
 
-        wire.until(is_given_back)
+        wire.until(is_memory_returned)
     finally:
         broken = attacked.end(attack.GRACE)
     text = attack.report(result)

@@ -1,4 +1,4 @@
-"""Every format's worst cases are refused, or decoded within the limits of time and memory."""
+"""Hostile images of every format are refused, or decoded within limits of time and memory."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ def peak_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def test_every_worst_case_is_refused_or_decoded_within_its_limits(pool):
+def test_hostile_images_are_refused_or_decoded_within_limits(pool):
     sound = hostile.sound()["png"]
     pool.decode("pixels", sound, PREPROCESSING)
     (first,) = pool.pids
@@ -47,7 +47,7 @@ def test_every_worst_case_is_refused_or_decoded_within_its_limits(pool):
     assert {"jpeg", "png", "gif", "bmp", "ppm", "webp", "tiff", "avif", "heic"} <= formats
 
 
-def test_damaged_images_are_answered(pool):
+def test_the_pool_survives_damaged_images(pool):
     for name, content in hostile.damaged(seed=1, count=3):
         with contextlib.suppress(DataError):
             pool.decode("pixels", content, PREPROCESSING, name=name)
@@ -72,7 +72,7 @@ def test_avif_and_heic_give_the_same_pixels_to_training_and_serving(format, pool
     exif[0x0112] = 6
     out = io.BytesIO()
     photo.save(out, format, quality=95, exif=exif.tobytes())
-    path = tmp_path / "photo.jpg"  # opened by content, whatever it is called
+    path = tmp_path / "photo.jpg"  # the content decides, not the name
     path.write_bytes(out.getvalue())
     image = decode(path)
     assert image.size == (photo.height, photo.width)  # upright
@@ -82,7 +82,7 @@ def test_avif_and_heic_give_the_same_pixels_to_training_and_serving(format, pool
     assert np.array_equal(served, PREPROCESSING(image))
 
 
-def test_limits_of_size_are_said():
+def test_each_limit_on_the_size_has_its_sentence():
     wide = io.BytesIO()
     Image.new("1", (6000, 5)).save(wide, "PNG")
     with pytest.raises(DataError, match="the limit is 1,000 for the ratio of its sides"):
@@ -90,7 +90,5 @@ def test_limits_of_size_are_said():
     assert decode(wide.getvalue(), Limits(aspect=1200)).size == (6000, 5)
     with pytest.raises(DataError, match="the limit is 5,000 on each side"):
         decode(wide.getvalue(), Limits(aspect=1200, side=5000))
-    with pytest.raises(
-        DataError, match=r"the limit is 29,999\. Save it smaller, or raise the limit"
-    ):
+    with pytest.raises(DataError, match=r"the limit is 29,999\. Save it smaller, or raise"):
         decode(wide.getvalue(), Limits(pixels=29_999))

@@ -1,4 +1,4 @@
-"""HTTP by hand over a socket: what no client library would send, and the answer as it comes."""
+"""HTTP over a plain socket, for requests that no client library sends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 TLS: ssl.SSLContext | None = None
-"""What connections are wrapped in: set by `trust`."""
+"""TLS context of all connections, set by `trust`."""
 
 
 def trust(certificate: str | None) -> None:
-    """Wrap the connections of this process in TLS, where a certificate's file is given."""
+    """Use TLS for all connections and trust a certificate's file; `None` ends this."""
     global TLS
     TLS = None if certificate is None else ssl.create_default_context(cafile=certificate)
 
 
 @dataclass
 class Answer:
-    """One answer; status 0 when the connection ended without one."""
+    """One answer; status 0 means that the connection ended without an answer."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -34,19 +34,19 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The sentence of an answer that is an error."""
+        """The sentence of a problem document."""
         return str(json.loads(self.body)["detail"])
 
 
 def connect(port: int, timeout: float = 20.0, source: str = "127.0.0.1") -> socket.socket:
-    """Return a connection from one of this machine's own addresses."""
+    """Return a connection from a loopback address."""
     connection = socket.create_connection(("127.0.0.1", port), timeout, (source, 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection if TLS is None else TLS.wrap_socket(connection, server_hostname="localhost")
 
 
 def read_answer(connection: socket.socket) -> Answer:
-    """Read one answer; 100 Continue is passed over."""
+    """Read one answer and skip `100 Continue`."""
     got = b""
     try:
         while True:
@@ -74,18 +74,17 @@ def read_answer(connection: socket.socket) -> Answer:
 
 
 def ask(port: int, request: bytes, timeout: float = 20.0, source: str = "127.0.0.1") -> Answer:
-    """Send bytes on a connection of their own and read one answer."""
+    """Send bytes on a new connection and read one answer."""
     with connect(port, timeout, source) as connection:
-        with suppress(ConnectionError):  # answered before all was sent
+        with suppress(ConnectionError):  # the server may answer before all is sent
             connection.sendall(request)
         return read_answer(connection)
 
 
 def get(path: str, *headers: str, host: str = "localhost") -> bytes:
     """Return a GET request."""
-    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode(
-        "latin-1"
-    )
+    lines = [f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1")
 
 
 def post(
@@ -104,21 +103,20 @@ def post(
 def form(
     image: bytes, k: str | None = None, name: str = "image", filename: str | None = "q.png"
 ) -> bytes:
-    """Return the body of a form whose boundary is `b`."""
-    reply = f'form-data; name="{name}"' + (
-        f'; filename="{filename}"' if filename is not None else ""
-    )
-    parts = [b"--b\r\nContent-Disposition: " + reply.encode() + b"\r\n\r\n" + image + b"\r\n"]
+    """Return the body of a form with the boundary `b`."""
+    file = "" if filename is None else f'; filename="{filename}"'
+    head = f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
+    body = head.encode() + image + b"\r\n"
     if k is not None:
-        parts.append(f'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'.encode())
-    return b"".join([*parts, b"--b--\r\n"])
+        body += f'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'.encode()
+    return body + b"--b--\r\n"
 
 
 FORM = "multipart/form-data; boundary=b"
 
 
 def vector(k: int = 3, width: int = 16) -> bytes:
-    """Return a search for a vector."""
+    """Return a search with a vector."""
     return post(json.dumps({"vector": [0.25] * width, "k": k}).encode())
 
 
@@ -135,32 +133,38 @@ def chunked(pieces: list[bytes], kind: str, *headers: str) -> bytes:
 
 
 def until(what: Callable[[], T], seconds: float = 30.0) -> T:
-    """Ask again and again, and return the first answer that is not false."""
+    """Call a function until its result is true; return that result."""
     end = time.monotonic() + seconds
-    while not (got := what()):
+    while not (result := what()):
         assert time.monotonic() < end
         time.sleep(0.05)
-    return got
+    return result
 
 
 def found(answer: Answer) -> list[dict[str, Any]]:
-    """Return the results of a search that succeeded."""
+    """Return the results of a successful search."""
     assert answer.status == 200, answer
     return list(json.loads(answer.body)["results"])
 
 
 def refused(answer, status: int, says: str) -> None:
-    """Assert that an answer is a problem document of this status whose sentence says this."""
+    """Assert that an answer is a problem document with this status and text."""
     content = answer.json()
-    assert (answer.status_code, answer.headers["content-type"]) == (
-        status,
-        "application/problem+json",
-    ), answer.text
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
     assert content["status"] == status and content["instance"] == answer.headers["x-request-id"]
     assert says in content["detail"], content
 
 
+def log_of(server) -> str:
+    """End a server with SIGTERM and return its unread output: its log, and nothing else."""
+    server.process.terminate()
+    log = "".join(server.process.communicate(timeout=20))
+    assert server.process.returncode == 0, log
+    return log
+
+
 def not_ready(server) -> str | None:
-    """Return why `/readyz` says that a server is not ready; None where it is."""
+    """Return why a server is not ready, by its `/readyz`, or `None` if it is."""
     answer = server.client.get("/readyz")
     return answer.json()["detail"] if answer.status_code == 503 else None

@@ -4,7 +4,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,6 @@ import makers
 import pytest
 from forking import Forked, Forker
 from retrieval.serving.index.index import create_index
-
-PROGRAM = ("-m", "retrieval.cli")
 
 
 @pytest.fixture(scope="session")
@@ -54,74 +53,70 @@ def empty(bundle_path, tmp_path):
 
 @pytest.fixture(scope="session")
 def forker():
-    """What servers are forked from."""
-    started = Forker()
-    yield started
-    started.close()
+    """A process that has loaded the package; most servers are forked from it, which is faster."""
+    process = Forker()
+    yield process
+    process.close()
 
 
 @pytest.fixture
 def served(forker):
-    """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
-    gives its url and process. One that is to start as a user starts it is given its `program`.
+    """A function that starts `retrieval serve` on a free port and waits until it is ready.
+
+    It returns the server's `url`, `port`, `process` and a `client`. A server with another `python`
+    or a `program` is started as a user starts it.
     """
-    yield from _servers(forker)
+    with ExitStack() as stack:
+        yield _starter(stack, forker)
 
 
 @pytest.fixture(scope="module")
 def shared(forker):
-    """As `served`, but the tests of a module share one server for each index and its options. Not
-    to be stopped.
-    """
-    for start in _servers(forker):
-        yield functools.cache(start)
+    """`served` for a whole module: one server for each index and its options. Not to be stopped."""
+    with ExitStack() as stack:
+        yield functools.cache(_starter(stack, forker))
 
 
-def _servers(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
-    started, clients = [], []
-
-    def start(index, *options, python=sys.executable, verify=True, wait=True, program=()):
+def _starter(stack: ExitStack, forker: Forker) -> Callable[..., SimpleNamespace]:
+    def start(index, *options, python=sys.executable, program=(), wait=True):
         words = ["serve", str(index), "--port", "0", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if program or python != sys.executable:
+            pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
             process = subprocess.Popen(
-                [python, *(program or PROGRAM), *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                [python, *(program or ("-m", "retrieval.cli")), *words],
                 text=True,
-                cwd=index.parent,  # `-m` looks here first: not the source tree
+                cwd=index.parent,  # `-m` looks there first, and must not find the source tree
                 env=environment,
+                **pipes,
             )
         else:
             process = Forked(forker, words, index.parent, environment)
-        started.append(process)
+        stack.callback(_end, process)
         line = process.stdout.readline()
         assert "Serving" in line, line + process.stderr.read()
         url = line.split(" at ")[1].split("/ ")[0]
-        server = SimpleNamespace(
-            url=url, process=process, client=httpx.Client(base_url=url, timeout=30, verify=verify)
-        )
-        server.port = int(url.rpartition(":")[2])
-        clients.append(server.client)
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
         if wait:
-            _until_ready(server.client)
-        return server
+            _wait_until_ready(client)
+        port = int(url.rpartition(":")[2])
+        return SimpleNamespace(url=url, port=port, process=process, client=client)
 
-    yield start
-    for client in clients:
-        client.close()
-    for process in started:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    return start
 
 
-def _until_ready(client: httpx.Client) -> None:
+def _end(process: subprocess.Popen | Forked) -> None:
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def _wait_until_ready(client: httpx.Client) -> None:
     end = time.monotonic() + 20
     while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"

@@ -26,8 +26,10 @@ def queries(index_path):
 def answers(
     index: Index, queries: list[Query], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[object], list[int], list[Trail]]:
-    """Ask all queries while the only thread is busy; return their hits or errors, the number of
-    vectors of each search, and their trails.
+    """Search with all queries while the only thread is busy.
+
+    Returns:
+        The queries' hits or errors, the number of vectors of each search, and the trails.
     """
     workers, sizes, trails = Workers(Settings(workers=1)), list[int](), [Trail() for _ in queries]
     search, served = index.search, Served("i", index, Settings(), workers)
@@ -59,7 +61,9 @@ def answers(
     return results, sizes, trails
 
 
-def test_each_gets_the_hits_that_it_gets_alone(index_path, queries, monkeypatch):
+def test_vectors_searched_together_get_the_hits_of_separate_searches(
+    index_path, queries, monkeypatch
+):
     queries[3] = queries[3]._replace(options=Options(k=2))
     with Index.open(index_path, threads=1) as index:
         alone = [

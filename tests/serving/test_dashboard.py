@@ -1,4 +1,4 @@
-"""The dashboard of `deploy/` shows every figure that the server gives."""
+"""The dashboard of `deploy/` shows all metrics of a server, and no others."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from retrieval.serving.stages import STAGES, Trail
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def exposed(path: Path) -> dict[str, set[str]]:
-    """The labels that each sample of a server of two indexes may have, by its name."""
+def labels_by_sample(path: Path) -> dict[str, set[str]]:
+    """Return the labels of each sample that a server of two indexes exports, by its name."""
     with Index.open(path, threads=1) as index:
         app = Application({"one": index, "other": index})
         trail = Trail()
@@ -35,29 +35,25 @@ def family(name: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path):
+def test_the_dashboard_shows_every_metric_and_no_other(bundle_path, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
     dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    labels_by_name = exposed(tmp_path / "i")
+    labels_by_name = labels_by_sample(tmp_path / "i")
     assert len(expressions) >= 20
-    shown = {
-        name for text in expressions for name in re.findall(r"\b(?:retrieval|process)_\w+", text)
-    }
-    assert not shown - set(labels_by_name), "no figure has this name"
+    shown = set(re.findall(r"\b(?:retrieval|process)_\w+", " ".join(expressions)))
+    assert not shown - set(labels_by_name), "no metric has this name"
     ours = {family(name) for name in labels_by_name if name.startswith("retrieval_")}
-    assert {family(name) for name in shown if name.startswith("retrieval_")} == ours, (
-        "the dashboard leaves figures out"
-    )
+    assert {family(name) for name in shown if name.startswith("retrieval_")} == ours
     known = set().union(*labels_by_name.values()) | {"job"}
     for text in expressions:
         inside = " ".join(re.findall(r"\{([^}]*)\}", text))
         by = " ".join(re.findall(r"by \(([^)]*)\)", text))
         assert set(re.findall(r'(\w+)[!=]~?"', inside)) | set(re.findall(r"\w+", by)) <= known, text
-        # one index of several can be chosen
+        # A user can choose one of several indexes.
         assert ('index=~"$index"' in inside) == ("retrieval_index_" in text)
     choices = {entry["name"]: entry for entry in dashboard["templating"]["list"]}
-    # a server of one index gives no such label: "All" must match its absence
+    # The metrics of a server of one index lack this label, and "All" must match them.
     assert choices["index"]["includeAll"] and choices["index"]["allValue"] == ".*"

@@ -1,11 +1,11 @@
-"""Readiness by parts: each that is broken is named, with a sentence, and the others are not."""
+"""Readiness names the broken part of an index; a bundle's probe shows a broken model."""
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,41 +37,31 @@ def checked(readiness: Readiness) -> dict[str, str]:
     return readiness.checks()
 
 
-@pytest.fixture
-def probed(index_path):
+def test_a_server_that_cannot_decode_images_is_not_ready_and_logs_the_cause(index_path, caplog):
+    def refuse():
+        raise Undecodable("none starts") from PermissionError(13, "denied", "/root/python")
+
     with open_index(index_path, threads=1) as index, readiness_of(index) as readiness:
+        assert "has not been run" in readiness.reason()
+        assert checked(readiness) == OK and readiness.reason() is None
         decoders = readiness._served.workers.decoders
-        yield SimpleNamespace(
-            probe=lambda: checked(readiness), readiness=readiness, decoders=decoders
-        )
-
-
-def test_every_part_is_named(probed):
-    assert "has not been run" in probed.readiness.reason()
-    assert probed.probe() == OK
-    assert probed.readiness.reason() is None
-
-
-def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
-    decoders, denied = probed.decoders, (13, "Permission denied", "/root/python")
-
-    def refuse(*arguments, **more):
-        raise Undecodable("none starts") from PermissionError(*denied)
-
-    for pid in decoders.pids:
-        os.kill(pid, signal.SIGKILL)
-    wire.until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
-    decoders._start = refuse
-    content = probed.probe()
-    assert "cannot decode images" in content["search"] and content["index"] == "ok"
-    assert "Permission denied: '/root/python'" in caplog.text
-    del decoders._start
-    assert probed.probe() == OK
+        for pid in decoders.pids:
+            os.kill(pid, signal.SIGKILL)
+        wire.until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
+        decoders._start = refuse
+        content = checked(readiness)
+        assert "cannot decode images" in content["search"] and content["index"] == "ok"
+        assert "denied: '/root/python'" in caplog.text
+        del decoders._start
+        assert checked(readiness) == OK
 
 
 @pytest.fixture
 def probing(makers, tmp_path):
-    """Make a bundle with a probe, whose vector (of a variant) may be spoilt."""
+    """A function that makes a bundle with a probe.
+
+    It adds `spoil` to the first number of the probe's vector, or of the vector of a variant `of`.
+    """
 
     def make(name, spoil=0.0, of=None, **options):
         path = makers.make_bundle(tmp_path / name, **options)
@@ -96,16 +86,14 @@ def probing(makers, tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"kind": "features"}, {"query_vectors": True}, {"side": 5}]
 )
-def test_a_bundle_is_where_it_was_and_a_wrong_one_is_not(probing, options):
+def test_the_probe_of_a_right_model_is_near_and_that_of_a_wrong_one_is_not(probing, options):
     for name, spoil in (("right", 0.0), ("near", 5e-5)):
         assert probe_fault(Bundle.open(probing(name, spoil, **options), threads=1)) is None
     fault = probe_fault(Bundle.open(probing("wrong", 3e-4, **options), threads=1))
-    assert (
-        "model is broken" in fault and "differs by 0.0003" in fault and "0.0001 is allowed" in fault
-    )
+    assert re.search(r"model is broken.* differs by 0\.0003 .*0\.0001 is allowed", fault)
 
 
-def test_a_variant_has_a_vector_of_its_own_and_its_own_tolerance(probing):
+def test_a_variant_has_its_own_vector_and_tolerance(probing):
     path = probing("b", 0.3, "fp16", variant=True)
     assert probe_fault(Bundle.open(path, threads=1)) is None
     assert "0.001 is allowed" in probe_fault(Bundle.open(path, threads=1, variant="fp16"))
@@ -114,10 +102,11 @@ def test_a_variant_has_a_vector_of_its_own_and_its_own_tolerance(probing):
 
 
 @pytest.mark.parametrize("key", ["pattern", "vector"])
-def test_a_probe_that_does_not_fit_is_no_crash(probing, key):
+def test_a_probe_that_does_not_fit_its_encoder_is_reported(probing, key):
     path = probing("b")
     manifest = read_manifest(path)
-    for text in (coded(np.zeros(3, np.float32)), coded(np.full(16, np.nan, np.float32))):
+    few, odd = coded(np.zeros(3, np.float32)), coded(np.full(16, np.nan, np.float32))
+    for text in (few, odd, "AAAA"):  # the last has 3 bytes, less than one number
         probe = manifest.probe.model_copy(update={key: text})
         write_manifest(path, manifest.model_copy(update={"probe": probe}))
         assert probe_fault(Bundle.open(path, threads=1)) is not None
@@ -133,13 +122,11 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
     done = cli("serve", tmp_path / "i", "--port", "0")
     assert done.code == 2 and "is not served. The model is broken" in done.err
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
-        content = checked(readiness)  # as after a migration to such a bundle
+        content = checked(readiness)  # a migration could serve such a bundle
     assert "bundle's probe" in content.pop("model") and set(content.values()) == {"ok"}
 
 
-def test_a_model_that_becomes_wrong_is_seen_by_the_probe(
-    probing, makers, photos, tmp_path, monkeypatch
-):
+def test_the_probe_shows_a_model_that_becomes_wrong(probing, makers, photos, tmp_path, monkeypatch):
     create_index(tmp_path / "i", probing("right"), [photos / "1"], progress=False)
     other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:

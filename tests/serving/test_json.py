@@ -1,4 +1,6 @@
-"""The quick reading of JSON bodies gives what the strict one gives, or leaves the text to it."""
+"""Strict JSON: the fast parser agrees with the strict one, and the depth is limited."""
+
+import sys
 
 import pytest
 from retrieval.serving.files import strict_json
@@ -50,7 +52,7 @@ TEXTS = [
 
 
 def read(text: bytes) -> str:
-    """Return what is read, to the last bit, or what is said of it."""
+    """Return the parsed text, to the last bit, or the name of the error."""
     try:
         return repr(strict_loads(text, finite=False))
     except (ValueError, RecursionError) as fault:
@@ -58,7 +60,7 @@ def read(text: bytes) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:24]))
-def test_both_readings_agree(text, monkeypatch):
+def test_both_parsers_agree(text, monkeypatch):
     quick = read(text)
     monkeypatch.setattr(strict_json, "_fast_object", lambda text: None)
     assert quick == read(text) or {quick, read(text)} <= {
@@ -66,3 +68,25 @@ def test_both_readings_agree(text, monkeypatch):
         "JSONDecodeError",
         "UnicodeDecodeError",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 5000, "nested too deeply"),
+        ('{"a": ' * 65 + "1" + "}" * 65, "nested too deeply"),
+        ('["\\"[", ' + "[" * 64 + "]" * 64 + "]", "nested too deeply"),
+        ('"' + '\\"[' * 200_000 + "\\", "Unterminated"),
+    ],
+    ids=range(4),
+)
+def test_depth_is_limited_even_if_python_allows_more(text, says):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 100_000)  # as some libraries do
+    try:
+        with pytest.raises(ValueError, match=says):
+            strict_loads(text)
+    finally:
+        sys.setrecursionlimit(before)
+    wide = '["' + "[" * 200 + '"' + ", []" * 100 + "]"  # brackets in text and in a row are not deep
+    assert strict_loads(wide)[100] == []

@@ -1,4 +1,4 @@
-"""API keys: the file, the command, and how fast and how well a key is known again."""
+"""API keys: their file, the command `keys`, and how a server recognises a key."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from retrieval.serving.http.keys import (
 )
 
 
-def test_a_key_is_known_and_nothing_else_is():
+def test_a_key_is_recognised_and_nothing_else():
     sent, kept = new_key("shop", "read")
     other, _ = new_key("other", "read")
     keys = Keys([kept])
@@ -35,7 +35,7 @@ def test_a_key_is_known_and_nothing_else_is():
     assert secret not in kept.model_dump_json() and len(secret) == 43
 
 
-def test_the_command_makes_lists_and_removes(cli, tmp_path):
+def test_the_command_adds_lists_and_removes_keys(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
     fresh = cli("keys", "add", "shop", "--output", path)
     options = ("--role", "write", "--index", "photos", "--index", "shoes", "-o", path)
@@ -56,21 +56,18 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path.chmod(0o640)
     assert cli("keys", "remove", "shop", "--output", path).code == 0
     assert [key.name for key in read_keys(path)] == ["importer"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server that may read it may go on
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server of this group can still read it
     assert cli("keys", "remove", "importer", "--output", path).code == 0
     assert len(read_keys(path)) == 0
 
 
-def test_mistakes_are_sentences(cli, tmp_path):
+def test_a_mistake_is_one_sentence_and_changes_nothing(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
     assert cli("keys", "add", "shop", "--output", path).code == 0
     before = path.read_bytes()
     for arguments, says in (
         (("add", "shop", "-o", path), "has a key shop already"),
-        (
-            ("add", "two words", "-o", path),
-            "cannot be created: name: it must have at most 64 characters",
-        ),
+        (("add", "two words", "-o", path), "created: name: it must have at most 64 characters"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
         (("add", "x", "-o", tmp_path), "not a regular file"),
@@ -83,7 +80,7 @@ def test_mistakes_are_sentences(cli, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_every_fault_of_a_file_is_told_without_what_is_there():
+def test_all_faults_of_a_file_are_reported_without_its_content():
     sent, kept = new_key("shop", "read")
     sound = json.loads(kept.model_dump_json(exclude_none=True))
 
@@ -112,10 +109,10 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
     assert sent not in text and "rk_secret" not in text and sound["hash"] not in text
 
 
-def test_a_file_is_bounded(tmp_path, monkeypatch):
+def test_the_size_of_a_file_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "keys"
     with path.open("wb") as file:
-        file.truncate(100_000_000_000)  # a sparse file: reading it would not end
+        file.truncate(100_000_000_000)  # sparse, and too large to read
     for text, says in ((None, "too large"), (b"", "is empty"), (b" \n\n", "is empty")):
         if text is not None:
             path.write_bytes(text)
@@ -157,7 +154,7 @@ def test_two_commands_at_once_lose_no_key(tmp_path):
     assert all("Another process is changing these keys" in fault for fault in faults)
 
 
-def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
+def test_a_changed_file_is_read_and_an_invalid_one_changes_nothing(tmp_path, caplog):
     path = tmp_path / "keys"
     first, kept = new_key("first", "read")
     add_key(path, kept)
@@ -165,7 +162,7 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
     second, other = new_key("second", "read")
     add_key(path, other)
     keys.look()
-    assert keys.keys.find(second) is None  # it might still be written
+    assert keys.keys.find(second) is None  # another process might still write the file
     keys.look()
     assert keys.keys.find(second) and keys.keys.find(first)
     sound = path.read_bytes()
@@ -175,7 +172,7 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
         for _ in range(4):
             keys.look()
         assert keys.keys.find(second) and keys.keys.find(first), broken
-        assert len(caplog.records) == 1, "said once"
+        assert len(caplog.records) == 1, "the log repeats itself"
         assert "The keys stay as they were" in caplog.text and kept.hash not in caplog.text
     path.write_bytes(sound)
     remove_key(path, "first")
@@ -185,7 +182,7 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
     assert "has 1 key" in caplog.text
 
 
-def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
+def test_a_link_is_followed_as_for_mounted_secrets(tmp_path):
     sent = {}
     for name in "ab":
         (tmp_path / name).mkdir()

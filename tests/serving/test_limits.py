@@ -1,4 +1,4 @@
-"""What a real server bounds in number, time and memory, over real sockets."""
+"""Limits of a real server in number, time and memory, over real sockets."""
 
 import asyncio
 import contextlib
@@ -28,15 +28,12 @@ def port(shared, index_path):
 
 
 def memory_of(server: SimpleNamespace) -> int:
-    """Return the resident bytes of the server's own process."""
+    """Return the resident bytes of the server's process, without its decoders."""
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
-# --- time and memory
-
-
-def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bundle_path, tmp_path):
+def test_images_that_became_pipes_do_not_stop_the_server(served, makers, bundle_path, tmp_path):
     paths = makers.write_digits(tmp_path / "photos", 12)
     create_index(tmp_path / "i", bundle_path, [tmp_path / "photos"], progress=False)
     server = served(tmp_path / "i", "--images", str(tmp_path / "photos"))
@@ -80,7 +77,7 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-        return memory.read(Request(scope, receive), {"json": 900_000}, "")
+        return memory.read(Request(scope, receive), {"json": 900_000})
 
     async def scenario() -> None:
         first = await read(bytes(600_000))
@@ -139,9 +136,8 @@ def test_a_form_beyond_its_bounds_is_refused(content, says):
     assert read_form(Body("form", wire.FORM, IMAGE + END), ("k",), 10**6) == ([b"\x89PNG"], {})
 
 
-def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_proxys(port):
-    """nginx keeps its connections for 60 seconds, Caddy for 120."""
-    assert KEEP_ALIVE_SECONDS > 120
+def test_a_header_that_drips_is_cut_off_and_an_idle_connection_is_kept(port):
+    assert KEEP_ALIVE_SECONDS > 120  # Caddy's, the longest of the proxies'
     began = time.monotonic()
     with wire.connect(port) as dripping, wire.connect(port) as kept:
         kept.sendall(wire.vector())
@@ -155,8 +151,8 @@ def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_prox
 
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
-def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
-    """The JDK's client asks for h2c with every POST. A body is never a request."""
+def test_a_request_to_upgrade_is_answered_without_an_upgrade(port, upgrade):
+    """The JDK's client requests h2c with every POST. A body must never become a request."""
     inner = b"GET /v1/indexes HTTP/1.1\r\nHost: localhost\r\n\r\n"
     settings = ("Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABk")
     headers = (f"Upgrade: {upgrade}", *settings)
@@ -185,7 +181,7 @@ def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
-def test_what_is_no_request_for_this_server_is_refused_once(port, request_):
+def test_requests_to_a_proxy_and_http_2_are_refused(port, request_):
     answer = wire.ask(port, request_)
     assert answer.status == 400 and answer.error.endswith("."), answer
     assert wire.ask(port, LIVE).status == 200

@@ -1,4 +1,4 @@
-"""The server's log: a line a request, and none that acts on a terminal."""
+"""The server's log: one line a request, without control characters."""
 
 import io
 import json
@@ -16,20 +16,14 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-def log_of(server) -> list[str]:
-    """Stop the server and return its log's lines."""
-    server.process.terminate()
-    assert server.process.wait(15) == 0
-    return server.process.stderr.read().splitlines()
-
-
-def test_a_line_a_request(served, index_path, photos):
+def test_a_request_has_one_line(served, index_path, photos):
     server = served(index_path, "--log-format", "json")
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
     answer = wire.ask(server.port, image)
     missing = wire.ask(server.port, wire.get("/v1/items/nobody/image", f"traceparent: {PARENT}"))
     wire.ask(server.port, wire.get("/livez"))
-    lines = [json.loads(line) for line in log_of(server) if line.startswith("{")]
+    log = wire.log_of(server).splitlines()
+    lines = [json.loads(line) for line in log if line.startswith("{")]
     search, item = [line for line in lines if "route" in line]
     for line, *request in (
         (search, "POST", "/v1/search", 200),
@@ -41,7 +35,7 @@ def test_a_line_a_request(served, index_path, photos):
     assert search["bytes_out"] == len(answer.body) and search["bytes_in"] > 100
     assert {"read", "decode", "encode", "search", "items", "send"} <= set(search["stages"])
     assert 0 < sum(search["stages"].values()) <= 1.5 * search["ms"]
-    # An answer that is an error has its id, and a trace's id is the request's own
+    # An error response contains the request's id, which is made from the trace's id if there is one
     assert item["trace_id"] == TRACE and "trace_id" not in search
     instance = json.loads(missing.body)["instance"]
     assert instance == item["request_id"] == missing.headers["x-request-id"]
@@ -49,27 +43,27 @@ def test_a_line_a_request(served, index_path, photos):
     assert missing.headers["traceparent"] == PARENT
 
 
-def test_as_text(served, index_path):
+def test_a_line_of_text(served, index_path):
     server = served(index_path, "--log-format", "text")
     answer = wire.ask(server.port, wire.vector())
-    (line,) = [line for line in log_of(server) if "/v1/search" in line]
+    (line,) = [line for line in wire.log_of(server).splitlines() if "/v1/search" in line]
     assert "INFO POST /v1/search 200 ms=" in line and answer.headers["x-request-id"] in line
 
 
-def test_a_parent_is_taken_where_it_is_one():
+def test_only_a_valid_traceparent_is_used():
     odd = (PARENT[:-1], PARENT + "-more", PARENT + "\n", PARENT.upper(), PARENT.replace("4", "g"))
     version = PARENT.replace("00-", "ff-", 1)
     zeros = (f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE}-{'0' * 16}-01")
     for parent in ("", "x", "٠" * 55, version, *odd, *zeros):
         assert trace_id([(b"traceparent", parent.encode())]) == "", parent
-    for parent in (PARENT, f"01-{TRACE}-00f067aa0ba902b7-01-more"):  # also of a later version
+    for parent in (PARENT, f"01-{TRACE}-00f067aa0ba902b7-01-more"):  # the second: a later version
         assert trace_id([(b"traceparent", parent.encode())]) == TRACE
     assert trace_id([(b"traceparent", PARENT.encode())] * 2) == ""
 
 
 @pytest.fixture
 def loggers():
-    """The server's logger; it and its like are put back as they were."""
+    """The server's logger; all changed loggers are restored."""
     kept = list(map(logging.getLogger, ("retrieval.serving.http", "uvicorn.error", "asyncio")))
     before = [(logger.handlers, logger.propagate) for logger in kept]
     yield kept[0]
@@ -78,7 +72,7 @@ def loggers():
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_acts_on_a_terminal_is_escaped(form, loggers):
+def test_control_characters_are_escaped(form, loggers):
     written = io.StringIO()
     with redirect_stderr(written):
         log = start_log(form)
@@ -95,26 +89,24 @@ def test_what_acts_on_a_terminal_is_escaped(form, loggers):
         assert event["level"] == "WARNING" and "Not ready" in event["message"]
 
 
-def test_nobody_waits_for_who_reads_the_log():
-    """Standard error is a full pipe that nobody reads: lines are dropped."""
-    code = """
+FULL_PIPE = """
 import logging, os
 from retrieval.serving.http import monitoring
 monitoring.start_log("json")
 for number in range(50_000):
-    said = {"status": 200, "more": "x" * 100}
-    logging.getLogger("retrieval.serving.http").info("request", extra={"request": said})
+    fields = {"status": 200, "more": "x" * 100}
+    logging.getLogger("retrieval.serving.http").info("request", extra={"request": fields})
 print("went on", flush=True)
 os._exit(0)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        assert process.stdout.readline() == b"went on\n"
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+
+
+def test_a_full_pipe_that_nobody_reads_stops_no_request():
+    """The log drops lines then."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", FULL_PIPE], **pipes) as process:
+        try:
+            assert process.stdout.readline() == b"went on\n"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

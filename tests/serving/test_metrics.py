@@ -1,4 +1,4 @@
-"""The metrics under load, by Prometheus's own parser; no client can add series."""
+"""The metrics of a server under load, read by Prometheus's parser; no client can add series."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +10,8 @@ from retrieval.serving.stages import STAGES
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     """Return all samples: by name, then by the values of their labels."""
     answer = wire.ask(port, wire.get("/metrics"))
-    assert answer.status == 200 and answer.headers["content-type"].startswith(
-        "text/plain; version=0.0.4"
-    )
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(answer.body.decode()):
         assert family.documentation and family.name.startswith(("retrieval_", "process_"))
@@ -39,16 +38,16 @@ def test_under_load_every_request_is_counted(served, index_path, photos):
     assert counts["GET", image_of, "200"] == counts["GET", image_of, "404"] == 20
     assert counts[metrics] - before.get(metrics, 0) == 6
     assert now["retrieval_refused_total"]["404",] == now["retrieval_refused_total"]["422",] == 20
-    # By stage: what was asked for went through each as often
+    # Each request passed its stages once
     stages, seconds = now["retrieval_stage_seconds_count"], now["retrieval_stage_seconds_sum"]
     assert set(stages) == {(stage,) for stage in STAGES}
     assert stages["read",] == 60 and stages["decode",] == stages["encode",] == 20
-    assert stages["search",] == 40  # a vector of another width is refused before
+    assert stages["search",] == 40  # a vector of another width is refused before it is searched
     assert stages["items",] == 40 and stages["write",] == 0
     assert now["retrieval_encode_batch_count"][()] == now["retrieval_encode_batch_sum"][()] == 20
     parts = sum(seconds[stage,] for stage in ("decode", "encode", "search", "items"))
     assert 0 < parts < now["retrieval_request_seconds_sum"][search,]
-    # And how the server is
+    # The state of the server
     queues = {("searches",): 0, ("images",): 0, ("pictures",): 0, ("changes",): 0}
     assert now["retrieval_queue_length"] == queues
     assert now["retrieval_index_items"][()] == 200

@@ -1,4 +1,4 @@
-"""No URL of a request is fetched, and no path of one reaches the file system."""
+"""The server fetches no URL from a request, and opens no path from a request."""
 
 import json
 import socket
@@ -22,9 +22,7 @@ sys.addaudithook(_hook)
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
-    """Every Python process that starts from here on writes what it opens and whom it calls into
-    this file.
-    """
+    """The file in which every Python process started from now on records its opens and calls."""
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(WATCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
@@ -33,7 +31,7 @@ def watched(monkeypatch, tmp_path):
 
 
 def request(method: str, path: str, body=b"", kind="application/json", *headers: str) -> bytes:
-    """A request with a body, which is given as bytes or as what becomes JSON."""
+    """Return a request; a body that is not bytes is sent as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}"]
     lines += [f"Content-Length: {len(content)}", *headers, "", ""]
@@ -41,7 +39,7 @@ def request(method: str, path: str, body=b"", kind="application/json", *headers:
 
 
 def of_text(text: str, image: bytes):
-    """Every place of a request that could be taken for a path or an address."""
+    """Yield requests with a text in every place that a server could take for a path or URL."""
     quoted, vector = quote(text, safe=""), [0.25] * 16
     item, index = f"/v1/items/{quoted}", f"/v1/indexes/{quoted}/index"
     for path in (
@@ -86,7 +84,7 @@ def of_text(text: str, image: bytes):
 
 
 def attacks(url: str, folder: Path, image: bytes):
-    """Paths, addresses, images that name files, and filters that call SQLite's functions."""
+    """Yield requests with paths, URLs, images that name files, and functions of SQLite."""
     for text in (
         f"../../../../{folder}/{MARK}",
         f"{folder}/{MARK}",
@@ -142,13 +140,13 @@ def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, 
         plain = request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)
         assert wire.ask(port, plain).status == 200
         begun = watched.read_text()
-        assert "open " in begun and "sitecustomize" not in begun.splitlines()[-1]  # the watch works
+        assert "open " in begun and "sitecustomize" not in begun.splitlines()[-1]  # the hook works
         sent = [wire.ask(port, attack).status for attack in attacks(url, tmp_path, image)]
         trap.settimeout(0.2)
         with pytest.raises(TimeoutError):
             trap.accept()
     assert 500 not in sent and len(sent) > 300
-    assert sent.count(200) > 50  # some of it are good requests: ids and file names may be anything
+    assert sent.count(200) > 50  # some requests are valid: ids and file names may be any text
     events = watched.read_text()[len(begun) :].splitlines()
     assert [event for event in events if MARK in event] == []
     assert [event for event in events if event.startswith(CALLS) and "retrieval" not in event] == []

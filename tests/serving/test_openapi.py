@@ -1,4 +1,4 @@
-"""The OpenAPI document: it says what the code does, and answers are what it says."""
+"""The OpenAPI document agrees with the routes, responses and roles of a real server."""
 
 import json
 import re
@@ -14,7 +14,7 @@ WIDTH = 16
 DOCUMENT = document(Routes)
 
 
-def test_every_route_is_described_and_every_description_is_a_route():
+def test_the_document_describes_exactly_the_routes():
     routes = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
         for route in Routes({}, Settings()).all()
@@ -29,7 +29,7 @@ def test_every_route_is_described_and_every_description_is_a_route():
     assert len(names) == len(set(names)) == count
 
 
-def test_the_document_is_openapi():
+def test_path_parameters_and_references_are_declared():
     text = json.dumps(DOCUMENT)
     for path, methods in DOCUMENT["paths"].items():
         parameters = [entry for operation in methods.values() for entry in operation["parameters"]]
@@ -40,13 +40,13 @@ def test_the_document_is_openapi():
 
 
 def valid(schema: dict, content: object) -> bool:
-    """Whether JSON is what a schema of the document says."""
+    """Return whether JSON matches a schema of the document."""
     jsonschema_rs = pytest.importorskip("jsonschema_rs")
     whole = {**schema, "components": DOCUMENT["components"]}
     return jsonschema_rs.is_valid(whole, content)
 
 
-def test_answers_are_what_the_document_says(served, living, photos):
+def test_responses_match_the_document(served, living, photos):
     server = served(living, "--open", "admin", "--snapshots", str(living.parent))
     image = next(photos.rglob("*.png")).read_bytes()
     vector, seen = [0.5] * WIDTH, set()
@@ -96,7 +96,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
     for path in ("/v1/indexes", "/v1/openapi.json"):
         assert ask(path).status_code == 200
     assert seen == {operation.id for operation in OPERATIONS}
-    for operation in OPERATIONS:  # and no others: each unknown parameter is refused
+    for operation in OPERATIONS:  # an unknown parameter is refused, and the known ones are named
         if operation.method == "get" and operation.query:
             path = operation.path.replace("{id}", "x")
             answer = server.client.get(f"/v1{path}?unknown=1")
@@ -104,7 +104,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
             assert all(name in answer.json()["detail"] for name in operation.query if name != "id")
 
 
-def test_the_document_names_the_role_that_each_operation_takes(served, living):
+def test_the_document_names_the_role_that_each_operation_needs(served, living):
     keys, sent = living.parent / "keys.jsonl", {}
     for role in ("read", "write", "admin"):
         sent[role], kept = new_key(role, role)
@@ -132,7 +132,7 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
     assert DOCUMENT["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 
-def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):
+def test_responses_to_requests_of_schemathesis_match_the_document(served, living):
     schemathesis = pytest.importorskip("schemathesis")
     requests = pytest.importorskip("requests")
     from hypothesis import HealthCheck, Phase, given, settings

@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium."""
+"""The search page in a real headless Chromium."""
 
 import csv
 import re
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from browsing import MARKUP, count_is, first_is, fits, keys_of, loaded, search
 from PIL import Image
+from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.index.index import create_index
 
 pytestmark = pytest.mark.browser
@@ -24,7 +25,7 @@ DROP = """async ([name, bytes]) => {
 
 
 def results(server, index: str = "", **request) -> list[dict]:
-    """The hits that the server gives, by a request of `httpx`."""
+    """Return the hits of a search by a request of `httpx`."""
     return server.client.post(f"/v1{index}/search", **request).json()["results"]
 
 
@@ -37,7 +38,7 @@ def digits(shared, index_path, photos):
     return shared(index_path, "--images", str(photos))
 
 
-def test_a_chosen_image_shows_its_neighbours(page, digits, photos):
+def test_a_chosen_image_shows_its_nearest_items(page, digits, photos):
     page.goto(digits.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
     query = photos / "3" / "0003.png"
@@ -106,7 +107,7 @@ PASTE = """async ([name, bytes, type]) => {
 
 @pytest.mark.parametrize("touch", [False, True])
 def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
-    """On a phone, which has a camera: the button that takes a photo is there, and only there."""
+    """Only a phone shows the button that takes a photo."""
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
     size = {"width": 390, "height": 800}
     context = browser.new_context(viewport=size, has_touch=touch, is_mobile=touch)
@@ -114,7 +115,7 @@ def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
     page.set_default_timeout(10_000)
     page.goto(digits.url)
     page.wait_for_selector("text=200 items")
-    assert not page.evaluate(PASTE, ["", [], ""])  # text goes where it would have gone
+    assert not page.evaluate(PASTE, ["", [], ""])  # text is pasted as usual
     assert page.evaluate(PASTE, [five.name, list(five.read_bytes()), "image/png"])
     first_is(page, "5/0005.png")
     photo = page.locator("label[for=photo]")
@@ -130,7 +131,7 @@ def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
     context.close()
 
 
-def test_the_keyboard_and_the_names_of_things(page, digits, photos):
+def test_the_page_works_by_keyboard_and_names_its_parts(page, digits, photos):
     page.goto(digits.url)
     search(page, photos / "3" / "0003.png")
     tree = page.locator("body").aria_snapshot()
@@ -149,7 +150,7 @@ def test_the_keyboard_and_the_names_of_things(page, digits, photos):
     first_is(page, results(digits, json={"id": id, "k": 10})[0]["key"])
 
 
-def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
+def test_an_index_of_features_is_searched_with_typed_numbers(page, served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
     np.savez(tmp_path / "f.npz", features=features)
@@ -172,6 +173,13 @@ window.fetch = (address, request) => {
   return real(address, request);
 }"""
 BOX = ("x", "y", "width", "height")
+
+
+@pytest.fixture
+def axe():
+    """A checker of accessibility."""
+    name = "axe_playwright_python.sync_playwright"
+    return pytest.importorskip(name, reason="axe is not installed").Axe()
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +251,7 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, digits, tmp_pat
     assert page.locator(".hit .distance").first.inner_text() == "0.0000"
     for edge in ("#left", "#right"):
         page.focus(edge)
-        page.keyboard.press("Home")  # as far as it goes: one percent, on the right
+        page.keyboard.press("Home")  # the right edge stops at one percent
     assert page.input_value("#right") == "1"
     for _ in range(49):
         page.keyboard.press("ArrowRight")
@@ -255,7 +263,7 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, digits, tmp_pat
     assert page.faults == []
 
 
-def test_an_address_says_what_is_searched_for_and_never_the_image(page, shared, described):
+def test_the_address_contains_the_search_but_no_image(page, shared, described):
     url = shared(described).url
     page.goto(url)
     search(page, described.parent / "<b>3.png")
@@ -299,7 +307,7 @@ def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
         assert shows(page, hits, place)
     assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
-    # an item that the first index lacks: by its image there
+    # The first index lacks this item, so the page searches it with the item's image.
     page.locator("#others .hit button").first.click()
     page.wait_for_function(
         "() => document.querySelector('#results .hit .distance').textContent === '0.0000'"
@@ -308,10 +316,7 @@ def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
     assert fits(page)
 
 
-def test_axe_finds_nothing(page, shared, described, index_path):
-    axe = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="axe is not installed"
-    ).Axe()
+def test_axe_finds_nothing(page, shared, described, index_path, axe):
     server = shared(described, index_path)
     page.goto(f"{server.url}/#beside=digits")
     page.set_input_files("#file", str(described.parent / "<b>3.png"))
@@ -333,10 +338,10 @@ def test_axe_finds_nothing(page, shared, described, index_path):
         hits = axe.run(page)
         assert hits.violations_count == 0, hits.generate_report()
     page.evaluate("() => document.querySelector('label[for=k]').remove()")
-    assert axe.run(page).violations_count > 0  # it does look
+    assert axe.run(page).violations_count > 0  # axe works
 
 
-def test_its_picture_in_the_docs_is_what_it_shows(page, digits, photos, shown, tmp_path):
+def test_the_picture_of_the_page_in_the_docs_is_current(page, digits, photos, shown, tmp_path):
     page.set_viewport_size({"width": 900, "height": 860})
     page.goto(digits.url)
     page.wait_for_selector("text=200 items")
@@ -344,3 +349,61 @@ def test_its_picture_in_the_docs_is_what_it_shows(page, digits, photos, shown, t
     loaded(page)
     page.screenshot(path=str(tmp_path / "page.png"))
     shown(tmp_path / "page.png", "page.png")
+
+
+def test_with_a_key_items_are_added_changed_and_deleted(
+    page, served, bundle_path, photos, axe, tmp_path
+):
+    create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
+    keys = tmp_path / "keys.jsonl"
+    words = {}
+    for role in ("read", "write"):
+        words[role], kept = new_key(role, role)
+        add_key(keys, kept)
+    server = served(tmp_path / "i", "--keys", str(keys))
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(server.url)
+    page.wait_for_selector("text=A key is needed for searching and looking.")
+    page.fill("#key", words["read"])
+    page.press("#key", "Enter")
+    page.wait_for_selector("text=euclidean distance")
+    page.set_input_files("#file", str(photos / "7" / "0007.png"))
+    page.wait_for_selector(".hit")
+    loaded(page)  # an <img> cannot send a key, so the page fetches the images
+    assert page.locator(".edit >> visible=true").count() == 0
+    page.fill("#key", words["write"])
+    page.press("#key", "Enter")
+    page.click("#add")
+    page.fill("#item-id", f"a/b {MARKUP}")
+    page.fill("#item-label", MARKUP)
+    page.fill("#item-metadata", "{price: 3}")
+    page.click("#item-form .main")
+    page.wait_for_selector("text=The metadata must be a JSON object")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
+    page.fill("#item-metadata", '{"price": 3}')
+    page.click("#item-form .main")
+    first_is(page, f"a/b {MARKUP}")
+    assert page.locator(".hit .label").first.inner_text() == MARKUP
+    page.click("#add")  # a new item cannot take this id
+    page.fill("#item-id", f"a/b {MARKUP}")
+    page.click("#item-form .main")
+    page.wait_for_selector("text=An item has this id already.")
+    page.click("#cancel")
+    page.locator(".hit").first.get_by_text("Change").click()
+    page.fill("#item-label", "seven")
+    page.click("#item-form .main")
+    page.wait_for_function("() => document.querySelector('.hit .label').textContent === 'seven'")
+    assert page.locator(".hit .metadata").first.inner_text() == "price: 3"
+    page.locator(".hit").first.get_by_text("Delete").click()
+    page.wait_for_function("() => document.querySelector('.hit .label')?.textContent === '1'")
+    assert page.evaluate("() => [Object.values(sessionStorage), localStorage.length]") == [
+        [words["write"]],
+        0,
+    ]
+    assert all(words["write"] not in url for url in [*page.asked, page.url])
+    page.click("#forget")
+    page.wait_for_selector("text=A key is needed for searching and looking.")
+    assert [fault for fault in page.faults if "401" not in fault and "404" not in fault] == []

@@ -1,4 +1,4 @@
-"""`retrieval serve --processes N`: stock worker processes, one of which is killed."""
+"""`retrieval serve --processes N`: several processes serve, and a killed one is replaced."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def two_processes(folder: Path) -> Iterator[SimpleNamespace]:
 
 
 def answering(server: SimpleNamespace, count: int) -> set[int]:
-    """Return the processes that answered searches since this was asked, when there are so many."""
+    """Search until `count` processes have answered; return their ids."""
     before = len(server.log.read_text().splitlines())
 
     def pids():
@@ -58,29 +58,29 @@ def folder(living):
     return living.parent
 
 
-def requests_counted(server: SimpleNamespace) -> float:
+def counted_requests(server: SimpleNamespace) -> float:
     name = b'retrieval_requests_total{method="POST",route="/v1/search",status="200"}'
     lines = wire.ask(server.port, wire.get("/metrics")).body.splitlines()
     return sum(float(line.rpartition(b" ")[2]) for line in lines if line.startswith(name))
 
 
-def test_both_answer_and_one_that_is_killed_comes_back(folder):
+def test_both_processes_answer_and_a_killed_one_is_replaced(folder):
     with two_processes(folder) as server:
         pids = answering(server, 2)
         assert len(pids) == 2 and server.process.pid not in pids
-        counted = requests_counted(server)
-        assert counted >= 2 and counted == requests_counted(server)  # of both, whoever is asked
+        counted = counted_requests(server)
+        assert counted >= 2 and counted == counted_requests(server)  # each process adds up both
         os.kill(min(pids), signal.SIGKILL)
         wire.until(
             lambda: answering(server, 2) - {min(pids)} and min(pids) not in answering(server, 2), 60
         )
-        assert requests_counted(server) > counted
+        assert counted_requests(server) > counted
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_what_cannot_start_is_one_sentence(folder, cli, index_path):
+def test_a_failed_start_is_one_sentence(folder, cli, index_path):
     (folder / "i" / "items.sqlite").write_bytes(b"nonsense")
     outcome = cli("serve", folder / "i", "--port", "0", "--processes", "2")
     assert outcome.code == 2 and "Traceback" not in outcome.err and not outcome.out

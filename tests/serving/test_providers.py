@@ -1,4 +1,4 @@
-"""On which device a graph runs: what is tried, what stands in for it, who says so."""
+"""The device on which a graph runs: the attempts, the fallback to the CPU, and who reports it."""
 
 import asyncio
 import contextlib
@@ -21,13 +21,14 @@ GPU = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
 class WithoutDriver:
-    """This ONNX Runtime as `onnxruntime-gpu` 1.31 is on a machine without a driver: it offers CUDA,
-    and its sessions come up on the CPU. `tests/gpu` has the real thing.
+    """ONNX Runtime as `onnxruntime-gpu` 1.31 behaves on a machine without a driver.
+
+    It offers CUDA, but its sessions run on the CPU. `tests/gpu` tests a real GPU.
     """
 
     def __init__(self) -> None:
         self._real = load_onnxruntime()
-        self.asked: list[list[tuple[str, dict[str, str]]]] = []
+        self.requested: list[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -42,8 +43,8 @@ class WithoutDriver:
     def InferenceSession(
         self, content: bytes, options: Any, providers: Any, enable_fallback: int
     ) -> Any:
-        assert enable_fallback == 0  # its own way prints on standard output
-        self.asked.append(providers)
+        assert enable_fallback == 0  # ONNX Runtime's own fallback prints on standard output
+        self.requested.append([name for name, _ in providers])
         return self._real.InferenceSession(content, options, providers=[GPU[-1]])
 
 
@@ -55,15 +56,11 @@ def without_driver(monkeypatch):
     return runtime
 
 
-def test_auto_falls_back_and_says_so_and_a_named_device_is_refused(
-    without_driver, bundle_path, makers, capfd
-):
+def test_auto_falls_back_to_the_cpu_and_cuda_is_refused(without_driver, bundle_path, makers, capfd):
     bundle = Bundle.open(bundle_path)
-    assert bundle.device == "cpu" and "runs on the CPU. `retrieval doctor` says" in str(
-        bundle.fallback
-    )
-    names = [[name for name, _ in each] for each in without_driver.asked]
-    assert names == [GPU] * len(names)
+    assert bundle.device == "cpu"
+    assert "runs on the CPU. `retrieval doctor` says" in str(bundle.fallback)
+    assert without_driver.requested == [GPU] * len(without_driver.requested)
     assert bundle.encode(makers.digits()[0][:3, None]).vector.shape[0] == 3
     assert Bundle.open(bundle_path, device="cpu").fallback is None
     with pytest.raises(BundleError, match=r"could not start on the CUDA device.*retrieval doctor"):
@@ -71,9 +68,7 @@ def test_auto_falls_back_and_says_so_and_a_named_device_is_refused(
     assert capfd.readouterr().out == ""
 
 
-def test_a_graph_that_no_device_can_load_is_the_graphs_fault(
-    without_driver, split_path, monkeypatch
-):
+def test_a_graph_that_no_device_can_load_is_named(without_driver, split_path, monkeypatch):
     def refused(*_, **__):
         raise RuntimeError("[ONNXRuntimeError] : 10 : INVALID_GRAPH")
 
@@ -88,14 +83,14 @@ def split_path(makers, tmp_path):
     return path
 
 
-def test_a_fault_of_a_run_is_a_sentence(split_path):
+def test_an_error_of_a_run_is_a_sentence(split_path):
     split = Bundle.open(split_path, threads=1)._sessions.split
     assert split is not None
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot run .*\.onnx: "):
         split.backbone(["features"], {"input": np.zeros((1, 2), np.uint8)})
 
 
-def test_the_log_says_once_that_the_cpu_stands_in(without_driver, index_path, caplog):
+def test_the_log_reports_the_fallback_once(without_driver, index_path, caplog):
     with open_index(index_path, threads=1) as index, contextlib.closing(Workers(Settings())) as w:
         readiness = Readiness(Served("i", index, Settings(), w))
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a search takes: images, features and vectors, alone and in lists."""
+"""Queries of a search: images, features and vectors, alone and in lists."""
 
 import threading
 
@@ -33,12 +33,12 @@ def of_features(makers, tmp_path):
 
 
 def forms(path):
-    """An image in every form in which a search takes one."""
+    """Return an image in every form that a search accepts."""
     with Image.open(path) as image:
         return [path, str(path), path.read_bytes(), image.copy(), np.asarray(image)]
 
 
-def test_an_image_in_every_form_gives_one_list_of_hits_and_a_list_may_mix_them(index, paths):
+def test_every_form_of_an_image_gives_the_same_hits_and_a_list_may_mix_forms(index, paths):
     for path in paths:
         expected = index.search(index.bundle.encode_image(path), 4)[0]
         for query in forms(path):
@@ -61,7 +61,7 @@ def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
     assert index.search([]) == []
 
 
-def test_features_are_encoded_where_the_bundle_takes_features(of_features):
+def test_features_are_encoded_if_the_bundle_takes_features(of_features):
     index, rows = of_features
     assert index.search(rows[7], 3)[0].id == "x/7"
     assert [hits[0].id for hits in index.search(rows[4:7], 3)] == ["x/4", "x/5", "x/6"]
@@ -94,7 +94,7 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
             index.search(queries)
 
 
-def test_images_are_encoded_to_the_vectors_of_one_at_a_time(index, photos):
+def test_many_images_get_the_vectors_of_single_images(index, photos):
     paths, bundle, steps = sorted(photos.rglob("*.png"))[:70], index.bundle, []
     alone = np.concatenate([bundle.encode_image(path).vector for path in paths])
     vectors = bundle.encode_images(paths, batch=16, progress=lambda *step: steps.append(step))
@@ -119,7 +119,7 @@ def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
 
 
 def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
-    """Decoding waits for the encoder: two batches at most, and the one being put together."""
+    """Decoding is at most two batches ahead of the batch that is being stacked."""
     bundle = Bundle.open(bundle_path, threads=1)
     lock, decoded, used, most = threading.Lock(), 0, 0, 0
     decode, graph = bundle_module.decode, type(bundle._sessions.encoder)

@@ -1,4 +1,4 @@
-"""Requests that are not what they should be: a sentence, and never a 500."""
+"""Invalid requests: each is answered with a sentence, never with a 500."""
 
 import json
 
@@ -49,7 +49,7 @@ TOO_LARGE = {
 }
 
 
-def test_ambiguous_framing_is_refused(port):
+def test_ambiguous_framing_and_large_headers_are_refused(port):
     for status, requests in ((400, AMBIGUOUS), (431, TOO_LARGE)):
         for name, request in requests.items():
             answer = wire.ask(port, request)
@@ -70,7 +70,7 @@ def test_a_large_trailer_ends_the_connection(port):
     assert wire.ask(port, LIVE).status == 200
 
 
-def test_only_known_hosts_are_answered_and_none_is_reflected(served, index_path):
+def test_only_known_hosts_are_answered_and_no_input_is_reflected(served, index_path):
     port = served(index_path, "--allow-host", "Photos.example").port
     known = ["localhost", "127.0.0.1", "10.1.2.3", "photos.example:80", "LOCALHOST."]
     for host in (*known, f"localhost:{port}", f"[::1]:{port}"):
@@ -86,7 +86,7 @@ def test_only_known_hosts_are_answered_and_none_is_reflected(served, index_path)
         assert b"nowhere-of-mine" not in answer.body
 
 
-def test_other_sites_pages_cannot_search_or_show(port):
+def test_pages_of_other_sites_cannot_search_or_embed(port):
     body, host = json.dumps({"vector": [0.25] * 16}).encode(), f"localhost:{port}"
     for headers, status in (
         ((), 200),
@@ -105,9 +105,9 @@ def test_other_sites_pages_cannot_search_or_show(port):
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"], path
 
 
-# --- what a client sends is never a 500
+# --- bodies and ids
 
-NUMBERS = ["1" * 4301, "9" * 20_000, "1" * 19, "²", "%C2%B2", "1_0", "+1", "%201", "0x1", "1e3"]
+IDS = ["1" * 4301, "²", "%C2%B2", "%201", "%25"]
 BODIES = [
     b'{"vector": [1e999]}',
     b'{"vector": [' + b"9" * 5000 + b"]}",
@@ -118,52 +118,40 @@ BODIES = [
 ]
 PART = b"--b\r\nContent-Disposition: form-data"
 END = b"\r\n\r\nx\r\n--b--\r\n"
-FORMS = {
+FORMS = {  # and those of test_limits.py
     "no name": PART + END,
     "no disposition": b"--b" + END,
     "many parts": (PART + b'; name="k"\r\n\r\n\r\n') * 20_000,
-    "many headers": b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n",
     "a long header": PART + b"; name=" + b"x" * 60_000 + END,
-    "nothing": b"",
 }
 
 
 def test_no_request_is_the_servers_fault(served, index_path, photos):
     server = served(index_path)
-    port, sound = server.port, (photos / "3" / "0003.png").read_bytes()
-    image, three = wire.form(sound), wire.form(sound, "3")
+    form = wire.form((photos / "3" / "0003.png").read_bytes(), "3")
 
     def post(body: bytes, kind: str = wire.FORM) -> wire.Answer:
-        return wire.ask(port, wire.post(body, kind))
+        return wire.ask(server.port, wire.post(body, kind))
 
-    for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
-        answer = post(three, f"multipart/form-data; boundary=b; charset={charset}")
+    for charset in ("undefined", "punycode", "utf-8\\"):
+        answer = post(form, f"multipart/form-data; boundary=b; charset={charset}")
         assert answer.status in (200, 400), (charset, answer)
-    for number in NUMBERS:
-        answer = wire.ask(port, wire.get(f"/v1/items/{number}/image"))
-        assert answer.status in (400, 404), number
+    for id in IDS:
+        answer = wire.ask(server.port, wire.get(f"/v1/items/{id}/image"))
+        assert answer.status in (400, 404), id
     for body in BODIES:
         answer = post(body, "application/json")
         assert answer.status in (400, 422), (body[:50], answer)
-    for name, body in {
-        **FORMS,
-        "a field too many": image.replace(b"--b--", PART + b'; name="kk"\r\n\r\n3\r\n--b--'),
-        "k twice": three.replace(b"--b--", PART + b'; name="k"\r\n\r\n3\r\n--b--'),
-        "no end": image[:-10],
-    }.items():
+    for name, body in FORMS.items():
         answer = post(body)
         assert answer.status == 400, (name, answer)
-    unknown = post(three.replace(b'"k"', b'"K"'))
+    unknown = post(form.replace(b'"k"', b'"K"'))
     assert unknown.status == 400 and "unknown field" in unknown.error
-    query = wire.post(three, wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
-    assert "query string" in wire.ask(port, query).error
-    assert len(wire.found(post(three))) == 3
-    server.process.terminate()
-    assert server.process.wait(15) == 0
-    assert server.process.stderr.read().count("\n") < 40
+    assert len(wire.found(post(form))) == 3
+    assert wire.log_of(server).count("\n") < 40
 
 
-def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
+def test_no_path_of_the_machine_is_in_an_error(served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)

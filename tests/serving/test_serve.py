@@ -1,5 +1,6 @@
-"""A real server in a process of its own, asked over real HTTP."""
+"""A real server in its own process: searches, images of items, refusals, order of its end."""
 
+import asyncio
 import gc
 import io
 import signal
@@ -11,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.index import create_index, open_index
+from retrieval.serving.stages import TRAIL, Trail
 from starlette.requests import ClientDisconnect
 
-EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
+PATHS = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 IMAGE = "/v1/items/3%2F0003.png/image"
 JSON, FORM = ({"content-type": kind} for kind in ("application/json", "multipart/form-data"))
 
@@ -26,10 +30,8 @@ def server(shared, index_path, photos):
     )
 
 
-def post(server, content, k=None, name="query.png"):
-    return server.client.post(
-        "/v1/search", files={"image": (name, content)}, data={} if k is None else {"k": str(k)}
-    )
+def post(server, content, k=10):
+    return server.client.post("/v1/search", files={"image": content}, data={"k": str(k)})
 
 
 def test_search_answers_as_the_index_does(server, index_path, photos):
@@ -56,7 +58,7 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
 
 def test_pages_and_health(server, index_path):
     client = server.client
-    for path in EVERY:
+    for path in PATHS:
         answer = client.get(path)
         assert answer.status_code == 200, path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -93,42 +95,33 @@ def test_bad_images_get_a_sentence_and_the_server_lives(server, photos):
         (b"", 422, "is empty"),
         (b"this is text", 422, "not an image in a known format"),
         (jpeg.getvalue()[:700], 422, "damaged"),
-        (sound[:60], 422, "damaged|known format"),
         (png(2000, 2000), 422, "2000 × 2000 pixels; the limit is 1,000,000"),
-        (png(20_000, 20_000), 422, "pixels"),
         (sound + bytes(100_000), 413, "100,000"),
         (bytes(5_000_000), 413, "100,000"),
     ):
         answer = post(server, content)
         assert answer.status_code == status, (answer.text, says)
         assert answer.json().keys() == {"type", "title", "status", "detail", "instance"}
-        assert any(word in answer.json()["detail"] for word in says.split("|"))
+        assert says in answer.json()["detail"]
         assert post(server, sound).status_code == 200
 
 
 def test_bad_requests_get_a_sentence(server, photos):
     sound = next(photos.rglob("*.png")).read_bytes()
     image, vector, url = {"image": sound}, [0.0] * 16, "/v1/search"
-    bounded = {"content-type": "multipart/form-data; boundary=a"}
-    too_long = "Part exceeded|part exceeded|from 1 to 1000"
     for request, status, says in (
         ({"content": b"x"}, 415, "multipart/form-data"),
         ({"data": {"image": "text"}}, 415, "multipart/form-data"),
         ({"files": {"picture": sound}}, 400, 'a file in its field "image"'),
         ({"files": {"image": (None, "text")}}, 400, 'a file in its field "image"'),
-        ({"files": [("image", sound), ("image", sound)]}, 400, "Too many files"),
         ({"files": image, "data": {"k": "0"}}, 400, "whole number from 1 to 1000"),
-        ({"files": image, "data": {"k": "²"}}, 400, "whole number from 1 to 1000"),
-        ({"files": image, "data": {"k": "9" * 5000}}, 400, too_long),
         ({"content": b"x", "headers": FORM}, 400, "boundary"),
-        ({"content": b"x", "headers": bounded}, 400, "form"),
         ({"content": b"{", "headers": JSON}, 400, "not JSON"),
         ({"content": b"[" * 3_000_000, "headers": JSON}, 413, "too large"),
         ({"content": b'{"vector": [NaN]}', "headers": JSON}, 400, "finite numbers"),
         ({"json": []}, 400, "JSON must be"),
         ({"json": {"vector": vector, "kk": 3}}, 400, "JSON must be"),
         ({"json": {"vector": "no"}}, 400, "finite numbers"),
-        ({"json": {"vector": [True] * 16}}, 400, "finite numbers"),
         ({"json": {"vector": [10**400] * 16}}, 400, "finite numbers"),
         ({"json": {"vector": []}}, 400, "finite numbers"),
         ({"json": {"vector": vector[1:]}}, 422, "has 16 numbers, not 15"),
@@ -138,10 +131,9 @@ def test_bad_requests_get_a_sentence(server, photos):
     ):
         answer = server.client.post(url, **request)
         assert answer.status_code == status, (request.keys(), answer.text)
-        assert any(word in answer.json()["detail"] for word in says.split("|")), answer.text
+        assert says in answer.json()["detail"]
     assert server.client.get(url).status_code == 405
-    images = [f"/v1/items/{id}/image" for id in ("200", "-1", "x", 10**30)]
-    for path in ("/nowhere", *images):
+    for path in ("/nowhere", "/v1/items/x/image"):
         answer = server.client.get(path)
         assert answer.status_code == 404 and answer.json()["detail"].endswith(".")
     assert post(server, sound).status_code == 200
@@ -150,25 +142,21 @@ def test_bad_requests_get_a_sentence(server, photos):
 def test_originals_are_shown_only_below_folders_that_the_operator_names(
     served, index_path, photos, tmp_path
 ):
-    """An index names files of this machine, and may be a stranger's."""
+    """An index may come from a stranger and name any file of this machine."""
     plain, url = served(index_path).client, "/v1/items/3%2F0003.png"
     (hit,) = plain.post("/v1/search", json={"vector": [0.0] * 16, "k": 1}).json()["results"]
     assert hit["image_url"] is None and plain.get(url).json()["thumbnail_url"] is None
     assert "outside the folders that may be shown" in plain.get(IMAGE).json()["detail"]
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(photos)  # counts as what it leads to
-    for folder, status in (
-        (tmp_path / "elsewhere", 404),
-        (photos / "3", 200),
-        (tmp_path / "link", 200),
-    ):
-        client = served(index_path, "--images", str(folder)).client
+    (tmp_path / "link").symlink_to(photos)  # permits the folder that it leads to
+    for folder, status in (("elsewhere", 404), (photos / "3", 200), ("link", 200)):
+        client = served(index_path, "--images", str(tmp_path / folder)).client
         for what in ("image", "thumbnail"):
             assert client.get(f"{url}/{what}").status_code == status, folder
     assert client.get(IMAGE).content == (photos / "3" / "0003.png").read_bytes()
 
 
-def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, served, tmp_path):
+def test_an_image_that_was_changed_or_deleted_is_not_shown(makers, bundle_path, served, tmp_path):
     folder = tmp_path / "photos"
     paths = makers.write_digits(folder, 4)
     Image.fromarray(makers.digits()[0][9]).save(folder / "x.tiff")
@@ -203,8 +191,7 @@ def test_features_and_rescorer(makers, served, tmp_path):
     nearest = sorted(range(50), key=apart.__getitem__)[1]
     assert second["id"] == f"f{nearest}"
     assert second["distance"] == pytest.approx(apart[nearest], rel=1e-5)
-    refused = post(server, b"x")
-    assert "not images" in refused.json()["detail"] or refused.status_code == 422
+    assert "not images" in post(server, b"x").json()["detail"]
     narrow = client.post("/v1/search", json={"vector": [1.0] * 63})
     assert "64 features, not 63" in narrow.json()["detail"]
     assert client.get("/v1/items/f3/image").status_code == 404
@@ -223,12 +210,7 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
     assert worst < 1.0
 
 
-def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
-    import asyncio
-
-    from retrieval.serving.http.turns import Turns
-    from retrieval.serving.stages import TRAIL, Trail
-
+def test_jobs_run_beside_long_jobs_unless_their_client_has_left():
     async def quick_and_long():
         turns, gate, begun = Turns("images", 2, 16), threading.Event(), []
         quick = asyncio.create_task(turns.run(lambda: 5))
@@ -248,11 +230,24 @@ def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
     asyncio.run(quick_and_long())
 
 
+@pytest.mark.parametrize("pool", ["images", "searches", "changes", "pictures", "snapshots"])
+def test_an_index_is_in_use_while_a_thread_of_any_pool_works(pool):
+    """A search with an image runs in the pool of images."""
+
+    async def work():
+        workers, gate = Workers(Settings()), threading.Event()
+        assert workers.idle
+        hanging = asyncio.create_task(getattr(workers, pool).run(gate.wait))
+        await asyncio.sleep(0.05)
+        assert not workers.idle
+        gate.set()
+        await hanging
+        workers.close()
+
+    asyncio.run(work())
+
+
 def test_jobs_whose_callers_gave_up_hold_no_data_behind_a_job_that_hangs():
-    import asyncio
-
-    from retrieval.serving.http.turns import Turns
-
     class Body(bytearray):
         __hash__ = object.__hash__
 
@@ -282,34 +277,33 @@ def test_jobs_whose_callers_gave_up_hold_no_data_behind_a_job_that_hangs():
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_it_stops_in_good_order(how, served, index_path):
+def test_a_server_finishes_its_requests_before_it_stops(how, served, index_path):
     server, slow = served(index_path), png(1800, 1800, "RGB")
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(post, server, slow, 1)
         time.sleep(0.15)
         server.process.send_signal(how)
-        assert asking.result(15).status_code == 200  # what was under way is finished
+        assert asking.result(15).status_code == 200
     assert server.process.wait(15) == 0
     assert server.process.stderr.read() == ""
 
 
-TOLD_EARLY = """
+EARLY_SIGNAL = """
 import gc, os, signal, sys
 import retrieval
 
 freeze = gc.freeze
 
-def told():
+def freeze_and_signal():
     freeze()
     os.kill(os.getpid(), signal.SIGTERM)
 
-gc.freeze = told
+gc.freeze = freeze_and_signal
 retrieval.serve(sys.argv[1], port=0)
 print("ended in good order")
 """
 
 
-def test_a_signal_that_comes_before_it_listens_ends_the_server(index_path, process):
-    """One that came just before uvicorn takes signals was lost, and the server ran on."""
-    done = process("-c", TOLD_EARLY, index_path, seconds=60)
+def test_a_signal_before_uvicorn_handles_signals_ends_the_server(index_path, process):
+    done = process("-c", EARLY_SIGNAL, index_path, seconds=60)
     assert done.code == 0 and "ended in good order" in done.out, done.err

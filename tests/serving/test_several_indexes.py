@@ -2,6 +2,8 @@
 
 import pytest
 import wire
+from retrieval.errors import StoreError
+from retrieval.serving.http.server import named
 from retrieval.serving.index.index import create_index
 
 WIDTH = 16
@@ -39,9 +41,6 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
 
 
 def test_names_of_indexes(tmp_path):
-    from retrieval.errors import StoreError
-    from retrieval.serving.http.server import named
-
     assert named(["a/photos.index", "b=c/photos.index", "/x/ü"]) == {
         "photos": "a/photos.index",
         "b": "c/photos.index",

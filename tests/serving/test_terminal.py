@@ -1,4 +1,4 @@
-"""Names from outside never steer the terminal: they are printed with their escapes."""
+"""Control characters in names of files and labels are printed as escapes."""
 
 import json
 import shutil
@@ -19,9 +19,7 @@ def harmless(outcome: Any) -> str:
 
 @pytest.fixture
 def photos(makers, tmp_path):
-    """Digits of which some have a label, and one a file name, that clear a terminal and set its
-    title.
-    """
+    """Digits; a label, and the names of two files, clear a terminal and set its title."""
     folder = tmp_path / "photos"
     makers.write_digits(folder, 40)
     (folder / "3").rename(folder / EVIL)
@@ -51,12 +49,11 @@ def test_index_and_search(photos, bundle_path, cli, monkeypatch):
     assert gone.code == 2 and SHOWN in harmless(gone)
 
 
-def test_other_commands_and_mistyped_ones(cli, tmp_path, monkeypatch):
+def test_errors_of_other_commands(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = f"{EVIL}.toml"
-    Path(recipe).write_text(
-        f'[loss]\nname = {json.dumps(EVIL + ".x")}\n"{json.dumps(EVIL)[1:-1]}" = 1\n'
-    )
+    escaped = json.dumps(EVIL)[1:-1]
+    Path(recipe).write_text(f'[loss]\nname = "{escaped}.x"\n"{escaped}" = 1\n')
     words = [["check", recipe], ["train", recipe], ["check", recipe, "--set", EVIL]]
     words += [["evaluate", "x", *more] for more in ([f"--{EVIL}"], ["--split", EVIL])]
     words += [[verb, EVIL] for verb in ("evaluate", "export", "serve")] + [[EVIL]]

@@ -1,4 +1,4 @@
-"""A span of each request, below its client's span, for OpenTelemetry; none where nobody asked."""
+"""Traces: each request is an OpenTelemetry span below the client's span, if traces are on."""
 
 import asyncio
 
@@ -19,15 +19,17 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def test_a_request_is_a_span_below_its_clients(index_path, environment, monkeypatch):
+def test_a_request_is_a_span_below_the_clients_span(index_path, environment):
     pytest.importorskip("opentelemetry.instrumentation.asgi", reason="needs the extra otel")
     from opentelemetry.sdk.trace import export
 
     spans = []
-    monkeypatch.setattr(
-        export.ConsoleSpanExporter, "export", lambda self, batch: spans.extend(batch)
-    )
-    monkeypatch.setattr(export, "BatchSpanProcessor", export.SimpleSpanProcessor)
+
+    def keep(self, batch):
+        spans.extend(batch)
+
+    environment.setattr(export.ConsoleSpanExporter, "export", keep)
+    environment.setattr(export, "BatchSpanProcessor", export.SimpleSpanProcessor)
     environment.setenv("OTEL_TRACES_EXPORTER", "console")
 
     async def ask(app):
@@ -45,7 +47,7 @@ def test_a_request_is_a_span_below_its_clients(index_path, environment, monkeypa
     assert f"{span.context.trace_id:032x}" == TRACE and f"{span.parent.span_id:016x}" == SPAN
 
 
-def test_nothing_is_traced_unless_asked_for(environment):
+def test_traces_are_off_by_default(environment):
     app = object()
     assert traced(app) is app
     environment.setenv("OTEL_TRACES_EXPORTER", "none")
@@ -55,7 +57,7 @@ def test_nothing_is_traced_unless_asked_for(environment):
     assert traced(app) is app
 
 
-def test_an_exporter_that_is_not_there_is_a_sentence(environment):
+def test_a_missing_exporter_is_a_sentence(environment):
     environment.setenv("OTEL_TRACES_EXPORTER", "nobodys")
     with pytest.raises(MissingDependency, match=r"TRACES_EXPORTER .*'nobodys'.*retrieval\[otel\]"):
         traced(object())

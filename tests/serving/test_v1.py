@@ -18,12 +18,12 @@ def ids(answer) -> list[str]:
 
 
 def refuses(client, path: str, *cases, method="POST") -> None:
-    """Send requests of `httpx`, each of which is refused with a status and a sentence."""
+    """Send requests of `httpx`, and check the status and the sentence of each refusal."""
     for request, status, says in cases:
         wire.refused(client.request(method, path, **request), status, says)
 
 
-def test_a_search_takes_an_image_in_two_ways_a_vector_or_an_id(shared, index_path, photos):
+def test_a_search_takes_a_form_an_image_a_vector_or_an_id(shared, index_path, photos):
     client = shared(index_path).client
     path = sorted(photos.rglob("*.png"))[5]
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
@@ -67,7 +67,7 @@ def test_explain_times_the_stages_and_fields_choose_the_metadata(served, empty):
     assert bare["results"][0]["metadata"] == {}
 
 
-def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
+def test_a_batch_gives_the_results_of_its_searches(shared, index_path, photos):
     client = shared(index_path).client
     paths = sorted(photos.rglob("*.png"))[:40:5]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
@@ -102,7 +102,7 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
     )
 
 
-def test_many_items_come_together_or_not_at_all(served, empty, photos):
+def test_several_items_are_added_together_or_not_at_all(served, empty, photos):
     client = served(empty, "--open", "admin").client
     paths = sorted(photos.rglob("*.png"))[:12]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
@@ -146,10 +146,10 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (plain({"id": "x", "vector": [1.0]}), 422, "has 16 numbers, not 1"),
         (plain(vectors[0] | {"id": "x"}, huge), 422, "beyond float32"),
     )
-    assert client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
+    assert client.get("/v1/index").json()["items"] == 15  # no refused request changed the index
 
 
-def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
+def test_put_replaces_an_item_and_patch_changes_the_members_in_the_body(served, empty, photos):
     client = served(empty, "--open", "write").client
     image = next(photos.rglob("*.png")).read_bytes()
     fields = {"label": "L", "metadata": json.dumps({"price": 1})}
@@ -182,7 +182,7 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     wire.refused(client.patch(a, files={"image": image}), 415, "application/json")
 
 
-def test_a_list_comes_in_pages(shared, index_path):
+def test_items_are_listed_in_pages(shared, index_path):
     client = shared(index_path).client
 
     def pages(**reply):
@@ -203,7 +203,7 @@ def test_a_list_comes_in_pages(shared, index_path):
         *(({"cursor": bad}, 400, "cursor") for bad in ("", "x", "é", "a" * 9000, "gA==")),
         *(
             ({"limit": bad}, 400, "1 to 1000")
-            for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")
+            for bad in ("0", "1001", "-1", "x", "9" * 5000, "1.5", "²")
         ),
         ({"limit": ["1", "2"]}, 400, "twice"),
         ({"filter": "label ="}, 400, "filter"),
@@ -217,7 +217,7 @@ def test_a_list_comes_in_pages(shared, index_path):
         wire.refused(client.get(ITEMS, params=parameters), status, says)
 
 
-def test_deleting_by_filter_and_never_by_accident(served, living):
+def test_items_are_deleted_by_filter_and_never_by_accident(served, living):
     client = served(living, "--open", "admin").client
 
     def delete(**reply):
@@ -241,7 +241,7 @@ def test_deleting_by_filter_and_never_by_accident(served, living):
     assert client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
 
 
-def test_a_server_is_read_only_unless_told_otherwise(shared, index_path):
+def test_a_server_is_read_only_by_default(shared, index_path):
     body = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}
     for method, path, content in (
         ("POST", ITEMS, body),
@@ -257,7 +257,7 @@ def test_a_server_is_read_only_unless_told_otherwise(shared, index_path):
     refuses(admin, ITEMS, (foreign, 403, "another site's page"))
 
 
-def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
+def test_snapshots_are_written_into_the_operators_folder(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
     client = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies")).client
     refuses(client, "/v1/snapshots?name=../x", ({}, 400, "query string"))
@@ -274,7 +274,7 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     assert none.code == 2 and "which --snapshots names" in none.err
 
 
-def test_other_bodies_are_refused(served, empty):
+def test_invalid_bodies_and_ids_are_refused(served, empty):
     server = served(empty, "--open", "admin", "--max-bytes", "100000")
     client, head = server.client, {"Content-Type": "application/json"}
     deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"

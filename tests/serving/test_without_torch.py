@@ -1,4 +1,4 @@
-"""The serving side in an environment that has no torch, and the direction of imports."""
+"""Index, search and serve without torch, without the extra `serve`, and beside torch."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.index import open_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +36,7 @@ WORK = textwrap.dedent("""
 
 
 def clean() -> dict[str, str]:
-    """This environment, without what would lead to other packages."""
+    """Return the environment without variables that lead to other packages."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
 
 
@@ -44,11 +46,11 @@ OFFLINE += ("Max retries", "ConnectionError")
 
 @pytest.fixture(scope="module")
 def light_python(tmp_path_factory):
-    """A virtual environment with `retrieval[cpu,serve]` from this source tree, and nothing else."""
+    """The Python of a virtual environment with only `retrieval[cpu,serve]` of this source tree."""
     folder = tmp_path_factory.mktemp("light")
     source, ignored = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")
     source.mkdir()
-    for name in ("retrieval", "plugins"):  # a copy, since building writes beside what it builds
+    for name in ("retrieval", "plugins"):  # copied, because a build writes beside its sources
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
@@ -66,12 +68,9 @@ def light_python(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_everything_works_without_torch(
+def test_index_search_and_serve_work_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path
 ):
-    from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.index import open_index
-
     def run(*words: object) -> str:
         options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": clean()}
         done = subprocess.run(list(map(str, words)), **options)
@@ -99,7 +98,7 @@ def test_everything_works_without_torch(
     assert "libtorch" not in (maps.read_text() if sys.platform == "linux" else "")
 
 
-def test_a_server_without_its_extra_says_what_to_install(index_path, process):
+def test_serve_without_its_extra_names_the_command_to_install_it(index_path, process):
     code = (
         "import sys\n"
         "for name in ('uvicorn', 'starlette', 'python_multipart'): sys.modules[name] = None\n"
@@ -109,3 +108,23 @@ def test_a_server_without_its_extra_says_what_to_install(index_path, process):
     run = process("-c", code)
     assert run.code == 2 and "pip install 'embedding-retrieval[serve]'" in run.err
     assert "Traceback" not in run.err
+
+
+BESIDE_TORCH = """
+import numpy as np
+import faiss, faiss.contrib.torch_utils
+from retrieval.serving.index.backends import make_backend
+rng = np.random.default_rng(0)
+x = rng.standard_normal((500, 16)).astype(np.float32)
+backend = make_backend("hnsw", {})
+backend.build(x, lambda count: None)
+distances, rows = backend.search(x[:5], 3)
+assert rows[:, 0].tolist() == [0, 1, 2, 3, 4], rows
+assert np.allclose(distances[:, 0], 0, atol=1e-3)
+"""
+
+
+def test_faiss_works_after_torch_utils_has_replaced_its_methods(process):
+    """pytorch-metric-learning imports that module."""
+    done = process("-c", BESIDE_TORCH)
+    assert done.code == 0, done.err

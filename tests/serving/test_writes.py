@@ -1,4 +1,4 @@
-"""Changes that wait, and uploads of which only a small picture is kept."""
+"""Changes while the index is locked, and uploads of which the index keeps only a thumbnail."""
 
 import io
 import sqlite3
@@ -19,7 +19,7 @@ _BUSY = "too many changes are waiting"
 
 @contextmanager
 def held(index: Path) -> Iterator[None]:
-    """Keep every writer of an index waiting."""
+    """Context manager that keeps all writers of an index waiting."""
     record = sqlite3.connect(index / "items.sqlite", isolation_level=None)
     try:
         record.execute("begin immediate")
@@ -29,7 +29,7 @@ def held(index: Path) -> Iterator[None]:
         record.close()
 
 
-def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty):
+def test_changes_beyond_the_limit_of_the_queue_are_refused(served, empty):
     server, vector = served(empty, "--open", "write"), {"vector": [0.5] * WIDTH}
     server.client.put("/v1/items/first", json=vector)
 
@@ -39,7 +39,7 @@ def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty
     with ThreadPoolExecutor(25) as pool:
         with held(empty):
             writers = [pool.submit(put, number) for number in range(25)]
-            # one is being written, and sixteen wait
+            # One change is being written, and sixteen wait.
             wire.until(lambda: sum(writer.done() for writer in writers) == 8)
             assert server.client.post("/v1/search", json={"id": "first"}).status_code == 200
             refused = [writer.result() for writer in writers if writer.done()]
@@ -62,7 +62,7 @@ def photo(seed: int, size: tuple[int, int] = (900, 600)) -> bytes:
     return out.getvalue()
 
 
-def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tmp_path, cli):
+def test_an_upload_may_keep_only_a_thumbnail(served, empty, makers, tmp_path, cli):
     server, image = served(empty, "--open", "write"), photo(1)
     content = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
     for replaced in (False, True):
@@ -84,8 +84,7 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
             assert Image.open(io.BytesIO(shown.content)).size == (256, 171)
 
     look(server.client)
-    server.process.terminate()
-    assert server.process.wait(15) == 0
+    wire.log_of(server)
     assert sum(path.stat().st_size for path in empty.rglob("*.sqlite*")) < len(image)
     look(served(empty).client)
     other = makers.make_bundle(tmp_path / "other", seed=5)
@@ -93,13 +92,10 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
     assert done.code == 2 and "a/b" in done.err
 
 
-def test_a_picture_of_which_no_small_one_can_be_made_changes_nothing(served, empty):
-    server = served(empty, "--open", "write", "--max-pixels", "100000")
+def test_an_image_without_a_thumbnail_changes_nothing(served, empty):
+    client = served(empty, "--open", "write", "--max-pixels", "100000").client
     for content in (photo(1), photo(2, (300, 200))[:5000], b"\x89PNG\r\n\x1a\n" + bytes(100)):
-        answer = server.client.put(
-            "/v1/items/a",
-            files={"image": content},
-            data={"keep": "thumbnail"},
-        )
+        upload = {"files": {"image": content}, "data": {"keep": "thumbnail"}}
+        answer = client.put("/v1/items/a", **upload)
         assert answer.status_code == 422, answer.text
-    assert server.client.get("/v1/index").json()["items"] == 0
+    assert client.get("/v1/index").json()["items"] == 0

@@ -23,7 +23,7 @@ _TASKS = {  # what each role permits, in words for messages
 
 
 def is_free(method: str, path: str) -> bool:
-    """Return whether a request needs no key: for health, the web page or the OpenAPI document."""
+    """Return whether a request needs no key: health checks, web page and OpenAPI document."""
     return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
 
 
@@ -74,8 +74,7 @@ class Caller(NamedTuple):
                 " KEY."
             )
         needed = f"{_TASKS[role]} needs a key with the role {role}"
-        sentence = f"This key has the role {self.role}; {needed}."
-        raise RequestError(403, sentence)
+        raise RequestError(403, f"This key has the role {self.role}; {needed}.")
 
     def may_use(self, index: str) -> bool:
         """Return whether the caller may use an index."""
@@ -92,7 +91,7 @@ class Access:
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
-        self._open: Role | None = settings.open or (None if source is not None else "read")
+        self._keyless_role = settings.open or (None if source is not None else "read")
 
     def admit(self, scope: Any) -> Caller:
         """Return the sender of an ASGI request.
@@ -102,15 +101,16 @@ class Access:
                 answer for; 404 for a path that the health port does not serve; 401 or 403 if the
                 sender lacks permission.
         """
-        method, path, address = scope["method"], scope["path"], (scope.get("client") or ("",))[0]
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        address = scope["client"][0] if scope.get("client") else ""
         keyed = self._source is not None
-        caller = Caller("", self._open, address, keyed=keyed)
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        caller = Caller("", self._keyless_role, address, keyed=keyed)
+        host = headers.get(b"host", b"").decode("latin-1")
         if not host and scope["http_version"] == "1.1":
             raise RequestError(400, "The request has no Host.", headers=_CLOSE)
         health_port = self._settings.health_port
         if health_port is not None and scope["server"][1] == health_port:
-            # Monitors use this port by any host name, and it shows no item.
+            # Monitors may use any host name, because this port shows no items.
             if path not in HEALTH:
                 sentence = f"This port answers {', '.join(HEALTH)} only."
                 raise RequestError(404, sentence, headers=_CLOSE)
@@ -122,7 +122,7 @@ class Access:
             )
             raise RequestError(421, sentence, headers=_CLOSE)
         if method not in ("GET", "HEAD"):
-            self._refuse_other_sites(host, dict(scope["headers"]))
+            self._refuse_other_sites(host, headers)
         if is_free(method, path):
             return caller
         authorization = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -133,12 +133,11 @@ class Access:
 
     def _refuse_other_sites(self, host: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise a RequestError 403 for a request from another site's page."""
-        origin = headers.get(b"origin")
         foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
-        if origin is not None and not foreign:
-            site = origin.decode("latin-1").partition("://")[2]
-            known = self._settings.hosts or ()
-            foreign = site.lower() != host.lower() and _name(site) not in known
+        if b"origin" in headers:
+            site = headers[b"origin"].decode("latin-1").partition("://")[2]
+            ours = site.lower() == host.lower() or _name(site) in (self._settings.hosts or ())
+            foreign = foreign or not ours
         if foreign:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 

@@ -79,11 +79,12 @@ class Application:
         settings: settings of the server.
         keys: source of API keys, or `None`.
         audit: record of changes, or `None`.
-        reopen: by index name, a function that opens the index now at the served index's place.
+        reopen: functions by index name; each opens the index that is now at the served index's
+            path.
 
     Attributes:
-        ends_process: whether the process exits within `GRACE_SECONDS` of the server's end, even if
-            a thread hangs.
+        ends_process: whether the process exits within `GRACE_SECONDS` of SIGTERM even if a thread
+            hangs.
     """
 
     ends_process = False
@@ -120,8 +121,8 @@ class Application:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request, or the lifespan of the server."""
+        scope["app"] = self  # without it, the router would answer 404 and 405 itself
         if scope["type"] != "http":
-            scope["app"] = self
             await self._router(scope, receive, send)
             return
         if scope.get("client"):
@@ -129,10 +130,10 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle a request; add a request id, metrics, a log line and a response to any error."""
+        """Handle a request: check access, answer errors, add headers, metrics and a log line."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace), scope.get("retrieval.has_left", bool))
-        scope["app"], scope["retrieval.request_id"] = self, trail.id
+        scope["retrieval.request_id"] = trail.id
         headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
             headers.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
@@ -207,8 +208,8 @@ class Application:
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.create_task(watch) for watch in watching]
-        if os.name == "posix" and threading.current_thread() is threading.main_thread():
-            # A closing terminal, and logrotate, send SIGHUP: the server keeps running.
+        if threading.current_thread() is threading.main_thread():
+            # The server keeps running after a SIGHUP from a closing terminal or from logrotate.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
@@ -216,7 +217,7 @@ class Application:
         try:
             yield
         finally:
-            if self.ends_process:
+            if self.ends_process:  # Python would wait for a hanging thread
                 timer = threading.Timer(GRACE_SECONDS - DRAIN_SECONDS - 1, os._exit, (0,))
                 timer.daemon = True
                 timer.start()
@@ -234,7 +235,7 @@ class Application:
 
 
 def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
-    """Log a finished request."""
+    """Log a finished request: the members of `line`, and those below that have a value."""
     caller, client = scope.get("retrieval.caller"), scope.get("client")
     optional = {
         "request_id": trail.id,
@@ -267,10 +268,10 @@ def _refusal_of(error: BaseException) -> RequestError:
 def _static(name: str, media_type: str) -> NamedRoute:
     content = files("retrieval.serving.http").joinpath(name).read_bytes()
 
-    async def give(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
-    return NamedRoute("/" if name == "page.html" else f"/{name}", give)
+    return NamedRoute("/" if name == "page.html" else f"/{name}", respond)
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:

@@ -36,9 +36,7 @@ MAX_IDS = 100
 
 _MAX_TEXT = 1000
 _MAX_FILTER = 4000
-_FLAGS = (
-    os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-)
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # opening a pipe does not wait
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Change:
     count: int | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the members that both lines of the change have; long text and lists are cut."""
+        """Return what both lines of the change contain; long texts and lists are cut."""
         line: dict[str, Any] = {
             "request": self.request,
             "key": self.caller.name or None,
@@ -124,7 +122,7 @@ class Audit:
             reason = str(error)[:_MAX_TEXT] if known else type(error).__name__
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
-        # Even if this line cannot be written, the client is told that the change was made.
+        # The client gets a success even if this line cannot be written.
         self._write({**line, "outcome": "done", "count": change.count})
 
     def _write(self, line: dict[str, Any]) -> bool:
@@ -146,8 +144,9 @@ class Audit:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
+            # Without this lock, cutting off a failed line could cut off another process's line.
             with suppress(OSError):  # some file systems have no locks
-                flock(file, LOCK_EX)  # until it is closed, so that no other line can be cut off
+                flock(file, LOCK_EX)
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
                 content = b"\n" + content  # a power cut left the last line incomplete

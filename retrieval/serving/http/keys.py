@@ -70,11 +70,11 @@ class Keys(tuple[Key, ...]):
     """The keys of a file; names and ids are unique."""
 
     def find(self, sent: str) -> Key | None:
-        """Return the key whose text a request has sent, or `None`. Resists timing attacks."""
-        parts = _KEY.fullmatch(sent) if len(sent) <= MAX_SENT else None
-        for key in self:
-            if parts is not None and key.id == parts[1]:
-                return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
+        """Return the key with the text `sent`, or `None`; resists timing attacks."""
+        if parts := _KEY.fullmatch(sent):
+            for key in self:
+                if key.id == parts[1]:
+                    return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
         return None
 
 
@@ -105,7 +105,7 @@ def _hash(salt: str, secret: str) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Describe pydantic's errors without the values, because a value may be a misplaced key."""
+    """Describe pydantic's errors without any value, because a value may be a secret."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)[:5]
     problems = []
     for fault in faults:
@@ -205,10 +205,10 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
     real_path = Path(os.path.realpath(path))
     lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
     text = "\n".join([_HEAD, *lines, ""]).encode()
-    parse_keys(text, str(path))  # a file that is too large could not be read again
+    parse_keys(text, str(path))  # refuses a file that would be too large to read again
     with whole_file(real_path, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
-        if real_path.exists() and os.name == "posix":
+        if real_path.exists():
             state = real_path.stat()
             if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
                 os.chown(temporary, state.st_uid, state.st_gid)
@@ -216,14 +216,14 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
 
 
 class KeySource:
-    """The keys of a server. The server calls `look` to follow changes of their file.
+    """The keys of a server; the server calls `look` regularly to read a changed file again.
 
     Args:
         path: file of keys, or `None` to use `text`.
         text: value of the environment variable.
 
     Attributes:
-        keys: the current keys. If a changed file is invalid, they stay as they were.
+        keys: the current keys; an invalid change of the file does not change them.
 
     Raises:
         RetrievalError: the file or text is invalid.
@@ -235,10 +235,10 @@ class KeySource:
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read the file again if it has changed.
+        """Read the file again if it has changed; reading blocks, so call this in a thread.
 
-        A changed file may be half written, so a call reads it only if the previous call found it in
-        the same state. Reading blocks, so call this in a thread.
+        A changed file may be half written. A call therefore reads the file only if its state is the
+        same as at the previous call.
         """
         before, self._seen_stamp = self._seen_stamp, self._stamp()
         if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
@@ -253,11 +253,14 @@ class KeySource:
             log.warning("Read %s again; it has %s.", self._path, count)
 
     def _stamp(self) -> tuple[int, ...] | None:
+        """Return values that differ if the file has changed; `None` if there is no file."""
+        if self._path is None:
+            return None
         try:
-            state = None if self._path is None else self._path.stat()
+            state = self._path.stat()
         except OSError:
             return None
-        return state and (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def key_source(path: Path | None) -> KeySource | None:

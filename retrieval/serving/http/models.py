@@ -1,4 +1,4 @@
-"""The content of requests: bodies within limits, and options, queries and items in them."""
+"""Read and validate the bodies and URL parameters of requests."""
 
 from __future__ import annotations
 
@@ -21,23 +21,6 @@ from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
 from retrieval.serving.memory import give_back
 
-SEARCH_TYPES = (
-    'Send multipart/form-data with a field "image", the image itself as image/… or'
-    ' application/octet-stream, or application/json with {"vector": [...]}.'
-)
-PUT_TYPES = (
-    'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
-)
-BATCH_TYPES = (
-    'Send multipart/form-data with files in the field "image", or application/json with {"queries":'
-    " [...]}."
-)
-PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
-ADD_TYPES = (
-    'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
-    'or application/json with {"items": [...]}.'
-)
-
 MAX_K = 1000
 MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
@@ -48,14 +31,15 @@ Kind = Literal["form", "json", "image"]
 _KINDS: Mapping[str, Kind] = {
     "multipart/form-data": "form",
     "application/json": "json",
+    "image/*": "image",
     "application/octet-stream": "image",
 }
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _HEADER_LINES_PER_PART = 16
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
-_DRAINED = 4
-"""A body that is too large is read to its end, up to this many times the limit.
+_DISCARDED_LIMITS = 4
+"""The rest of a body that is too large is read and discarded, up to this many times the limit.
 
 Many clients read the error response only after they have sent the whole body.
 """
@@ -79,7 +63,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return the body of a JSON value; raise a RequestError 400 if it is invalid."""
+        """Validate a parsed JSON value; raise a RequestError 400 if it is invalid."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -89,7 +73,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def of_texts(cls, texts: Mapping[str, str]) -> Self:
-        """Return the body of form fields or URL parameters; see `of`."""
+        """Validate form fields or URL parameters; see `of`."""
         return cls.of({name: _FROM_TEXT.get(name, str)(text) for name, text in texts.items()})
 
 
@@ -192,7 +176,7 @@ class DeleteBody(JsonBody):
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
-    """Return the error message for one of pydantic's errors."""
+    """Return the error message for a pydantic error of type `kind` at `place` in a `model`."""
     where = ""
     if len(place) > 1 and place[0] in ("queries", "items"):
         (entry,) = get_args(model.model_fields[str(place[0])].annotation)
@@ -200,10 +184,13 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     field = model.model_fields.get(str(place[0])) if place else None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
-    members = model.model_fields.items()
-    names = ", ".join(f'"{name}"{" (needed)" * field.is_required()}' for name, field in members)
-    choice = ", exactly one of vector, id among them" * issubclass(model, QueryBody)
-    return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
+    names = [
+        f'"{name}" (needed)' if member.is_required() else f'"{name}"'
+        for name, member in model.model_fields.items()
+    ]
+    if issubclass(model, QueryBody):
+        names.append("exactly one of vector, id among them")
+    return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
@@ -229,8 +216,8 @@ def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
     return where
 
 
-# Values of form fields and URL parameters. Text that cannot be converted stays text, so that the
-# model refuses it.
+# Conversion of form fields and URL parameters. Text that cannot be converted stays text, which the
+# model then refuses.
 
 
 def _filter(text: str) -> Any:
@@ -387,38 +374,37 @@ class Body(NamedTuple):
 
 
 class BodyMemory:
-    """Limits the memory of the bodies of all current requests; only for the event loop's thread."""
+    """Limits the memory of the bodies of all current requests; not thread-safe."""
 
     def __init__(self) -> None:
         self.held = self._released = 0
 
-    async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
-        """Read the body of a request; call `release` when it is no longer needed."""
+    async def read(self, request: Request, limits: Mapping[Kind, int]) -> Body:
+        """Read a request's body, of a kind in `limits`; call `release` when it is not needed."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
-        kind = "image" if media_type.startswith("image/") else _KINDS.get(media_type)
+        kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)
         if kind is None or kind not in limits:
-            raise RequestError(415, types)
+            types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)
+            raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
-        chunks: list[bytes] = []
-        held = received = 0
+        chunks, received = list[bytes](), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     received += len(chunk)
-                    if received > _DRAINED * limit:
+                    if received > _DISCARDED_LIMITS * limit:
                         break
                     if received <= limit:
                         if self.held + len(chunk) > BODY_MEMORY:
                             raise busy("uploads take all its memory", "memory")
                         self.held += len(chunk)
-                        held += len(chunk)
                         chunks.append(chunk)
             if received > limit:
                 sentence = f"The request is too large; the limit is {limits[kind]:,} bytes."
                 raise RequestError(413, sentence)
         except BaseException as error:
-            self.release(held)
+            self.release(sum(map(len, chunks)))
             if isinstance(error, TimeoutError):
                 sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
                 raise RequestError(408, sentence) from None
@@ -436,7 +422,7 @@ class BodyMemory:
 
 @dataclass
 class _Part:
-    """One part of a form; `options` are those of its Content-Disposition."""
+    """One part of a form; `options` are the parameters of its header Content-Disposition."""
 
     options: dict[bytes, bytes] = field(default_factory=dict)
     header_lines: int = 0
@@ -504,7 +490,7 @@ def _parts(body: Body, most: int) -> list[_Part]:
 
     def part_data(data: bytes, start: int, end: int) -> None:
         part = parts[-1]
-        if not part.content:  # most parts come in one piece, which needs no further copy
+        if not part.content:  # most parts come in one piece, which is copied only once
             part.content = data[start:end]
             return
         if isinstance(part.content, bytes):

@@ -51,7 +51,7 @@ _TRACES = (
 
 
 class _Lines(QueueHandler):
-    """Formats log lines and queues them for a thread, so that a slow reader delays no request."""
+    """Formats log lines; a thread writes them, so that a slow reader does not delay requests."""
 
     def __init__(self, form: str, names_process: bool) -> None:
         super().__init__(queue.Queue(_WAITING_LINES))
@@ -178,7 +178,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Gauges that are computed when Prometheus asks for them, by the process that it asks."""
+    """Gauges, computed at each request of `/metrics` by the process that answers it."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._indexes = indexes
@@ -206,7 +206,7 @@ class _Gauges(Collector):
             for name, text in _INDEX_METRICS.items()
         }
         for index_name, served in self._indexes.items():
-            with suppress(StoreError):  # readiness reports it
+            with suppress(StoreError):  # `Readiness` reports the error
                 with served.use() as index:
                     stats = index.stats()
                 values = {"items": stats.count, "bytes": stats.bytes}

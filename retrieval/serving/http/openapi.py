@@ -35,6 +35,7 @@ _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
 _JSON = "application/json"
 _FORM = "multipart/form-data"
+_KEPT = ("type", "enum", "minimum", "maximum", "default", "description")
 _AS_TEXT = {
     "filter": "a filter as text, or as JSON that begins with a brace",
     "fields": "names separated by commas, or a JSON list",
@@ -46,13 +47,12 @@ def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
     """Return the schemas of a model's members as form fields or query parameters."""
     schemas = {}
     for name, schema in model.model_json_schema()["properties"].items():
-        plain = next((form for form in schema.get("anyOf", ()) if form["type"] != "null"), schema)
-        kept = ("type", "enum", "minimum", "maximum", "default", "description")
-        schemas[name] = {key: value for key, value in {**schema, **plain}.items() if key in kept}
         if name in _AS_TEXT:
             schemas[name] = {"type": "string", "description": _AS_TEXT[name]}
-        elif schemas[name].get("default", "") is None:
-            del schemas[name]["default"]
+            continue
+        if "anyOf" in schema:  # a type or null; a text is never null
+            schema |= next(form for form in schema["anyOf"] if form["type"] != "null")
+        schemas[name] = {key: schema[key] for key in _KEPT if schema.get(key) is not None}
     return schemas
 
 
@@ -73,11 +73,11 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
 
 
 class Operation(NamedTuple):
-    """One path and method, from which the server's route and its part of the document are built.
+    """One path and method; the server's route and its part of the document are built from it.
 
     Attributes:
         method: HTTP method in lower case.
-        path: path relative to `/v1` and, if `of_index`, also to `/v1/indexes/{index}`.
+        path: path relative to each of `prefixes`.
         handler: name of the method of `Routes` that handles requests; the method's docstring is
             the operation's summary.
         answer: type of the response; `None` for an image.
@@ -95,6 +95,11 @@ class Operation(NamedTuple):
     bodies: Mapping[str, Any] = {}
     status: int = 200
     of_index: bool = True
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the path, without and with the name of an index."""
+        return ("/v1", "/v1/indexes/{index}") if self.of_index else ("/v1",)
 
     @property
     def id(self) -> str:
@@ -166,7 +171,7 @@ def document(handlers: type) -> dict[str, Any]:
     for operation in OPERATIONS:
         method, path = operation.method.upper(), f"/v1{operation.path}"
         key = {"key": [needed_role(method, path, keyed=True)]}
-        for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
+        for prefix in operation.prefixes:
             named = "{index}" in prefix
             parameters = [_parameter("path", "index", _NAME)] if named else []
             described = {

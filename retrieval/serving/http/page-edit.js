@@ -25,9 +25,8 @@ async function fill(image, address) {
   }
 }
 
-function allow(about) {
-  const writes = ["write", "admin"].includes(about.role);
-  document.body.classList.toggle("writable", writes);
+function applyRole(role) {
+  document.body.classList.toggle("writable", ["write", "admin"].includes(role));
 }
 
 function editButtons(hit) {
@@ -55,7 +54,7 @@ function describe(item) {
   byId("item").showModal();
 }
 
-async function isThere(id) {
+async function exists(id) {
   try {
     return Boolean(await call(addressOf(id)));
   } catch (fault) {
@@ -70,22 +69,22 @@ async function save() {
   const metadata = byId("item-metadata").value.trim() || "{}";
   const item = editing;
   try {
-    let described;
+    let parsed;
     try {
-      described = JSON.parse(metadata);
+      parsed = JSON.parse(metadata);
     } catch {
       throw new Error('The metadata must be a JSON object, such as {"price": 20}.');
     }
     const request = { method: "PUT" };
     if (item.image) {
-      if (await isThere(id)) throw new Error("An item has this id already. Choose another, or change that item.");
+      if (await exists(id)) throw new Error("An item has this id already. Choose another, or change that item.");
       request.body = new FormData();
       if (label) request.body.append("label", label);
       request.body.append("metadata", metadata);
       request.body.append("image", item.image, "item");
     } else {
       request.method = "PATCH";
-      request.body = JSON.stringify({ label: label || null, metadata: described });
+      request.body = JSON.stringify({ label: label || null, metadata: parsed });
       request.headers = { "Content-Type": "application/json" };
     }
     await call(addressOf(id), request);

@@ -6,7 +6,7 @@ const LARGEST_CUT = 1600; // pixels; no encoder uses more
 const EDGES = ["left", "top", "right", "bottom"];
 
 function setEdges(values) {
-  EDGES.forEach((edge, at) => { byId(edge).value = String(values[at]); });
+  EDGES.forEach((edge, number) => { byId(edge).value = String(values[number]); });
   drawBox();
 }
 
@@ -18,10 +18,10 @@ function drawBox() {
 }
 
 function moveEdge(event) {
-  const at = EDGES.indexOf(event.target.id);
+  const moved = EDGES.indexOf(event.target.id);
   const values = EDGES.map((edge) => Number(byId(edge).value));
-  const [low, high] = [at % 2, (at % 2) + 2]; // opposite edges stay at least one percent apart
-  if (at === low) values[low] = Math.min(values[low], values[high] - 1);
+  const [low, high] = [moved % 2, (moved % 2) + 2]; // opposite edges stay at least one percent apart
+  if (moved === low) values[low] = Math.min(values[low], values[high] - 1);
   else values[high] = Math.max(values[high], values[low] + 1);
   setEdges(values);
 }
@@ -36,14 +36,14 @@ function drawWithPointer(down) {
   };
   const [x, y] = point(down);
   const move = (event) => {
-    const [to, at] = point(event);
-    setEdges([Math.min(x, to), Math.min(y, at), Math.max(x, to), Math.max(y, at)]);
+    const [toX, toY] = point(event);
+    setEdges([Math.min(x, toX), Math.min(y, toY), Math.max(x, toX), Math.max(y, toY)]);
   };
   const end = (event) => {
     view.removeEventListener("pointermove", move);
     for (const kind of ["pointerup", "pointercancel"]) view.removeEventListener(kind, end);
-    const [to, at] = point(event);
-    if (event.type === "pointercancel" || Math.abs(to - x) < 2 || Math.abs(at - y) < 2) setEdges([0, 0, 100, 100]);
+    const [toX, toY] = point(event);
+    if (event.type === "pointercancel" || Math.abs(toX - x) < 2 || Math.abs(toY - y) < 2) setEdges([0, 0, 100, 100]);
     else byId("crop").open = true;
   };
   view.setPointerCapture(down.pointerId);

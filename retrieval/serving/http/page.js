@@ -8,14 +8,14 @@ let roots = ["v1"]; // path prefixes of the searched indexes: one, or two side b
 let limits = { bytes: 20000000 };
 let last = null; // current query, repeated when the filter, the index or the number of results changes
 let whole = null; // the image in the preview; `last` may be a part of it
-let asked = 0; // number of the newest query; older responses are ignored
+let newest = 0; // number of the newest query; responses to older queries are ignored
 let severalIndexes = false;
 
 function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
 }
 
 function show(sentence, isError) {
@@ -98,9 +98,9 @@ async function search(root, query) {
     form.append("image", query.image, "query");
     request = { method: "POST", body: form };
   } else {
-    const said = { k, explain: true, ...(query.vector ? { vector: query.vector } : { id: String(query.id) }) };
-    if (filter) said.filter = filter;
-    request = { method: "POST", body: JSON.stringify(said), headers: { "Content-Type": "application/json" } };
+    const body = { k, explain: true, ...(query.vector ? { vector: query.vector } : { id: String(query.id) }) };
+    if (filter) body.filter = filter;
+    request = { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
   }
   try {
     return await (await call(`${root}/search`, request)).json();
@@ -116,17 +116,17 @@ function counted(answer) {
   return `${count} nearest ${count === 1 ? "item" : "items"}, found in ${answer.took_ms.toFixed(1)} ms`;
 }
 
-function tellStages(answers) {
-  const stages = [...new Set(answers.flatMap((one) => Object.keys(one.explain.stages_ms)))];
+function showStages(answers) {
+  const stages = [...new Set(answers.flatMap((answer) => Object.keys(answer.explain.stages_ms)))];
   const row = (tag, cells) => {
-    const made = element("tr");
-    made.append(...cells.map((cell, at) => element(at === 0 ? "th" : tag, "", cell)));
-    return made;
+    const line = element("tr");
+    line.append(...cells.map((cell, column) => element(column === 0 ? "th" : tag, "", cell)));
+    return line;
   };
   const names = answers.length > 1 ? [byId("index").value, byId("beside").value] : ["Milliseconds"];
   byId("stages").querySelector("thead").replaceChildren(row("th", ["Stage", ...names]));
   byId("stages").querySelector("tbody").replaceChildren(...stages.map((stage) => (
-    row("td", [stage, ...answers.map((one) => (one.explain.stages_ms[stage] ?? 0).toFixed(2))])
+    row("td", [stage, ...answers.map((answer) => (answer.explain.stages_ms[stage] ?? 0).toFixed(2))])
   )));
 }
 
@@ -140,11 +140,11 @@ function offerValues(results) {
 async function ask(query) {
   last = query;
   remember();
-  const number = ++asked;
+  const number = ++newest;
   show("Searching …", false);
   byId("answers").classList.add("stale");
   const settled = await Promise.allSettled(roots.map((root) => search(root, query)));
-  if (number !== asked) return;
+  if (number !== newest) return;
   byId("answers").classList.remove("stale");
   const [first, second] = settled;
   if (first.status === "rejected") show(first.reason.message, true);
@@ -158,16 +158,16 @@ async function ask(query) {
     byId("others").replaceChildren(...(answered ? second.value.results.map((hit) => card(hit, 1)) : []));
     byId("others-status").textContent = answered ? counted(second.value) : second.reason.message;
   }
-  const answers = settled.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  const answers = settled.filter((result) => result.status === "fulfilled").map((result) => result.value);
   byId("stages").hidden = answers.length < settled.length;
-  if (answers.length === settled.length) tellStages(answers);
+  if (answers.length === settled.length) showStages(answers);
 }
 
-function look(address, words) {
+function showPreview(address, description) {
   const preview = byId("preview");
   if (preview.src.startsWith("blob:")) URL.revokeObjectURL(preview.src);
   byId("view").hidden = byId("crop").hidden = !address;
-  preview.alt = address ? words : "";
+  preview.alt = address ? description : "";
   fill(preview, address ?? "data:,");
   byId("add").hidden = !address?.startsWith("blob:");
   byId("crop").open = false;
@@ -176,13 +176,13 @@ function look(address, words) {
 
 function searchWithFile(file) {
   if (!file) return;
-  look(URL.createObjectURL(file), `The query: ${file.name || "a pasted image"}`);
+  showPreview(URL.createObjectURL(file), `The query: ${file.name || "a pasted image"}`);
   whole = { image: file };
   ask(whole);
 }
 
 function searchWithItem(item, place) {
-  look(item.image_url, `The query: ${item.id}`);
+  showPreview(item.image_url, `The query: ${item.id}`);
   whole = { id: item.id, image_url: item.image_url, root: roots[place] };
   ask(whole);
   window.scrollTo({ top: 0 });
@@ -202,14 +202,14 @@ function searchWithNumbers() {
 
 function addCondition() {
   const [field, relation, value] = ["field", "relation", "value"].map((id) => byId(id).value);
-  const own = field === "id" || field === "label"; // always text
-  const name = own || (/^[A-Za-z_]\w*$/.test(field) && !KEYWORDS.test(field)) ? field : `"${field}"`;
-  const bare = !own && (/^(true|false|null)$/.test(value) || (value.trim() && Number.isFinite(Number(value))));
-  const literal = bare ? (KEYWORDS.test(value) ? value : String(Number(value))) : `'${value.replaceAll("'", "''")}'`;
+  const isText = field === "id" || field === "label";
+  const name = isText || (/^[A-Za-z_]\w*$/.test(field) && !KEYWORDS.test(field)) ? field : `"${field}"`;
+  const isLiteral = !isText && (/^(true|false|null)$/.test(value) || (value.trim() && Number.isFinite(Number(value))));
+  const literal = isLiteral ? (KEYWORDS.test(value) ? value : String(Number(value))) : `'${value.replaceAll("'", "''")}'`;
   const condition = relation === "exists" ? `exists(${name})` : `${name} ${relation} ${literal}`;
   const before = byId("filter").value.trim();
-  const several = /\bor\b/i.test(before) ? `(${before})` : before;
-  byId("filter").value = before ? `${several} and ${condition}` : condition;
+  const grouped = /\bor\b/i.test(before) ? `(${before})` : before;
+  byId("filter").value = before ? `${grouped} and ${condition}` : condition;
   again();
 }
 
@@ -218,32 +218,32 @@ const again = () => (last ? ask(last) : remember());
 // The URL's fragment holds the query, unless it is an image. Browsers do not send it to the server.
 
 function remember() {
-  const said = new URLSearchParams();
-  if (last && last.id !== undefined) said.set("id", last.id);
+  const parameters = new URLSearchParams();
+  if (last && last.id !== undefined) parameters.set("id", last.id);
   const filter = byId("filter").value.trim();
-  if (filter) said.set("filter", filter);
-  if (byId("k").value !== "10") said.set("k", byId("k").value);
-  if (severalIndexes) said.set("index", byId("index").value);
-  if (byId("beside").value) said.set("beside", byId("beside").value);
-  const address = String(said) && `#${said}`;
+  if (filter) parameters.set("filter", filter);
+  if (byId("k").value !== "10") parameters.set("k", byId("k").value);
+  if (severalIndexes) parameters.set("index", byId("index").value);
+  if (byId("beside").value) parameters.set("beside", byId("beside").value);
+  const address = String(parameters) && `#${parameters}`;
   if (address !== location.hash) history.pushState(null, "", address || location.pathname);
 }
 
 async function restore() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  const k = said.get("k") ?? "10";
-  if (![...byId("k").options].some((one) => one.value === k) && /^[1-9]\d{0,2}$/.test(k)) byId("k").add(new Option(k));
+  const parameters = new URLSearchParams(location.hash.slice(1));
+  const k = parameters.get("k") ?? "10";
+  if (![...byId("k").options].some((option) => option.value === k) && /^[1-9]\d{0,2}$/.test(k)) byId("k").add(new Option(k));
   byId("k").value = k;
   if (byId("k").selectedIndex < 0) byId("k").value = "10";
-  byId("filter").value = said.get("filter") ?? "";
+  byId("filter").value = parameters.get("filter") ?? "";
   if (severalIndexes) {
-    byId("index").value = said.get("index") ?? byId("index").options[0].value;
+    byId("index").value = parameters.get("index") ?? byId("index").options[0].value;
     if (byId("index").selectedIndex < 0) byId("index").selectedIndex = 0;
-    byId("beside").value = said.get("beside") ?? "";
+    byId("beside").value = parameters.get("beside") ?? "";
     if (byId("beside").selectedIndex < 0) byId("beside").value = "";
   }
   await open();
-  const id = said.get("id");
+  const id = parameters.get("id");
   if (id === null) {
     if (last && last.id === undefined) ask(last);
     return;
@@ -261,7 +261,7 @@ async function choose() {
   const { indexes } = await (await call("v1/indexes")).json();
   severalIndexes = indexes.length > 1;
   if (!severalIndexes) return;
-  for (const each of document.querySelectorAll(".indexes")) each.hidden = false;
+  for (const part of document.querySelectorAll(".indexes")) part.hidden = false;
   byId("index").replaceChildren(...indexes.map((name) => new Option(name)));
   byId("beside").replaceChildren(new Option("nothing", ""), ...indexes.map((name) => new Option(name)));
 }
@@ -277,7 +277,7 @@ async function open() {
   try {
     const about = await (await call(`${roots[0]}/index`)).json();
     limits = about.limits;
-    allow(about);
+    applyRole(about.role);
     byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
     document.title = `Image search: ${about.name}`;
     const vectors = about.input.kind === "features";
@@ -325,7 +325,7 @@ document.addEventListener("drop", (event) => {
   const files = event.dataTransfer.files;
   if (drop.hidden) return;
   if (files.length) searchWithFile(files[0]);
-  else show("Drop an image file: what was dropped holds no file.", true);
+  else show("Nothing that was dropped is a file. Drop an image file.", true);
 });
 const start = () => choose().catch(() => {}).finally(restore);
-document.addEventListener("DOMContentLoaded", start); // after the scripts beside this one
+document.addEventListener("DOMContentLoaded", start); // when the other scripts are loaded too

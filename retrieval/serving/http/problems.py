@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
+from uuid import UUID
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -29,8 +31,7 @@ class RequestError(RetrievalError):
     Args:
         status: HTTP status, 4xx, 500 or 503.
         sentence: message to the person who sent the request.
-        reason: label of the error in the metrics, which must be one of a few; by default the
-            status.
+        reason: label of the error in the metrics, from a small fixed set; by default the status.
         members: further members of the problem document.
         headers: further headers of the response.
     """
@@ -74,17 +75,14 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a request's id, a URN made from its W3C trace id, or at random without one."""
-    id = trace or os.urandom(16).hex()
-    return f"urn:uuid:{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}"
+    """Return a request id: a URN of the W3C trace id, or of a random number without one."""
+    return UUID(trace or os.urandom(16).hex()).urn
 
 
 def report(error: BaseException) -> None:
-    """Log an error with its causes and its place in the code."""
-    trace, causes = error.__traceback__, list[str]()
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    """Log an error with its causes and its place in the code, in one line."""
+    frames, causes = traceback.extract_tb(error.__traceback__), list[str]()
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     cause: BaseException | None = error
     while cause is not None and len(causes) < 4:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")

@@ -34,9 +34,9 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer and notify the request that is being answered.
+        """Cancel the timer, and tell the request that is being answered.
 
-        uvicorn notifies only the last request of the connection.
+        uvicorn tells only the last request that was received.
         """
         self._timer.cancel()
         self._disconnect()
@@ -106,7 +106,7 @@ class Protocol(HttpToolsProtocol):
             self._fail(400, sentence)
         if any(names.count(name) > 1 for name in _SINGLE_HEADERS):
             self._fail(400, "The request repeats a header that is allowed only once.")
-        # Each response lets the server read more, so without a limit they would fill its memory.
+        # uvicorn reads on after each response, so a client could fill the memory with requests.
         if len(self.pipeline) >= PIPELINED_REQUESTS:
             self._fail(400, "Too many requests were sent without waiting for responses.")
         if not self.parser.should_upgrade():

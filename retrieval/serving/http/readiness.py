@@ -1,10 +1,10 @@
-"""Readiness: every few seconds the server checks its indexes, including a complete search."""
+"""Readiness: check each index of a server every few seconds, with a complete search."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,14 @@ class Readiness:
         self._served, self._logged_change = served, False
         self._faults: dict[str, str | None] = {"search": _NEW}
         self._items, self._bundle = 0, ""
-        self._sample: tuple[Bundle | None, Any] = None, None
+        self._sample: tuple[Bundle, Query] | None = None
         self._fallback: str | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the result of the last check.
 
-        The member `fallback` exists if the encoder runs on the CPU for want of a GPU, and says why.
+        If the encoder runs on the CPU although ONNX Runtime was built for a GPU, the member
+        `fallback` says why.
         """
         fallback = {"fallback": self._fallback} if self._fallback else {}
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
@@ -65,23 +66,23 @@ class Readiness:
         if self._fallback not in (None, fallback):
             log.warning("%s", self._fallback)
         slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
-        faults = {
-            "index": await self._fault_of(
-                self._files(), "The storage of the index does not answer."
-            ),
+        silent = "The storage of the index does not answer."
+        before = _first(self._faults)
+        self._faults = {
+            "index": await self._fault_of(self._files(), silent),
             "search": await self._fault_of(self._search(), slow),
             "model": await self._fault_of(self._model(), slow),
         }
-        before, now = (next(filter(None, parts.values()), None) for parts in (self._faults, faults))
-        if now != before and now is not None:
+        now = _first(self._faults)
+        if now is not None and now != before:
             log.warning("Not ready. %s", now)
         elif now is None and before not in (None, _NEW):
             log.warning("Ready again.")
-        self._faults = faults
 
     async def _fault_of(self, part: Awaitable[str | None], late: str) -> str | None:
+        """Return the fault that a check finds or raises; `late` if it misses the deadline."""
         try:
-            # not `wait_for`, which in Python 3.11 can swallow the cancellation at shutdown
+            # `wait_for` can swallow the cancellation at shutdown in Python 3.11.
             async with asyncio.timeout(self._served.settings.deadline):
                 return await part
         except TimeoutError:
@@ -99,23 +100,25 @@ class Readiness:
         """If another index has replaced this one, serve it; return a sentence if that fails."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
-            log.warning("%s", changed)  # only the log may show the path
+            log.warning("%s", changed)  # the sentence has the path, which only the log may show
         self._logged_change = changed is not None
         return changed and _CHANGED
 
     async def _search(self) -> str | None:
+        """Run a complete search, and repeat the client's search that failed last, if any."""
         served = self._served
         bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
-        if self._sample[0] is not bundle:  # creating a sample image takes as long as its search
-            self._sample = bundle, await self._served.workers.pictures.run(lambda: sample(bundle))
+        if self._sample is None or self._sample[0] is not bundle:
+            # The sample is kept because creating it takes as long as its search.
+            self._sample = bundle, await served.workers.pictures.run(lambda: sample(bundle))
         query = self._sample[1]
         hits = await served.search(query, lambda query, hits, index: bytes(len(hits[0])))
         self._items, self._bundle = items, bundle.sha256
-        if (again := served.failed) is not None:
+        if (repeat := served.failed) is not None:
             try:
-                await served.workers.searches.run(again)
+                await served.workers.searches.run(repeat)
             except (DataError, RequestError, Superseded):
-                pass  # the index serves another bundle by now, or the item was deleted
+                pass  # the bundle was replaced or the item deleted since the search failed
             except StoreError as error:
                 report(error)
                 return DAMAGED
@@ -128,8 +131,12 @@ class Readiness:
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
 
+def _first(faults: Mapping[str, str | None]) -> str | None:
+    return next(filter(None, faults.values()), None)
+
+
 def sample(bundle: Bundle) -> Query:
-    """Return a random query that passes through all stages of a client's search."""
+    """Return a random query, which passes through all stages of a client's search."""
     input, noise = bundle.manifest.input, np.random.default_rng(0)
     if input.kind == "features":
         return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)

@@ -43,7 +43,7 @@ from retrieval.serving.http.settings import (
 from retrieval.serving.images import format_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import TRAIL, stage
+from retrieval.serving.stages import TRAIL, Trail, stage
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.items import check_id
 
@@ -69,7 +69,7 @@ class Routes:
         """Return the routes; those of an index exist with and without its name in the path."""
         routes: list[BaseRoute] = []
         for operation in OPERATIONS:
-            for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
+            for prefix in operation.prefixes:
                 path = prefix + operation.path.replace("{id}", "{id:any}")
                 handler = getattr(self, operation.handler)
                 routes.append(NamedRoute(path, handler, methods=[operation.method.upper()]))
@@ -84,20 +84,19 @@ class Routes:
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
         read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
-        return await self._search(request, limits, models.SEARCH_TYPES, read)
+        return await self._search(request, limits, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
         settings = self._settings
         parameters_of(request)
         read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
-        return await self._search(request, _BATCH_LIMITS, models.BATCH_TYPES, read, batch=True)
+        return await self._search(request, _BATCH_LIMITS, read, batch=True)
 
     async def _search(
         self,
         request: Request,
         limits: Mapping[Kind, int],
-        types: str,
         read: Callable[[Body], Query],
         batch: bool = False,
     ) -> Response:
@@ -116,10 +115,10 @@ class Routes:
                 content["explain"] = _explanation()
             return to_json(content, inf_nan_mode="null")
 
-        async with self._body(request, limits, types) as body:
-            parsed = batch or body.kind == "json"
-            query = await _parsed(served, body, read) if parsed else partial(read, body)
-            return _answer(await served.search(query, finish))
+        async with self._body(request, limits) as body:
+            if batch or body.kind == "json":
+                return _answer(await served.search(await _parsed(served, body, read), finish))
+            return _answer(await served.search_image(partial(read, body), finish))
 
     # Items
 
@@ -145,7 +144,7 @@ class Routes:
         """Add an item, or replace the one with this id."""
         served, id = self._served(request), _usable(_id_of(request))
         read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
-        async with self._body(request, self._single_limits, models.PUT_TYPES) as body:
+        async with self._body(request, self._single_limits) as body:
             item = await _parsed(served, body, read)
             replaced = await served.put([item], _change(request, served, "put", [id]))
             return _answer({"id": id, "replaced": bool(replaced)})
@@ -153,7 +152,7 @@ class Routes:
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
         served, id = self._served(request), _id_of(request)
-        async with self._body(request, _JSON_LIMITS, models.PATCH_TYPES) as body:
+        async with self._body(request, _JSON_LIMITS) as body:
             changes = await _parsed(served, body, models.changes_of)
             await served.patch(id, changes, _change(request, served, "change", [id]))
             return _answer({"id": id, "replaced": True})
@@ -172,7 +171,7 @@ class Routes:
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
-        async with self._body(request, _BATCH_LIMITS, models.ADD_TYPES) as body:
+        async with self._body(request, _BATCH_LIMITS) as body:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
@@ -203,7 +202,7 @@ class Routes:
         def read(body: Body) -> models.DeleteBody:
             return models.DeleteBody.of(models.loads(body.content))
 
-        async with self._body(request, _JSON_LIMITS, "Send application/json.") as body:
+        async with self._body(request, _JSON_LIMITS) as body:
             where = models.filter_of((await _parsed(served, body, read)).filter)
             change = _change(request, served, "delete", where=where)
             return _answer({"deleted": await served.delete(change)})
@@ -302,12 +301,10 @@ class Routes:
         return {"indexes": sorted(filter(caller.may_use, self.indexes))}
 
     @asynccontextmanager
-    async def _body(
-        self, request: Request, limits: Mapping[Kind, int], types: str
-    ) -> AsyncIterator[Body]:
-        """Context manager that yields a request's body, within limits of memory and time."""
+    async def _body(self, request: Request, limits: Mapping[Kind, int]) -> AsyncIterator[Body]:
+        """Context manager that yields a request's body; the deadline begins after its receipt."""
         with stage("read", 0):
-            body = await self._memory.read(request, limits, types)
+            body = await self._memory.read(request, limits)
         try:
             async with self._deadline(request):
                 yield body
@@ -344,7 +341,7 @@ async def _parsed(served: Served, body: Body, read: Callable[[Body], T]) -> T:
 
 
 class _AnyText(StringConvertor):
-    """An item's id in a path: any characters, including slashes and line breaks."""
+    """The type `any` of a path parameter: an id of any characters, slashes and line breaks too."""
 
     regex = "(?s:.+)"
 
@@ -355,8 +352,8 @@ register_url_convertor("any", _AnyText())
 class NamedRoute(Route):
     """A route that records its pattern for metrics and the log.
 
-    A pattern with an item's id is matched against the path as sent, without percent-decoding, so
-    that `%2F` is part of the id.
+    A pattern with an item's id is matched against the path before percent-decoding, so that `%2F`
+    can be part of the id.
     """
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
@@ -467,7 +464,7 @@ def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[st
 
 
 def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
-    """Return a hit as JSON, with the metadata fields in `names`; `None` means all fields."""
+    """Return a hit as JSON, with the metadata fields in `names`, or all if it is `None`."""
     return {
         "id": hit.id,
         "key": hit.id,
@@ -481,7 +478,7 @@ def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) ->
 def _item_json(
     served: Served, item: Item, prefix: str, names: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return an item as JSON, with the metadata fields in `names`; `None` means all fields."""
+    """Return an item as JSON; `names` as in `_hit_json`."""
     return {
         "id": item.id,
         "key": item.id,
@@ -496,14 +493,12 @@ def _item_json(
 
 
 def _explanation() -> dict[str, Any]:
-    """Return the `explain` member of a search: the times of its stages."""
-    trail = TRAIL.get()
-    seconds = {} if trail is None else trail.seconds
-    return {"stages_ms": {name: round(1000 * time, 3) for name, time in seconds.items()}}
+    """Return the `explain` member of a search: the durations of its stages so far."""
+    trail = TRAIL.get() or Trail()
+    return {"stages_ms": {name: round(1000 * time, 3) for name, time in trail.seconds.items()}}
 
 
 def _description(name: str, index: Index) -> dict[str, Any]:
-    """Return the description of an index."""
     bundle, stats = index.follow(), index.stats()
     manifest = bundle.manifest
     return {
@@ -528,12 +523,12 @@ def _description(name: str, index: Index) -> dict[str, Any]:
 
 
 def _encoded_cursor(last: str) -> str:
-    """Return the cursor of the next page, after the page that ends with the id `last`."""
+    """Return the cursor of the page after the id `last`."""
     return base64.urlsafe_b64encode(last.encode()).decode()
 
 
 def _decoded_cursor(cursor: str) -> str:
-    """Return the last id of the page before a cursor's page; raise a RequestError 400 if none."""
+    """Return the id that a cursor encodes; raise a RequestError 400 if it encodes none."""
     try:
         last = base64.b64decode(cursor.encode("ascii"), b"-_", validate=True).decode()
     except ValueError:

@@ -97,8 +97,8 @@ class Served:
         self.name, self.settings, self.workers = name, settings, workers
         self.failed: Callable[[], object] | None = None
         self.index, self._lock = index, threading.Lock()
+        # Each open index stays open while it has users; the current index has one user more.
         self._users = Counter({index: 1})
-        """Number of users of each open index; the current index has one user more."""
         self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
 
@@ -127,7 +127,7 @@ class Served:
         """Open and serve the index that has replaced this one, if any. Call this in a thread.
 
         Returns:
-            `None` on success, else a sentence for the log, with the path.
+            A sentence if that fails; it has the path, so it is only for the log. Else `None`.
         """
         changed = self.index.changed()
         if changed is None or self._reopen is None:
@@ -145,41 +145,49 @@ class Served:
 
     # Searching
 
-    async def search(self, query: Query | Callable[[], Query], finish: Finish) -> bytes:
-        """Search and return the response, which `finish` builds in the same thread.
-
-        `query` may be a function that parses a query of one image; it runs in that thread too.
-        """
+    async def search_image(self, parse: Callable[[], Query], finish: Finish) -> bytes:
+        """Parse a query of one image and search with it, in a single thread; see `search`."""
 
         async def ask() -> bytes:
             bundle = self.index.bundle
-            if callable(query):  # one thread parses, decodes and searches
 
-                def work() -> bytes:
-                    parsed = query()
-                    image = parsed.inputs[0].image or b""
-                    pixels = self.workers.decode("pixels", image, bundle).pixels[None]
-                    find = partial(_hits, query=parsed, pixels=pixels)
-                    return self._searched(bundle, parsed, find, finish)
+            def work() -> bytes:
+                query = parse()
+                image = query.inputs[0].image or b""
+                pixels = self.workers.decode("pixels", image, bundle).pixels[None]
+                find = partial(_hits, query=query, pixels=pixels)
+                return self._searched(bundle, query, find, finish)
 
-                return await self.workers.images.run(work)
+            return await self.workers.images.run(work)
+
+        return await self._again(ask, DAMAGED)
+
+    async def search(self, query: Query, finish: Finish) -> bytes:
+        """Search and return the response, which `finish` builds in the thread of the search."""
+
+        async def ask() -> bytes:
+            bundle = self.index.bundle
+            if _is_plain(query, bundle):
+                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
+                return await self._search_vector(vector, bundle, finish)
             images = [input.image for input in query.inputs if input.image is not None]
             decoded = await self.workers.pixels(bundle, images)
             pixels = np.stack([image.pixels for image in decoded]) if decoded else None
             find = partial(_hits, query=query, pixels=pixels)
-            vector = None
-            if _is_plain(query, bundle):
-                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
-                self._vectors.append(vector)
-                find = partial(self._together, vector)
-            try:
-                search = partial(self._searched, bundle, query, find, finish)
-                return await self.workers.searches.run(search)
-            finally:
-                if vector in self._vectors:
-                    self._vectors.remove(vector)
+            search = partial(self._searched, bundle, query, find, finish)
+            return await self.workers.searches.run(search)
 
         return await self._again(ask, DAMAGED)
+
+    async def _search_vector(self, vector: _Vector, bundle: Bundle, finish: Finish) -> bytes:
+        find = partial(self._together, vector)
+        self._vectors.append(vector)
+        try:
+            search = partial(self._searched, bundle, vector.query, find, finish)
+            return await self.workers.searches.run(search)
+        finally:
+            with suppress(ValueError):  # another request's search has included it
+                self._vectors.remove(vector)
 
     def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
         """Return the hits of a vector; search waiting vectors with equal options together with it.
@@ -213,6 +221,11 @@ class Served:
         find: Callable[[Index], list[list[Hit]]],
         finish: Finish,
     ) -> bytes:
+        """Search the current index and build the response; keep a search that fails for a repeat.
+
+        Raises:
+            Superseded: the index no longer serves `bundle`, which encoded the query.
+        """
         try:
             with self.use() as index:
                 if index.bundle is not bundle:
@@ -229,7 +242,7 @@ class Served:
         sentence: str = _UNREADABLE,
         turns: Turns | None = None,
     ) -> T:
-        """Return `work(index)`, run in a thread; raises the same errors as `search`."""
+        """Return `work(index)`, run in a thread; `sentence` is the error if the store fails."""
 
         def used() -> T:
             with self.use() as index:
@@ -239,9 +252,11 @@ class Served:
         return await self._again(lambda: pool.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return the result of `ask`, which is called again if the index or bundle was replaced.
+        """Return `await ask()`; repeat it if the index or its bundle was replaced meanwhile.
 
-        If the index's store fails, `sentence` is the message to the client.
+        Raises:
+            RequestError: 503 if the index keeps changing, or, with the message `sentence`, if its
+                store fails.
         """
         for _ in range(_TRIES):
             index = self.index
@@ -250,13 +265,13 @@ class Served:
             except Superseded:
                 await self.workers.searches.run(self.index.follow)
             except StoreError as error:
-                passing = isinstance(error, TooSlow | StoreUnavailable)
-                if passing or not await self.workers.pictures.run(partial(self._replaced, index)):
+                temporary = isinstance(error, TooSlow | StoreUnavailable)
+                if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
                     raise store_failed(error, sentence) from None
         raise RequestError(503, _CHANGING)
 
     def _replaced(self, failed: Index) -> bool:
-        """Return whether an index failed because another one has replaced it and is served now."""
+        """Return whether another index is served now instead of one that failed."""
         if self.index is not failed:
             return True
         return failed.changed() is not None and self.take_up() is None
@@ -304,7 +319,7 @@ class Served:
         await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change and return their number; raises the same errors as `put`."""
+        """Delete the items of a change and return their number."""
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
@@ -345,7 +360,7 @@ class Served:
             if item is None:
                 raise no_item()
             if item.keep == "thumbnail" and not small:
-                with suppress(RequestError):  # without the file, the thumbnail is the best image
+                with suppress(RequestError):  # if the file is missing, the thumbnail will do
                     return self._file(item)
             kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             return kept if kept is not None else self._file(item)
@@ -381,7 +396,7 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
         and vector is not None
         and len(vector) == bundle.manifest.vector
         and np.abs(vector).max() < np.finfo(np.float32).max
-        # features would have to be encoded in a batch, which changes the last bits of the result
+        # Encoding features in a batch would change the last bits of their vectors.
         and bundle.manifest.input.kind != "features"
         and query.where is None
         and not options.explain
@@ -391,7 +406,7 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
     """Return the hits of each query, in order; an item is not a hit of its own query."""
     options, ids = query.options, [input.id for input in query.inputs]
-    by_id = ids[0] is not None
+    by_id = ids[0] is not None  # then one hit more is needed, since the item finds itself
     encoded = _stored(index, query) if by_id else _encoded(index.bundle, query.inputs, pixels)
     with stage("search", len(ids)):
         hits_by_query = index.search(

@@ -1,4 +1,4 @@
-"""Run a server: check its settings, open sockets, start one or several processes, and stop them."""
+"""Run a server: check settings, open sockets, and start and stop one or several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,17 +37,12 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 150
 """Seconds until an idle connection is closed.
 
-They are more than the idle time-outs of nginx (60 s) and Caddy (120 s), so that a proxy closes the
+This is longer than the idle time-outs of nginx (60 s) and Caddy (120 s), so that a proxy closes the
 connection first.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")
-_RULE = (
-    "A name has 1 to 100 letters, digits, dots, dashes and underscores, and begins with a letter or"
-    " digit"
-)
-
 _CLOSE = "close() stops it"
 
 Source = StrPath | Address | Index
@@ -74,7 +68,7 @@ def serve(
         host: address to listen on.
         port: port to listen on; 0 chooses a free port and prints it.
         settings: limits and permissions. By default, one search per core runs at a time.
-        plugins: plugin files or modules that provide the index's store, if it is not installed.
+        plugins: plugin files or modules to load, for an index whose store a plugin provides.
         device: where the encoder runs.
         wait: whether to return only after the server has ended. `None` waits unless an event loop
             is running.
@@ -149,8 +143,8 @@ class Serving:
     def run(self) -> None:
         """Serve until a signal or `close`."""
         if threading.current_thread() is threading.main_thread():
-            # uvicorn handles signals while it serves and raises them again at its end. This handler
-            # makes the repetition harmless, and ends a server that does not listen yet.
+            # uvicorn handles signals while it serves, and raises them again when it has ended. This
+            # handler ignores the repeated signal, and ends a server that does not listen yet.
 
             def leave(number: int, frame: Any) -> None:
                 self._server.should_exit = True
@@ -181,9 +175,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one server process needs: indexes by name, open or as places to open, and settings.
+    """What one server process needs; each of several processes gets a pickled copy.
 
-    If there are several processes, each gets a pickled copy.
+    `sources` are, by name, open indexes, or folders and addresses of indexes to open.
     """
 
     sources: Mapping[str, Any]
@@ -193,7 +187,7 @@ class Parts:
 
     @property
     def threads(self) -> int:
-        """Number of threads of an encoder: a search's share of the cores if all run at once."""
+        """Number of threads of an encoder: one search's share of the cores if all are busy."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
 
@@ -222,9 +216,11 @@ class Parts:
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
         opened, reopen = {}, {}
         for name, source in self.sources.items():
-            if not isinstance(source, Index):
+            if isinstance(source, Index):
+                opened[name] = source
+            else:
                 reopen[name] = partial(self.open, source)
-            opened[name] = reopen[name]() if name in reopen else source
+                opened[name] = reopen[name]()
         return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:
@@ -248,7 +244,7 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
 
     items = 0
     for place in parts.sources.values():
-        with parts.open(place) as index:  # so that an error is reported once, not by each process
+        with parts.open(place) as index:  # an error here is reported once, not by each process
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -265,7 +261,7 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Protocol,
-        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        loop="uvloop",
         ws="none",
         lifespan="on",
         log_config=None,
@@ -332,7 +328,7 @@ def _proxy(text: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a host's addresses are all loopback ones, or it is unknown."""
+    """Return whether all addresses of a host are loopback addresses, or the host is unknown."""
     try:
         texts = [str(info[4][0]).partition("%")[0] for info in _addresses(host, 0)]
     except OSError:
@@ -345,7 +341,11 @@ def _addresses(host: str, port: int) -> list[Any]:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """Return a listening socket; raise a StoreError that names the port's `option` on failure."""
+    """Return a listening socket.
+
+    Raises:
+        StoreError: the server cannot listen there; the message names `option`, which sets the port.
+    """
     if not isinstance(port, int) or not 0 <= port < 2**16:
         raise StoreError(
             f"{option} must be a whole number from 0 (any free port) to 65535, not {port!r}."
@@ -359,8 +359,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
             " machine, such as 127.0.0.1, or 0.0.0.0 for all."
         ) from None
     try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(256)
     except OSError as error:
@@ -390,7 +389,10 @@ def named(texts: Iterable[str]) -> dict[str, str]:
             name, path = default_name(text), text
         place_of(path)  # refuses an address with a secret before a message can repeat it
         if not _NAME.fullmatch(name):
-            raise StoreError(f"An index cannot be called {name[:100]!a}. {_RULE}.")
+            raise StoreError(
+                f"An index cannot be called {name[:100]!a}. A name has 1 to 100 letters, digits,"
+                " dots, dashes and underscores, and begins with a letter or digit."
+            )
         if name in places:
             raise StoreError(
                 f"Two indexes are called '{name}': {places[name]} and {path}. "
@@ -411,9 +413,9 @@ def default_name(path: str) -> str:
 
 def require_packages() -> None:
     """Raise a MissingDependency if a package of the extra `serve` is missing."""
-    modules = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
+    modules = "uvicorn starlette python_multipart httptools prometheus_client uvloop"
     try:
-        for module in modules + (["uvloop"] if sys.platform != "win32" else []):
+        for module in modules.split():
             importlib.import_module(module)
     except ImportError as error:
         package = str(error.name).replace("_", "-")

@@ -50,7 +50,7 @@ class Settings:
         max_pixels: maximum number of pixels of an uploaded image.
         max_bytes: maximum size of an uploaded image file in bytes.
         batch: maximum number of images, vectors or items per request.
-        deadline: time limit in seconds from the receipt of a whole request to its response.
+        deadline: time limit in seconds from the end of a request's body to the response.
     """
 
     workers: int = 1

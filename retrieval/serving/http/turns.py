@@ -41,9 +41,9 @@ T = TypeVar("T")
 class Turns:
     """A thread pool with a bounded queue, which refuses further jobs.
 
-    A thread that wakes up runs all waiting jobs and wakes the event loop once, because waking costs
-    as much as a small search. With a plain pool, a search of eight clients takes twice the CPU
-    time. Jobs that still wait after 2 ms get the next thread.
+    A thread that wakes up runs all waiting jobs, then wakes the event loop once, because waking
+    costs as much as a small search: with eight clients, a plain pool takes twice the CPU time per
+    search. Jobs that still wait after 2 ms get the next thread.
 
     Args:
         what: the kind of jobs, for error messages, such as "searches".
@@ -89,8 +89,8 @@ class Turns:
         job = loop.create_future(), partial(contextvars.copy_context().run, begin)
         self._pending += 1
         self._queue.append(job)
-        if self._timer is None:  # a delay of 0 still collects the requests that came together
-            self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
+        if self._timer is None:  # a delay of 0 still collects requests that arrived together
+            self._timer = loop.call_later(_MOMENT_SECONDS if self.busy else 0, self._tick, loop)
         try:
             result: T = await job[0]
             return result
@@ -144,7 +144,7 @@ class Turns:
 
 
 def _search_alone() -> None:
-    """Let FAISS use only the current thread, because several threads search at the same time."""
+    """Let FAISS use only the calling thread, because several threads search at the same time."""
     load_faiss().omp_set_num_threads(1)
 
 
@@ -181,13 +181,13 @@ class Workers:
             raise RequestError(503, sentence, "decode") from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
-        """Convert an image to another kind of file; see `decode`."""
+        """Return an image as another kind of file; see `decode`."""
         picture: bytes = await self.images.run(lambda: self.decode(kind, content))
         return picture
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
-        """Decode images; see `decode`. If there are several, an error names the invalid image."""
-        turn = asyncio.Semaphore(2)  # leaves room for the images of other requests
+        """Decode images; see `decode`. If there are several, an error says which is invalid."""
+        turn = asyncio.Semaphore(2)  # leaves threads for the images of other requests
 
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
@@ -209,8 +209,8 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Whether no thread runs a job on an index."""
-        return not any(turns.busy for turns in self._pools[1:])
+        """Whether no thread uses an index."""
+        return not any(turns.busy for turns in self._pools)
 
     def close(self) -> None:
         """Drop waiting jobs, and end the threads and the decoding processes."""
