@@ -47,7 +47,7 @@ class LabelledPairs:
 
 
 class Row(NamedTuple):
-    """One pair of a list: line number, both names, "same" or not, and fold ("" without folds)."""
+    """One line of a list: its number, both names, "same" or not, and fold ("" without folds)."""
 
     line: int
     first: str
@@ -135,8 +135,9 @@ def fold_problems(
     """Return the problems that prevent choosing each fold's threshold on the other folds."""
     if len(names) < 2:
         return [
-            f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
-            " others, so at least two are needed. If the file has no folds, they are made."
+            f"all pairs are in one fold ('{names[0]}'), but the threshold of a fold is chosen on"
+            " the other folds. Name at least two folds, or none: then the pairs are divided into"
+            " folds."
         ]
     counts = [np.bincount(fold[same == kind], minlength=len(names)) for kind in (True, False)]
     return [

@@ -29,7 +29,7 @@ SIDES = {
     "query": ("test", "query"),
     "gallery": ("test", "gallery"),
 }
-"""Folder names that stand for a side of the split, with the split and role of their items."""
+"""The split and role of the items in a folder with this name."""
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
@@ -83,8 +83,8 @@ class Splits:
 def make_splits(dataset: Dataset, split: Split) -> Splits:
     """Divide a dataset according to a recipe's `[split]`.
 
-    - `given` uses the dataset's own "train", "validation" and "test". If the dataset has roles but
-      no split, items with a role are the test side.
+    - `given` uses the dataset's own "train", "validation" and "test". An item without one of these
+      is on the test side if it has a role, else on the training side.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
       a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
       via Lifted Structured Feature Embedding", CVPR 2016, §6). It ignores the dataset's own split.
@@ -99,7 +99,7 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 
     Raises:
         DataError: sides or classes do not exist, a side is empty, or no class has two items. The
-            message lists every problem of the columns, or else of the split.
+            message lists every problem.
     """
     labels, classes = _classes(dataset)
     notes: list[str] = []
@@ -113,18 +113,18 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 
 
 def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
-    """Return class ids (N,) and classes, after checking the names of sides and roles."""
+    """Return class ids (N,) and class names, after checking the names of sides and roles."""
     if not len(dataset):
         raise DataError("The dataset has no items.")
+    sides = SPLITS if dataset.roles is None else (*SPLITS, "")  # a role implies the test side
     problems = [
         f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
         f" '{value}'.{did_you_mean(value, known)}"
         for name, column, known in (
-            ("splits", dataset.splits, SPLITS),
+            ("splits", dataset.splits, sides),
             ("roles", dataset.roles, ROLES),
         )
-        for value in sorted({str(value) for value in column or ()} - {*known})
-        if value or dataset.roles is None
+        for value in sorted({*map(str, column or ())} - {*known})
     ]
     if problems:
         refuse("The dataset", problems)
@@ -159,8 +159,9 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
             'The dataset comes with no split of its own. Set [split] by = "class" or by = "item".'
         )
     own = dataset.splits or [""] * len(dataset)
-    by_role = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
-    sides = np.array(by_role, dtype=object)
+    # An item without a side is on the test side if it has a role.
+    filled = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
+    sides = np.array(filled, dtype=object)
     train, validation, test = (np.flatnonzero(sides == side) for side in SPLITS)
     return train, validation, test
 
@@ -183,13 +184,13 @@ def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int
 def _part_of_each(
     items: Items, labels: Items, part: float, seed: int, purpose: str
 ) -> tuple[Items, Items]:
-    """Divide items so that a fraction `part` of every class is on the second side; sort both."""
+    """Return two sorted sides; the second gets a fraction `part` of every class."""
     random = _generator(seed, purpose)
     parts = []
     for label in np.unique(labels[items]):
         items_of_class = random.permutation(items[labels[items] == label])
         count = min(max(int(len(items_of_class) * part + 0.5), 2), len(items_of_class) - 2)
-        if part and count >= 2:  # at least two, and two stay
+        if part and count >= 2:  # false for a class of fewer than four items
             parts.append(items_of_class[:count])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second

@@ -33,10 +33,10 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
 
 
 class CheckedDataset(Dataset):
-    """Wrapper of a plugin's dataset: text labels and keys, lists as columns, and checked items.
+    """Wrapper of a plugin's dataset that turns columns into lists and checks each item.
 
     Labels and keys that are whole numbers or booleans become text. Other types raise an error,
-    because a float or an array makes a poor name. All other attributes are the wrapped dataset's.
+    because a float or an array makes a poor name. Any other attribute is the wrapped dataset's.
 
     Raises:
         PluginError: the columns break the contract; the message lists every fault.
@@ -57,7 +57,7 @@ class CheckedDataset(Dataset):
         lists = {
             field: _listed(column) if field in lengths else None
             for field, column in columns.items()
-            if field != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
+            if field != "arrays"  # as a list, pixels would take seconds and hundreds of megabytes
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", faults)
         self.keys = _texts(lists["keys"] or [], "keys", "a key", faults)
@@ -97,7 +97,7 @@ class CheckedDataset(Dataset):
             with calling(what):
                 item: Any = self._dataset[index]
                 if isinstance(item, Image.Image):
-                    item.load()  # a damaged image that is open but not read yet fails here
+                    item.load()  # fails for a damaged image that was only opened
         except OSError as error:
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
@@ -133,7 +133,7 @@ def _image(item: Any, what: str) -> Image.Image:
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
-    """Return the length of each column that is not None; add faults to `faults`."""
+    """Return the length of each column that is not None, and add its faults to `faults`."""
     lengths: dict[str, int] = {}
     for field, column in columns.items():
         if column is None and field in ("labels", "keys"):
@@ -150,12 +150,12 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) ->
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return a column as a list, because pandas columns and tensors are indexed differently."""
+    """Return a column as a list; pandas columns and tensors are not indexed as lists are."""
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
 def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
-    """Return a column as text; describe entries that are not text or whole numbers in `faults`."""
+    """Return a column as text, and add to `faults` which entries are no text or whole numbers."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:

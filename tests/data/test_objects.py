@@ -185,6 +185,7 @@ def test_a_hugging_face_dataset(files):
         ("photos", "pass a PyTorch dataset"),
         ([], "holds no items"),
         ([1, 2], "is an object of type int. It must"),
+        ([[1, 2], [3, 4]], "item 0 is an object of type int, not an image. Pass an image as"),
         ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
@@ -202,7 +203,7 @@ def test_an_item_that_is_no_image_is_named():
             lambda index: (torch.randn(3, 4, 4) * 9, 1),
             "item 0: Pixels .* leave out a normalisation",
         ),
-        (lambda index: ([5], 1), "item 0 is an object of type int, not an image"),
+        (lambda index: ([5], 1), "item 0 is an object of type list, not an image"),
     ):
         with pytest.raises(DataError, match=said):
             as_dataset(Torch(item))
