@@ -83,29 +83,25 @@ class RawInputs:
             self._kept is not None and bool(self._decoded[indices].all())
         )
 
-    def batch(
-        self,
-        indices: NDArray[np.int64],
-        changes: Changes | None = None,
-        draws: Draws | None = None,
-    ) -> NDArray[Any]:
-        """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
-        pre = self.preprocessing
-        if changes is None or pre is None:
-            return self._unchanged(indices)
-        assert draws is not None
-        rows = range(len(indices))
-        if changes.table.crop_scale is None:
-            pixels = self._unchanged(indices)
-        else:
-            crops = self._map(lambda i: changes.crop(self._image(indices[i]), pre, draws[i]), rows)
-            pixels = np.stack(crops)
+    def changed(
+        self, indices: NDArray[np.int64], changes: Changes, draws: Draws
+    ) -> NDArray[np.uint8]:
+        """Return randomly changed images, uint8 (B, channels, H, W)."""
+        preprocessing, rows = self.preprocessing, range(len(indices))
+        assert preprocessing is not None
+
+        def crop(row: int) -> NDArray[np.uint8]:
+            return changes.crop(self._image(indices[row]), preprocessing, draws[row])
+
+        cropped = changes.table.crop_scale is not None
+        pixels = np.stack(self._map(crop, rows)) if cropped else self.batch(indices)
         pixels = changes.mirror(pixels, draws)
         if not changes.transforms:
             return pixels
-        return np.stack(self._map(lambda i: changes.transformed(pixels[i], draws[i]), rows))
+        return np.stack(self._map(lambda row: changes.transformed(pixels[row], draws[row]), rows))
 
-    def _unchanged(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def batch(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """Return a copy of items' inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is None:
@@ -187,7 +183,7 @@ class Job(NamedTuple):
 class BatchMaker:
     """Makes a batch's inputs from a `Job`, in this or another process.
 
-    `changes` are the random changes to images; `None` leaves the inputs unchanged.
+    `changes` are the random changes to images; `None` leaves images and vectors unchanged.
     """
 
     raw: RawInputs
@@ -201,16 +197,15 @@ class BatchMaker:
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
         mix = self.mix(job.epoch, job.batch, len(job.items))
         if mix is None:
-            return torch.from_numpy(
-                self.raw.batch(job.items[job.share], self.changes, draws[job.share])
-            )
+            share = job.share
+            return torch.from_numpy(self.raw.changed(job.items[share], self.changes, draws[share]))
         rows = np.arange(len(job.items))[job.share]
         needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
-        pixels = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
+        pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[place]
         return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
 
     def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
-        """Return how a batch of `size` images is mixed; None for vectors or without a mix."""
+        """Return how a batch of `size` images is mixed, or None."""
         if self.changes is None or self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
@@ -331,7 +326,8 @@ class TrainBatches:
         self._count = self.batch_sampler.batches(self.items)
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        changes = Changes(augmentation, tuple(transforms)) if augmentation.active else None
+        is_changed = augmentation.active and preprocessing is not None
+        changes = Changes(augmentation, tuple(transforms)) if is_changed else None
         self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
         # Slices of pixels in memory are fast. A random crop cannot use them, because it starts from
