@@ -195,7 +195,7 @@ class BatchMaker:
         if self.changes is None:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
-        mix = self.mix(job.epoch, job.batch, len(job.items))
+        mix = self.mix(job)
         if mix is None:
             share = job.share
             return torch.from_numpy(self.raw.changed(job.items[share], self.changes, draws[share]))
@@ -204,12 +204,12 @@ class BatchMaker:
         pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[place]
         return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
 
-    def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
-        """Return how a batch of `size` images is mixed, or None."""
+    def mix(self, job: Job) -> Mix | None:
+        """Return how the images of the job's batch are mixed, or None."""
         if self.changes is None or self.raw.preprocessing is None:
             return None
-        key = (self.seed, epoch, batch)
-        return Mix.drawn(self.changes.table, key, size, self.raw.preprocessing.size)
+        key, shape = (self.seed, job.epoch, job.batch), self.raw.preprocessing.size
+        return Mix.drawn(self.changes.table, key, len(job.items), shape)
 
 
 class _Work(torch_data.Dataset[Any]):
@@ -365,23 +365,17 @@ class TrainBatches:
             drawn: the epoch's batches, if they were drawn before; by default `draw(number)`.
         """
         rows = [np.repeat(batch, self.views) for batch in drawn or self.draw(number)]
-        for batch in rows:
-            if len(batch) % world:
-                raise DataError(
-                    f"[sampler]: a batch of {len(batch)} rows (classes × items × views) cannot be"
-                    f" shared equally by {world} processes. Make classes × items a multiple of"
-                    f" {world}."
-                )
-        return self._epoch(number, start, rank, world, rows[start:])
-
-    def _epoch(
-        self, number: int, start: int, rank: int, world: int, rows: list[NDArray[np.int64]]
-    ) -> Iterator[tuple[Tensor, Labels]]:
+        if uneven := [len(batch) for batch in rows if len(batch) % world]:
+            raise DataError(
+                f"[sampler]: a batch of {uneven[0]} rows (classes × items × views) cannot be shared"
+                f" equally by {world} processes. Make classes × items a multiple of {world}."
+            )
         jobs, labels = [], []
-        for batch, positions in enumerate(rows, start):
+        for batch_number, positions in enumerate(rows[start:], start):
             share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
-            jobs.append(Job(self.indices[positions], number, batch, share))
-            labels.append(self._labels(self.labels[positions], number, batch, share))
+            job = Job(self.indices[positions], number, batch_number, share)
+            jobs.append(job)
+            labels.append(self._labels(job, self.labels[positions]))
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
@@ -390,13 +384,13 @@ class TrainBatches:
             batches = _ahead(self._make, jobs)
         return zip(batches, labels, strict=True)
 
-    def _labels(self, labels: NDArray[np.int64], epoch: int, batch: int, share: slice) -> Labels:
-        """Return a share of a batch's class ids."""
-        own = torch.from_numpy(labels[share])
-        mix = self._make.mix(epoch, batch, len(labels))
+    def _labels(self, job: Job, labels: NDArray[np.int64]) -> Labels:
+        """Return the job's share of a batch's class ids."""
+        own = torch.from_numpy(labels[job.share])
+        mix = self._make.mix(job)
         if mix is None:
             return own
-        return MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
+        return MixedLabels(own, torch.from_numpy(labels[mix.partner[job.share]]), mix.weight)
 
     def __enter__(self) -> Self:
         return self

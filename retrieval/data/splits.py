@@ -108,7 +108,8 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
         train, validation = _take_validation(train, labels, split)
     query, gallery = _roles(dataset, test, notes)
     splits = Splits(labels, classes, train, validation, query, gallery, notes)
-    _check(splits)
+    if problems := list(filter(None, (_training_problem(splits), _test_problem(splits)))):
+        refuse("[split]", problems)
     return splits
 
 
@@ -227,42 +228,40 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
     return query, gallery
 
 
-def _check(splits: Splits) -> None:
-    """Raise a `DataError` for sides that cannot be used, and add notes on unusual ones."""
-    labels, problems = splits.labels, []
-    counts = np.bincount(labels[splits.train], minlength=len(splits.classes))
-    present = np.flatnonzero(counts)
-    single = [splits.classes[i] for i in np.flatnonzero(counts == 1)]
+def _training_problem(splits: Splits) -> str | None:
+    """Return why nothing can be learned from the training side; add a note on lone items."""
+    counts = np.bincount(splits.labels[splits.train], minlength=len(splits.classes))
+    present, single = np.flatnonzero(counts), np.flatnonzero(counts == 1)
     if not len(present):
-        problems.append("nothing is left to train on.")
-    elif len(present) == 1:
-        problems.append(
-            f"only the class '{splits.classes[present[0]]}' is left to train on; at least two are"
-            " needed."
-        )
-    elif counts.max() < 2:
-        problems.append(
-            "no class has two items to train on, so there is no pair of one class to learn from."
-        )
-    elif single:
+        return "nothing is left to train on."
+    if len(present) == 1:
+        only = splits.classes[present[0]]
+        return f"only the class '{only}' is left to train on; at least two are needed."
+    if counts.max() < 2:
+        return "no class has two items to train on, so there is no pair of one class to learn from."
+    if len(single):
         splits.notes.append(
             f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
-            f" only ({some(single)}): it serves as a negative, and is repeated where a batch takes"
-            " several of a class."
+            f" only ({some([splits.classes[i] for i in single])}): it serves as a negative, and is"
+            " repeated where a batch takes several of a class."
         )
-    query, gallery = splits.query, splits.gallery
+    return None
+
+
+def _test_problem(splits: Splits) -> str | None:
+    """Return why no query can find a match; add a note on queries without a match."""
+    labels, query, gallery = splits.labels, splits.query, splits.gallery
     if not len(query):
-        what = "no item is a query" if gallery is not None else "nothing is left to test on"
-        problems.append(f"{what}.")
-    elif gallery is None and np.bincount(labels[query]).max() < 2:
-        problems.append("no test class has two items, so no query can find another of its class.")
-    elif gallery is not None and not len(gallery):
-        problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif gallery is not None and (alone := int((~np.isin(labels[query], labels[gallery])).sum())):
+        return "nothing is left to test on." if gallery is None else "no item is a query."
+    if gallery is None:
+        if np.bincount(labels[query]).max() < 2:
+            return "no test class has two items, so no query can find another of its class."
+        return None
+    if not len(gallery):
+        return "there are queries but no gallery: give test items the role 'gallery'."
+    alone = int((~np.isin(labels[query], labels[gallery])).sum())
+    if alone == len(query):
+        return "no query has an item of its class in the gallery, so no query can find a match."
+    if alone:
         splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
-        if alone == len(query):
-            problems.append(
-                "no query has an item of its class in the gallery, so no query can find a match."
-            )
-    if problems:
-        refuse("[split]", problems)
+    return None

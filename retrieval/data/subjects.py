@@ -1,4 +1,4 @@
-"""Collect the items that `check_data` checks, from files, folders and tables, or from a dataset."""
+"""Collect the items that `check_data` checks: of files, folders and tables, or of a dataset."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Subjects:
 def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
     """Return the items of files, folders and tables, collected as for an index.
 
-    An item's side comes from a table's columns `split` and `role`, or from a folder's subfolders if
-    all those with images have names such as `train`, `validation`, `test`, `query` or `gallery`.
-    The label is then the name of the next folder below.
+    An item of a table has the side in the columns `split` and `role`. An item of a folder has the
+    side that its subfolder names, if all subfolders with images have names such as `train`,
+    `validation`, `test`, `query` or `gallery`; its label is then the name of the folder below.
 
     Args:
         sources: the result of `collect` for each named file, folder or table.
-        named: the name of each of the `sources`. If there are several, each name is a side.
+        named: the name of each entry of `sources`. If there are several, each name is a side.
     """
     items = [item for source in sources for item in source.items]
     vectors = [
