@@ -24,6 +24,8 @@ def with_changes(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 
 STEP = {"name": "StepLR", "options": {"step_size": 2}}
+TRANSFORM = {"augmentation": {"transforms": [{"name": "RandomAffine", "degree": 1, "degrees": 1}]}}
+NO_TRANSFORM = "[augmentation] transforms.0 name"
 MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
     ({"loss": {"name": "everything.items"}}, "[loss] name", ["'everything.items' is a dataset"]),
@@ -44,6 +46,8 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"phase": [{"train": ["heads"]}]}, "[[phase]] 0.train.0", ["Did you mean 'head'?"]),
     ({"phase": [{"train": []}]}, "[[phase]] train", ["at least one part"]),
     ({"train": {"precision": "bf61"}}, "[train] precision", ["Did you mean 'bf16'?"]),
+    (TRANSFORM, "[augmentation] transforms.0 degree", ["Did you mean 'degrees'?"]),
+    ({"augmentation": {"transforms": ["RandAugmen"]}}, NO_TRANSFORM, ["'RandAugment'?"]),
 ]
 # entries of [evaluate] metrics: the last of a list is at fault
 METRICS: list[tuple[list[Any], str, str]] = [
@@ -91,7 +95,13 @@ UNVALIDATED = {"split": {"by": "class", "validation": 0}}
 OWN_SIDES = {"generator_optimizer": BOTH_SIDES}
 HEAD_ONLY = {"phase": [{"train": ["head"], "generator_lr": 0.1}]}
 TRAINS_GENERATOR = {"phase": [{"train": ["generator"], "lr": 0.1}]}
+VIEWS: dict[str, Any] = {"positives": "item", "views": 2, "horizontal_flip": 0.5}
+ALONE = {"sampler": {"items": 1}}
 TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
+    ({"augmentation": {"views": 2}}, ["all views of an item are equal"]),
+    ({"augmentation": {**VIEWS, "views": 1}, **ALONE}, ["Set views to 2"]),
+    ({"augmentation": VIEWS}, ["[sampler] items = 4", "Set items = 1"]),
+    ({**MINER, "augmentation": {"mix": "cutmix"}}, ["[miner] needs one label per item"]),
     ({**COMBINER, **FIXED}, ["takes a `distance`, and everything.fixed", "everything.margin"]),
     ({**COMBINER, **several("margin", "fixed")}, ["everything.several takes none"]),
     ({**GENERATOR, **FIXED}, ["everything.fixed takes no `ref_emb`", "everything.margin"]),
@@ -155,9 +165,8 @@ def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(table, pr
     wrong = {"head": {"identity": True, "hidden": 3}, "train": {"patience": 1, "epochs": 0}}
     found = problems({**table, **COMBINER, **FIXED, **UNVALIDATED, **wrong})
     assert len(found) == 5, found
-    item = {"positives": "item", "views": 2, "horizontal_flip": 0.5}
     for sampler in ({"classes": 1, "items": 1}, {"classes": 4, "items": 1, "batches": 0}):
-        assert len(problems({**table, "augmentation": item, "sampler": sampler})) == 1
+        assert len(problems({**table, "augmentation": VIEWS, "sampler": sampler})) == 1
     assert len(problems({**table, "loss": 3})) == 1
 
 
