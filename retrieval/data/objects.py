@@ -176,7 +176,7 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
         images = images.detach().cpu().numpy()
         images = images.transpose(0, 2, 3, 1) if images.ndim == 4 else images
     array = images if isinstance(images, np.ndarray) else None
-    listed = as_list(images) if array is None else list(array)
+    listed = reading(f"{name}, images", as_list if array is None else list, images)
     if len(listed) != len(labels):
         raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
     if array is None and listed and getattr(listed[0], "ndim", 0) == 1:
@@ -223,16 +223,17 @@ def _of_table(
         by_number: dict[Any, str] = dict(enumerate(names))
         return [by_number.get(value) for value in listed] if names else listed
 
-    def is_plain(column: Any) -> bool:
-        """Return whether a column holds text, numbers or booleans; do not read images for that."""
+    def holds_images(column: Any) -> bool:
+        """Return whether a Hugging Face column may hold images, which are not read."""
         dtype = getattr(features.get(column), "dtype", "")
-        if features and dtype in ("", "dict", "PIL.Image.Image"):
-            return False
-        return all(isinstance(value, _PLAIN) for value in values(column))
+        return bool(features) and dtype in ("", "dict", "PIL.Image.Image")
 
     if metadata is None:
-        metadata = [column for column in columns if column not in named and is_plain(column)]
-    kept = {column: values(column) for column in metadata}
+        further_columns = [c for c in columns if c not in named and not holds_images(c)]
+        kept = {column: values(column) for column in further_columns}
+        kept = {c: v for c, v in kept.items() if all(isinstance(value, _PLAIN) for value in v)}
+    else:
+        kept = {column: values(column) for column in metadata}
     rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
     if isinstance(split, str):
         split = [str(side) for side in values(split)]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -387,11 +386,6 @@ class Metric(Protocol):
                 are sorted nearest first, without the query itself; k is at least `depth`.
             relevant: (Q,), how many items of the gallery have the query's label, at least 1.
         """
-
-
-def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return a tensor that shares the array's memory if possible."""
-    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,8 @@ def test_a_hugging_face_dataset(files):
         ([1, 2], "is an object of type int. It must"),
         ([[1, 2], [3, 4]], "item 0 is an object of type int, not an image. Pass an image as"),
         ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
+        ((5, LABELS), "images cannot be read: 'int' object is not iterable"),
+        (([1.5, 2.5], LABELS[:2]), "item 0 is an object of type float, not an image"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
         (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
