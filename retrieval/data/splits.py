@@ -87,14 +87,12 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
       is on the test side if it has a role, else on the training side.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
       a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
-      via Lifted Structured Feature Embedding", CVPR 2016, §6). It ignores the dataset's own split.
+      via Lifted Structured Feature Embedding", CVPR 2016, §6). The dataset's own split is ignored.
     - `item` holds out a random part of every class.
 
-    With `given`, the dataset's own "validation" items are used if there are any; otherwise a part
-    of the training side becomes the validation side. A held-out part of a class has at least two
-    items and leaves at least two, because a query needs another item to find. The dataset's roles
-    "query" and "gallery" apply to the test side.
-
+    If there are no items for validation yet, a part of the training side becomes the validation
+    side. A held-out part of a class has at least two items and leaves at least two, because a query
+    needs another item to find. The dataset's roles "query" and "gallery" apply to the test side.
     The sides are always the same for the same dataset and table.
 
     Raises:

@@ -34,8 +34,7 @@ class Subjects:
         items: the items' names, labels and sides.
         kind: "image" or "features".
         notes: sentences on what was left out.
-        open: returns an item by its number; thread-safe. It raises a `DataError` if the item cannot
-            be read.
+        open: thread-safe function that returns an item by its number, or raises a `DataError`.
     """
 
     items: Sequence[Subject]
@@ -119,9 +118,7 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
 
 def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
-    subfolders = {parts[0].lower() for parts in inside if len(parts) > 1}
-    are_sides = bool(subfolders) and subfolders <= SIDES.keys()
-    by_folder = not side and are_sides and all(len(parts) > 2 for parts in inside)
+    by_folder = not side and all(len(p) > 2 and p[0].lower() in SIDES for p in inside)
     for item, parts in zip(sources.items, inside, strict=True):
         name = item.key if item.row is not None else item.name
         name = str(named.joinpath(*parts)) if parts else name

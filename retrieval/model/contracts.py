@@ -146,8 +146,8 @@ class Transform(Protocol):
     """A random change to one training image, such as torchvision's.
 
     Random numbers from torch's default generator depend only on the run's seed and the image's
-    epoch, batch and place in the batch. They are the same in a resumed run and with any number of
-    processes. Random numbers from elsewhere (`random`, NumPy) are not.
+    epoch, batch and place in the batch, so a resumed run and any number of processes draw the same
+    numbers. Random numbers from elsewhere (`random`, NumPy) are not reproducible.
     """
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
@@ -276,7 +276,7 @@ class Combiner(BaseDistance):
 
     Attributes:
         exact: True if the Euclidean distances between `query_vectors` and `index_vectors` order the
-            items as this distance does. Otherwise export adds a rescorer, which orders the
+            items as this distance does. If not, export adds a rescorer, which orders the
             candidates by `compute_mat`.
         subspaces: column ranges that are searched separately for candidates. If empty, the whole
             vector is searched.

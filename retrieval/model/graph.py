@@ -150,9 +150,9 @@ def to_onnx(
     Both exporters trace the module with `example`, so control flow that depends on input values is
     fixed. `example` needs at least two rows, because a batch of one would become a constant.
 
-    "dynamo" is torch's current exporter. It takes seconds; its graphs are at least as fast as those
-    of the deprecated "torchscript", which takes tenths of a second (EfficientNet-Lite0 with
-    TensorFlow's padding: 103 nodes and 10.6 ms against 609 nodes and 14.2 ms).
+    The exporter "dynamo" takes seconds, the deprecated "torchscript" tenths of a second. Graphs of
+    "dynamo" are at least as fast (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes and 10.6
+    ms against 609 nodes and 14.2 ms).
 
     Raises:
         BundleError: torch cannot export the module.

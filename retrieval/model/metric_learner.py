@@ -53,8 +53,8 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return the similarity (P,) of each pair (P, 2, F); larger is more alike.
 
-        This is the negative of `pair_distance`, unless the learner learns a similarity. It raises
-        the same errors.
+        The score is the negative of `pair_distance`, unless the learner learns a similarity. The
+        errors are the same.
         """
         return -self.pair_distance(pairs)
 

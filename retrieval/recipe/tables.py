@@ -119,8 +119,8 @@ class Augmentation(Section):
     transforms: list[str | dict[str, Any]] = Field([])
     """Further transforms in order: torchvision's by name (`"RandAugment"`, `{ name =
     "RandomAffine", degrees = 15 }`), a plugin's as `PLUGIN.NAME`. `retrieval plugins list
-    --kind augmentations` lists them. They receive the image in the backbone's input size and
-    must keep that size.
+    --kind augmentations` lists all names. A transform receives the image in the backbone's
+    input size and must keep that size.
     """
     views: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of differently augmented copies of each item in its batch."""
@@ -278,8 +278,8 @@ class Phase(Section):
     backbone has not trained yet, features are computed once, as with `frozen = true`.
     """
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of this phase, instead of `[optimizer] lr`. It applies to the generator
-    too, unless the recipe has a `[generator_optimizer]`.
+    """Learning rate of this phase, instead of `[optimizer] lr`; also the generator's, unless
+    the recipe has a `[generator_optimizer]`.
     """
     generator_lr: Annotated[float, Field(gt=0)] | None = None
     """The generator's learning rate in this phase, instead of its optimiser's."""
