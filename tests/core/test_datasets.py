@@ -261,8 +261,6 @@ def test_all_problems_of_a_csv_at_once(tmp_path):
         (b"", "no column 'path'"),
         (b"path,label\n", "it lists no image"),
         (b"path;label\nx;y\n", "separated by commas"),
-        (b"path,label\n\xff\xfe,a\n", "is not UTF-8 text"),
-        (b'path,label\n"x,a\n', "is not valid CSV, near line 2"),
         (b"path,label\n\0x,a\n", "list.csv"),
         (b"path,label\n" + b"x" * 5000 + b",a\n", "list.csv"),
     ],

@@ -25,6 +25,7 @@ def with_changes(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 STEP = {"name": "StepLR", "options": {"step_size": 2}}
 TRANSFORM = {"augmentation": {"transforms": [{"name": "RandomAffine", "degree": 1, "degrees": 1}]}}
+MARGIN = {"name": "everything.margin", "scale": 1}
 NO_TRANSFORM = "[augmentation] transforms.0 name"
 MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
@@ -46,6 +47,7 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"phase": [{"train": ["heads"]}]}, "[[phase]] 0.train.0", ["Did you mean 'head'?"]),
     ({"phase": [{"train": []}]}, "[[phase]] train", ["at least one part"]),
     ({"train": {"precision": "bf61"}}, "[train] precision", ["Did you mean 'bf16'?"]),
+    ({"loss": {**MARGIN, "distance": object()}}, "[loss] distance", ["is of type object"]),
     (TRANSFORM, "[augmentation] transforms.0 degree", ["Did you mean 'degrees'?"]),
     ({"augmentation": {"transforms": ["RandAugmen"]}}, NO_TRANSFORM, ["'RandAugment'?"]),
 ]
@@ -83,7 +85,7 @@ COMBINER = {"combiner": {"name": "everything.cosine"}}
 GENERATOR = {"generator": {"name": "everything.middle"}}
 OWN = {**GENERATOR, "generator_optimizer": {"lr": 0.5}}
 FIXED = {"loss": {"name": "everything.fixed"}}
-DISTANCE = {"loss": {"name": "everything.margin", "scale": 1, "distance": "everything.euclidean"}}
+DISTANCE = {"loss": {**MARGIN, "distance": "everything.euclidean"}}
 LEARNER = {"loss": None, "learner": {"name": "everything.centre"}}
 FLIP = {"augmentation": {"horizontal_flip": 0.5}}
 FROZEN = {"backbone": {"name": "everything.same", "frozen": True}}
