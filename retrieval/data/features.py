@@ -72,7 +72,7 @@ def backbone_features(
 def _features(
     model: Model, dataset: Dataset, device: torch.device, batch: int, what: str
 ) -> NDArray[np.float32]:
-    """Return the features (N, F) by ONNX Runtime if it can compute them, else by torch."""
+    """Return features (N, F), computed by ONNX Runtime if possible, else by torch."""
 
     def by_torch(x: Tensor) -> Tensor:
         features = model.features(x)
@@ -139,7 +139,7 @@ class OnnxBackbone:
         return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
 
     def _run(self, session: Any, pixels: NDArray[Any], size: int) -> NDArray[np.float32]:
-        """Return the features of images; each run takes `size` images and fills up with black."""
+        """Return the features of images, `size` at a time; black images fill up each run."""
         parts = []
         for start in range(0, len(pixels), size):
             chunk = pixels[start : start + size]

@@ -47,7 +47,6 @@ def usable(dataset: D, where: str) -> D:
 
 
 def _rows_not_finite(dataset: Dataset) -> list[int]:
-    """Return the rows of a dataset's vectors that hold NaN or infinity."""
     rows: list[int] = []
     if dataset.kind == "features" and dataset.arrays is not None:
         for start in range(0, len(dataset.arrays), _ROWS):

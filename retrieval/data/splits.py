@@ -166,7 +166,6 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
 
 
 def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
-    """Return the class ids of the test classes."""
     if isinstance(test, float | int):
         return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
     names = [str(name).strip() for name in test]

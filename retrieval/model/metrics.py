@@ -44,7 +44,7 @@ class RecallAt:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return 1 or 0 for each query (Q,)."""
+        """Return the recall, 1 or 0, for each query (Q,)."""
         return np.asarray(matches[:, : self.k].any(axis=1), dtype=np.float64)
 
 

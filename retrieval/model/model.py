@@ -147,7 +147,6 @@ class Model(nn.Module):
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Return images (B, channels, H, W) in the channels-last memory format."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
     # With one channel, both formats have the same order in memory, so torch would keep the strides.

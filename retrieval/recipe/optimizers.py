@@ -42,7 +42,7 @@ def takes(kind: str, name: str, key: str) -> bool:
 def _option_problems(
     make: partial[Any], options: dict[str, Any], reserved: set[str], where: str
 ) -> list[str]:
-    """Return every problem of the options with which `make` would create an object of a class.
+    """Return every problem of options for `make`, which creates an object of a torch class.
 
     `reserved` are the arguments that no recipe sets.
     """
