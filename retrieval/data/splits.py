@@ -184,12 +184,13 @@ def _part_of_each(
 ) -> tuple[Items, Items]:
     """Return two sorted sides; the second gets a fraction `part` of every class."""
     random = _generator(seed, purpose)
+    by_class = items[np.argsort(labels[items], kind="stable")]
     parts = []
-    for label in np.unique(labels[items]):
-        items_of_class = random.permutation(items[labels[items] == label])
-        count = min(max(int(len(items_of_class) * part + 0.5), 2), len(items_of_class) - 2)
+    for items_of_class in np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1):
+        shuffled = random.permutation(items_of_class)
+        count = min(max(int(len(shuffled) * part + 0.5), 2), len(shuffled) - 2)
         if part and count >= 2:  # false for a class of fewer than four items
-            parts.append(items_of_class[:count])
+            parts.append(shuffled[:count])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
 
