@@ -168,15 +168,16 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
 def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
     if isinstance(test, float | int):
         return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
-    names = [str(name).strip() for name in test]
+    names = dict.fromkeys(str(name).strip() for name in test)
+    numbers = {name: number for number, name in enumerate(classes)}
     problems = [
         f"there is no class '{name}'.{did_you_mean(name, classes)}"
-        for name in dict.fromkeys(names)
-        if name not in classes
+        for name in names
+        if name not in numbers
     ]
     if problems:
         refuse("[split] test", [*problems, f"The dataset's classes: {some(classes, 20)}."])
-    return [classes.index(name) for name in dict.fromkeys(names)]
+    return [numbers[name] for name in names]
 
 
 def _part_of_each(

@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -338,33 +339,38 @@ def apply_overrides(
 
 def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    *steps, last = [step.strip() for step in key.split(".")]
-    if not all([*steps, last]):
+    steps = [step.strip() for step in key.split(".")]
+    if not all(steps):
         return "write it as table.key=value."
     place: Any = table
-    for i, step in enumerate(steps):
-        path, next_key = ".".join(steps[: i + 1]), [*steps, last][i + 1]
+    outer = ""
+    for step, next_step in pairwise(steps):
+        path = f"{outer}.{step}" if outer else step
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
                 entries = "entry" if len(place) == 1 else "entries"
                 return (
-                    f"{'.'.join(steps[:i])} has {len(place)} {entries}, numbered from 0; '{step}'"
-                    " is none of them."
+                    f"{outer} has {len(place)} {entries}, numbered from 0; '{step}' is none of"
+                    " them."
                 )
             place = place[int(step)]
-        elif next_key.isdigit() and step not in place:
+        elif next_step.isdigit() and step not in place:
             return f"the recipe has no list '{path}'."
+        elif value == "none":
+            place = place.get(step, {})
         else:
-            place = place.get(step, {}) if value == "none" else place.setdefault(step, {})
+            place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
             return f"{path} is {shown(place)}, not a table, so no key can be set in it."
+        outer = path
+    last = steps[-1]
     if isinstance(place, list):
         if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
             place[int(last)] = _toml(value)
             return None
-        path = ".".join(steps)
         return (
-            f"{path} is a list; name an entry's key by the entry's number, as in {path}.0.{last}=…"
+            f"{outer} is a list; name an entry's key by the entry's number, as in"
+            f" {outer}.0.{last}=…"
         )
     if value != "none":
         place[last] = _toml(value)

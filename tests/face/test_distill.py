@@ -139,7 +139,7 @@ def test_a_student_learns_labels_too(bundle, digits, tmp_path, cli):
     assert list(classes) == list(run.labels("train"))
 
 
-def test_what_cannot_be_distilled_is_said(bundle, tmp_path, cli):
+def test_too_few_photos_and_broken_embeddings_are_refused(bundle, tmp_path, cli):
     (tmp_path / "few").mkdir()
     Image.new("L", (8, 8)).save(tmp_path / "few" / "a.png")
     few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")

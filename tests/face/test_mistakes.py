@@ -57,7 +57,7 @@ def test_one_name_stands_for_a_list_of_one(trained, tmp_path):
     assert list(encoder.bundle.manifest.variants) == ["fp16"]
 
 
-def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
+def test_wrong_sources_and_queries_are_refused(bundle, photos, tmp_path):
     from PIL import Image
 
     query = next(photos.glob("*/*.png"))
@@ -83,12 +83,12 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
         ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, but must be an object"),
     ],
 )
-def test_what_is_no_object_is_refused(tmp_path, part, sentence):
+def test_text_tables_and_classes_are_no_objects(tmp_path, part, sentence):
     text = refusal(PluginError, retrieval.train, SMALL, tmp_path / "run", progress=False, **part)
     assert sentence in text and not list(tmp_path.iterdir())
 
 
-def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos):
+def test_existing_folders_are_answered_in_python(trained, index, bundle, photos):
     train = refusal(DataError, retrieval.train, SMALL, trained.path, progress=False)
     for words in ("larger train.epochs", "in Python resume=True", "in Python replace=True"):
         assert words in train
@@ -100,7 +100,7 @@ def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos
     assert "in Python retrieval.Index.create" in opened
 
 
-def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
+def test_wrong_sources_of_load_and_open(index, bundle, tmp_path):
     server = "http://127.0.0.1:8000"
     for error, source, sentence in (
         (DataError, tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
