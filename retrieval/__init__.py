@@ -70,9 +70,9 @@ __all__ = [
     "train",
 ]
 
-# Both settings must precede the import of the libraries that read them, which the first use of a
-# name below imports. Without ORT_DISABLE_TELEMETRY, ONNX Runtime looks up a host of Microsoft's at
-# the first search, and writes to the home folder.
+# Both settings come before the first use of a name below, which imports the libraries that read
+# them. Without ORT_DISABLE_TELEMETRY, ONNX Runtime looks up a host of Microsoft's at the first
+# search, and writes to the home folder.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 

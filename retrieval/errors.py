@@ -21,7 +21,7 @@ class RetrievalError(Exception):
 
 
 class PluginError(RetrievalError):
-    """A plugin clashes with another, cannot be imported, or breaks a hook's or part's contract."""
+    """A plugin clashes with another, cannot be imported, or breaks a contract of hooks or parts."""
 
 
 class RecipeError(RetrievalError):
@@ -65,7 +65,7 @@ class StoreError(RetrievalError):
 
 
 class MissingDependency(RetrievalError):
-    """A required package is not installed, or two installed packages cannot be used together."""
+    """A required package is not installed, or two installed packages conflict."""
 
 
 class ServerError(RetrievalError):
@@ -92,7 +92,7 @@ class ServerError(RetrievalError):
 def printable(text: str) -> str:
     """Escape the non-printable characters of untrusted text, except line breaks and tabs.
 
-    On a terminal, control characters could move the cursor or answer for the user, and direction
+    On a terminal, control characters could move the cursor or type for the user, and direction
     marks could reorder text.
     """
 
@@ -105,7 +105,7 @@ def printable(text: str) -> str:
 
 
 def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
-    """Return one sentence for one problem, or a list of the first `shown` problems.
+    """Return a single problem as one sentence, or several as a list of the first `shown`.
 
     Args:
         what: subject of the problems, such as "manifest.csv".
@@ -124,7 +124,7 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
 
 
 _SYNONYMS = {"gpu": "cuda"}
-"""Words that users write for a known word."""
+"""Words that users write, and the known words that they mean."""
 
 
 def at_least_one(what: str, value: object) -> int:

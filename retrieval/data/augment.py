@@ -13,8 +13,8 @@ torchvision's functions (`transforms.v2.functional`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from retrieval.recipe.tables import Augmentation
     from retrieval.serving.images import Preprocessing
 
-_TRIES = 10  # of a random crop, as in torchvision
-_DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each try
-_PURPOSE, _SEEDS = 1, 2  # make these draws independent of others with the same seed and epoch
+_TRIES = 10
+"""Number of random boxes that a crop tries, as in torchvision."""
+_DRAWS = 3 + 2 * _TRIES
+"""Draws per image: mirror, top, left, the area of each box, the aspect ratio of each box."""
+_UNIFORM_KEY, _SEEDS_KEY, _MIX_KEY = 1, 2, 3
+"""Keep the three kinds of draws independent, although seed, epoch and batch are the same."""
 
 
 def crop_box(
@@ -49,10 +52,10 @@ def crop_box(
 ) -> tuple[int, int, int, int]:
     """Return a random crop (top, left, height, width) like torchvision's `RandomResizedCrop`.
 
-    Its share of the image's area is uniform within `scale`, its aspect ratio (width / height)
-    log-uniform within `ratio`. If ten boxes do not fit, the crop is the largest central box with a
-    ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6). `draws` is one
-    row of `Draws.uniform`.
+    The crop's share of the image's area is uniform within `scale`, its aspect ratio (width /
+    height) log-uniform within `ratio`. If none of ten boxes fits, the crop is the largest central
+    box with a ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6).
+    `draws` is one row of `Draws.uniform`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
@@ -100,8 +103,8 @@ class Changes:
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""
         key = [seed % 2**64, epoch, batch]
-        uniform = np.random.default_rng([*key, _PURPOSE]).random((size, _DRAWS))
-        return Draws(uniform, np.random.default_rng([*key, _SEEDS]).integers(2**62, size=size))
+        uniform = np.random.default_rng([*key, _UNIFORM_KEY]).random((size, _DRAWS))
+        return Draws(uniform, np.random.default_rng([*key, _SEEDS_KEY]).integers(2**62, size=size))
 
     def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
         """Return a random crop of an image at the encoder's input size (channels, H, W)."""
@@ -162,9 +165,6 @@ class Changes:
         return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"
 
 
-_MIX = 3  # makes these draws independent of others with the same seed, epoch and batch
-
-
 @dataclass(frozen=True)
 class Mix:
     """How a batch's images are mixed with one another.
@@ -184,24 +184,27 @@ class Mix:
     def drawn(
         cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
     ) -> Mix | None:
-        """Draw the mix of a batch by (seed, epoch, batch); return None if nothing is mixed."""
+        """Draw the mix of a batch of `size` images (H, W); return None if the table mixes none.
+
+        `key` holds seed, epoch and batch number, `shape` is (H, W).
+        """
         if table.mix is None:
             return None
-        random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
+        random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX_KEY])
         weight = float(random.beta(table.mix_alpha, table.mix_alpha))
         partner = random.permutation(size)
         if table.mix == "mixup":
             return cls(partner, weight, None)
-        side = (1 - weight) ** 0.5  # the box's share of height and width; 1 − weight of the area
-        sides = []
-        for whole, centre in zip(shape, random.random(2).tolist(), strict=True):
-            middle, half = int(centre * whole), int(side * whole) // 2
-            sides.append(slice(max(0, middle - half), min(whole, middle + half)))
-        rows, columns = sides
+        side = (1 - weight) ** 0.5  # the box's share of height and width: its area is 1 − weight
+        spans = []
+        for length, centre in zip(shape, random.random(2).tolist(), strict=True):
+            middle, half = int(centre * length), int(side * length) // 2
+            spans.append(slice(max(0, middle - half), min(length, middle + half)))
+        rows, columns = spans
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
 
-    def of(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def mixed(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
             own, other = images.astype(np.float32), partners.astype(np.float32)
@@ -230,46 +233,42 @@ class MixedLabels:
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return the labels on a device."""
-        own, other = (
-            labels.to(device, non_blocking=non_blocking) for labels in (self.own, self.other)
-        )
-        return type(self)(own, other, self.weight)
+        own = self.own.to(device, non_blocking=non_blocking)
+        return replace(self, own=own, other=self.other.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return the labels in pinned memory, which a GPU copies asynchronously."""
-        return type(self)(self.own.pin_memory(), self.other.pin_memory(), self.weight)
+        return replace(self, own=self.own.pin_memory(), other=self.other.pin_memory())
 
 
 Labels = Tensor | MixedLabels
 """The labels of a training batch."""
 
 
-_DRAWING = (
+_FUNCTIONS = (
     "bernoulli multinomial normal poisson rand randint randn randperm _sample_dirichlet"
     " _standard_gamma"
 )
-_DRAWING_METHODS = (
+_METHODS = (
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_"
     " uniform_"
 )
-_LENT: frozenset[Any] = frozenset(
-    [getattr(torch, name) for name in _DRAWING.split()]
-    + [getattr(Tensor, name) for name in _DRAWING_METHODS.split()]
+_DRAWING: frozenset[Any] = frozenset(
+    [getattr(torch, name) for name in _FUNCTIONS.split()]
+    + [getattr(Tensor, name) for name in _METHODS.split()]
 )
-"""Random functions of torch with an argument `generator`."""
-_BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
-"""Those functions that take `generator` by position only, and its position."""
+"""Torch's random functions that take a keyword `generator`."""
 _REFUSED = frozenset(
     getattr(torch, name)
     for name in ("rand_like", "randn_like", "randint_like", "binomial", "manual_seed", "seed")
 )
-"""Functions that lack this argument or seed the global generator."""
+"""Torch's functions that draw but take no generator, or that seed the global generator."""
 
 
 class Drawing(TorchFunctionMode):
     """Context manager in which torch's random functions draw from its own generator.
 
-    It affects only this thread. Another `with` block of the same object continues its sequence.
+    It affects only this thread. A second `with` block of the same object continues the sequence.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -280,14 +279,13 @@ class Drawing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Call a torch function, with this object's generator if the function draws."""
-        if func in _LENT and not (kwargs and kwargs.get("generator") is not None):
-            if func in _BY_PLACE and len(args) < _BY_PLACE[func]:
-                return func(*args, self.generator)
-            return func(*args, **{**(kwargs or {}), "generator": self.generator})
+        kwargs = kwargs or {}
+        if func in _DRAWING and kwargs.get("generator") is None:
+            return func(*args, **{**kwargs, "generator": self.generator})
         if func in _REFUSED:
             raise DataError(
                 f"An augmentation calls torch.{func.__name__}, whose numbers could not be drawn"
                 " again when a run is resumed. Use torch.rand, torch.randn or torch.randint, and"
                 " the seed that is set already."
             )
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return func(*args, **kwargs)

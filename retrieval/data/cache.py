@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 # Raise this version whenever the format, decoding or resizing changes, so that no run reuses
 # features from before the change.
 _FORMAT = 3
-_SUM = 16
-"""Bytes of a checksum."""
+_CHECKSUM_BYTES = 16
 
 
 def frozen_features(
@@ -52,8 +51,6 @@ def frozen_features(
     fingerprint: str,
     device: torch.device | str,
     batch: int,
-    folder: Path | None = None,
-    progress: bool = True,
 ) -> NDArray[np.float32]:
     """Return every item's features (N, F), memory-mapped, from the cache on disk or computed now.
 
@@ -69,9 +66,11 @@ def frozen_features(
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
     """
     identity = dataset_identity(dataset)
-    kind = torch.device(device).type
-    parts = [_FORMAT, fingerprint, repr(preprocessing), identity, batch, kind, width]
-    place = (folder or cache_folder()) / "features" / _checksum(json.dumps(parts).encode()).hex()
+    place = None
+    if identity is not None:
+        device_type = torch.device(device).type
+        key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch, device_type, width]
+        place = cache_folder() / "features" / _checksum(json.dumps(key).encode()).hex()
 
     def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         try:
@@ -81,40 +80,45 @@ def frozen_features(
         except OSError as error:  # from the dataset, not from the cache
             raise DataError(f"An item of the dataset cannot be read: {error}.") from error
 
-    with ExitStack() as stack:
-        try:
-            if identity is None:
-                log.warning(
-                    "The dataset has no arrays or files, so features are kept for this run only."
-                )
-                temporary = tempfile.TemporaryDirectory(
-                    prefix="retrieval-features-", ignore_cleanup_errors=True
-                )
-                place = Path(stack.enter_context(temporary))
-            else:
-                place.mkdir(parents=True, exist_ok=True)
-                lock = FileLock(place / "lock")
-                try:
-                    stack.enter_context(lock.acquire(timeout=0))
-                except Timeout:
-                    log.warning("Waiting for another process that computes the features %s.", place)
-                    stack.enter_context(lock)
-                except NotImplementedError as error:  # a file system without locks
-                    raise OSError(str(error)) from error
-            _fill(place, dataset, width, batch, compute, progress)
+    try:
+        with _entry(place) as folder:
+            _fill(folder, dataset, width, batch, compute)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
             # Mode "c" (copy on write): the caller's changes do not reach the file, and torch
             # accepts the array without a warning.
             shape = (len(dataset), width)
-            return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
-        except OSError as error:
-            full = error.errno == errno.ENOSPC
-            reason = "the disk is full" if full else error.strerror or str(error)
-            raise DataError(
-                f"Features cannot be kept in {place}: {reason}. Make room, or set RETRIEVAL_CACHE"
-                " to another folder."
-            ) from error
+            return np.memmap(folder / "features.f32", dtype=np.float32, mode="c", shape=shape)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        reason = "the disk is full" if full else error.strerror or str(error)
+        raise DataError(
+            f"Features cannot be kept in {place or tempfile.gettempdir()}: {reason}. Make room, or"
+            " set RETRIEVAL_CACHE to another folder."
+        ) from error
+
+
+@contextmanager
+def _entry(place: Path | None) -> Iterator[Path]:
+    """Context manager that locks an entry's folder, or makes a temporary folder without `place`."""
+    if place is None:
+        log.warning("The dataset has no arrays or files, so features are kept for this run only.")
+        with tempfile.TemporaryDirectory(
+            prefix="retrieval-features-", ignore_cleanup_errors=True
+        ) as temporary:
+            yield Path(temporary)
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(place / "lock")
+    try:
+        acquired = lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("Waiting for another process that computes the features %s.", place)
+        acquired = lock.acquire()
+    except NotImplementedError as error:  # a file system without locks
+        raise OSError(str(error)) from error
+    with acquired:
+        yield place
 
 
 def _fill(
@@ -123,7 +127,6 @@ def _fill(
     width: int,
     batch: int,
     compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
-    progress: bool,
 ) -> None:
     """Compute an entry's missing and damaged blocks."""
     row_bytes = 4 * width
@@ -133,7 +136,7 @@ def _fill(
     for path in files:
         path.touch()
     with files[0].open("r+b") as data, files[1].open("r+b") as sums:
-        known = [sums.read(_SUM) for _ in blocks]
+        known = [sums.read(_CHECKSUM_BYTES) for _ in blocks]
 
         def intact(number: int) -> bool:
             data.seek(batch * number * row_bytes)
@@ -150,7 +153,7 @@ def _fill(
         if not missing:
             return
         chosen = np.concatenate([blocks[number] for number in missing])
-        with Meter("features", len(chosen), "items", show=progress) as meter:
+        with Meter("features", len(chosen), "items") as meter:
             # Use plain writes: with a full disk, writing to mapped memory would kill the process.
             for number, features in zip(missing, compute(chosen), strict=True):
                 _check(features, blocks[number], width, dataset)
@@ -158,7 +161,7 @@ def _fill(
                 data.seek(batch * number * row_bytes)
                 data.write(content)
                 data.flush()
-                sums.seek(number * _SUM)
+                sums.seek(number * _CHECKSUM_BYTES)
                 sums.write(_checksum(content))
                 sums.flush()
                 meter.update(len(features))
@@ -181,7 +184,7 @@ def _check(
 
 
 def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_SUM).digest()
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def dataset_identity(dataset: Dataset) -> str | None:
@@ -204,9 +207,8 @@ def dataset_identity(dataset: Dataset) -> str | None:
         return None
     digest.update(files_identity(files).encode())
     if (boxes := getattr(dataset, "boxes", None)) is not None:
-        digest.update(
-            repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode()
-        )
+        edges = [None if box is None else tuple(map(float, box)) for box in boxes]
+        digest.update(repr(edges).encode())
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Compute embeddings in batches, of a dataset's items or of images in any form."""
+"""Compute embeddings of a dataset's items, or of images in any form, in batches."""
 
 from __future__ import annotations
 
@@ -43,11 +43,19 @@ def encode(
 ) -> Tensor:
     """Return the embeddings of N items, float32 (N, width), on the CPU.
 
-    The model runs on `device`, by default its own, and its mode is restored. `progress` is the
-    title of the progress display; `None` shows none. `from_features` says that the dataset's items
-    are the backbone's features. `raw` reads the items, if the caller keeps it between calls.
+    The model runs on `device`, by default the model's own. Its training mode is restored.
+
+    Args:
+        model: the model.
+        dataset: images or vectors, or the backbone's features if `from_features` is true.
+        indices: positions (N,) of the items.
+        batch: number of items that the model gets at a time.
+        device: where the model is.
+        progress: title of the progress display; `None` shows none.
+        from_features: whether the dataset's items are the backbone's features.
+        raw: reads the items; by default a new one that keeps none in memory.
     """
-    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device or model.device
     embeddings: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
     channels_last = model.channels_last
@@ -78,14 +86,10 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
         return _forward(model, inputs, from_features)
 
 
-def pixels(
-    dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
-) -> Tensor:
+def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model) -> Tensor:
     """Return the raw inputs of N items as unit vectors (N, values), a baseline without training."""
-    flat = [
-        chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
-    ]
-    return nn.functional.normalize(torch.cat(flat), dim=1)
+    chunks = inputs(dataset, indices, model.preprocessing, batch=256)
+    return nn.functional.normalize(torch.cat([x.flatten(1).float() for x in chunks]), dim=1)
 
 
 def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
@@ -104,7 +108,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
                     " labels, pass retrieval.as_dataset(…)."
                 )
         dataset = ItemDataset(listed.__getitem__, [""] * len(listed), name="images")
-    before = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device_before = model.device
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with showing(progress):
@@ -118,7 +122,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
                 raw=RawInputs(dataset, model.preprocessing, budget=0),
             )
     finally:
-        model.to(before)
+        model.to(device_before)
     return index_vectors(model, codes)
 
 

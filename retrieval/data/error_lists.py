@@ -1,4 +1,4 @@
-"""Errors that list several problems, and natural sorting of names."""
+"""Errors that list several problems, short lists of names, and natural sorting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refuse(where: str, problems: Iterable[str]) -> NoReturn:
 
 
 def some(names: Sequence[object], shown: int = 5) -> str:
-    """Return the first names and, if there are more, the total: `a, b, … (12 in all)`."""
+    """Return the first names; if there are more, also their number: `a, b, … (12 in all)`."""
     text = ", ".join(str(name) for name in names[:shown])
     return text + (f", … ({len(names):,} in all)" if len(names) > shown else "")
 

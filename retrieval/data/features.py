@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 LEAST = 1 << 24
 """Fewest values (pixels × channels of all images) for which making an ONNX graph saves time."""
 
-_AT_ONCE, _MOST = 1 << 17, 64
-"""Largest number of values, and of images, that go through a graph at once.
+_MOST_VALUES, _MOST_IMAGES = 1 << 17, 64
+"""Largest number of values, and of images, in one run of a graph.
 
-With so few, intermediate results stay in the CPU cache.
+Intermediate results of so few images stay in the CPU cache.
 """
 
-TRIED = 8
+COMPARED_ITEMS = 8
 """Number of items whose features are compared with torch's."""
 
 
@@ -47,28 +47,40 @@ def backbone_features(
     model: Model, dataset: Dataset, device: torch.device, batch: int
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
-    columns = {name: getattr(dataset, name) for name in ("splits", "roles", "metadata")}
-
-    def as_dataset(features: NDArray[np.float32]) -> ArrayDataset:
-        return ArrayDataset(features, dataset.labels, dataset.keys, kind="features", **columns)
-
     what = f"The backbone {type(model.backbone).__name__}"
     vectors = dataset.arrays if dataset.kind == "features" else None
     if vectors is not None and not list(model.backbone.parameters()):
         features = np.asarray(vectors, dtype=np.float32)
         check_width(features, what, model.backbone.features)
-        return as_dataset(features)
-    model.to(device)
-    if device.type == "cpu":
-        keep_large_blocks()
+    else:
+        model.to(device)
+        if device.type == "cpu":
+            keep_large_blocks()
+        with calling(what), evaluating(model):
+            features = _features(model, dataset, device, batch, what)
+    return ArrayDataset(
+        features,
+        dataset.labels,
+        dataset.keys,
+        kind="features",
+        splits=dataset.splits,
+        roles=dataset.roles,
+        metadata=dataset.metadata,
+    )
 
-    def computed(x: Tensor) -> Tensor:
+
+def _features(
+    model: Model, dataset: Dataset, device: torch.device, batch: int, what: str
+) -> NDArray[np.float32]:
+    """Return features (N, F), computed by ONNX Runtime if possible, else by torch."""
+
+    def by_torch(x: Tensor) -> Tensor:
         features = model.features(x)
         check_width(features, what, model.backbone.features)
         return features
 
-    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> ArrayDataset:
-        features = frozen_features(
+    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> NDArray[np.float32]:
+        return frozen_features(
             compute,
             dataset,
             model.preprocessing,
@@ -77,16 +89,14 @@ def backbone_features(
             device=device,
             batch=batch,
         )
-        return as_dataset(features)
 
-    with calling(what), evaluating(model):
-        identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)
-        if runtime is not None:
-            try:
-                return cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
-            except (BundleError, MissingDependency) as fault:
-                log.info("Features are computed by torch: %s", fault)
-        return cached(computed, identity)
+    identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)
+    if runtime is not None:
+        try:
+            return cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
+        except (BundleError, MissingDependency) as fault:
+            log.info("Features are computed by torch: %s", fault)
+    return cached(by_torch, identity)
 
 
 def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | None:
@@ -107,16 +117,16 @@ def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | N
 class OnnxBackbone:
     """A backbone as an ONNX graph for a fixed number of images, made on first use.
 
-    If the number is fixed, the exporter treats all sizes as constants and leaves the nodes of
-    TensorFlow's padding out of the graph. The graph is only used if its features of a few items of
-    the dataset agree with torch's.
+    With a fixed number, the exporter treats all sizes as constants, so the graph needs no nodes
+    that compute TensorFlow's padding. The graph is only used if its features of a few items of the
+    dataset agree with torch's.
     """
 
     def __init__(self, model: Model, dataset: Dataset) -> None:
         assert model.preprocessing is not None
         self._model, self._dataset, self._shape = model, dataset, model.preprocessing.shape
         self._session: Any = None
-        self._rows = max(1, min(_MOST, _AT_ONCE // int(np.prod(self._shape))))
+        self._rows = max(1, min(_MOST_IMAGES, _MOST_VALUES // int(np.prod(self._shape))))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return float32 features (B, F) of raw uint8 pixels (B, channels, H, W).
@@ -129,17 +139,17 @@ class OnnxBackbone:
         return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
 
     def _run(self, session: Any, pixels: NDArray[Any], size: int) -> NDArray[np.float32]:
-        """Return the features of images, run `size` at a time and filled up with black images."""
+        """Return the features of images, `size` at a time; black images fill up each run."""
         parts = []
         for start in range(0, len(pixels), size):
-            part = np.zeros((self._rows, *self._shape), pixels.dtype)
-            count = len(pixels[start : start + size])
-            part[:count] = pixels[start : start + size]
+            chunk = pixels[start : start + size]
+            padded = np.zeros((self._rows, *self._shape), pixels.dtype)
+            padded[: len(chunk)] = chunk
             try:
-                (features,) = session.run(["features"], {"input": part})
+                (features,) = session.run(["features"], {"input": padded})
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 raise BundleError(f"ONNX Runtime fails: {fault}") from fault
-            parts.append(features[:count])
+            parts.append(features[: len(chunk)])
         rows: NDArray[np.float32] = np.concatenate(parts)
         return rows
 
@@ -148,7 +158,7 @@ class OnnxBackbone:
         from retrieval.model import graph
 
         graph.check_size(self._model)
-        chosen = np.linspace(0, len(self._dataset) - 1, min(TRIED, len(self._dataset)))
+        chosen = np.linspace(0, len(self._dataset) - 1, min(COMPARED_ITEMS, len(self._dataset)))
         raw = RawInputs(self._dataset, self._model.preprocessing, budget=0)
         samples = raw.batch(chosen.round().astype(np.int64))
         signature = graph.Signature(
@@ -193,6 +203,7 @@ def fingerprint(backbone: Backbone) -> str:
 
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+"""Names of the attributes that torch gives every module."""
 
 
 def _parts(value: Any) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, Literal, get_args
 
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
-_TEST = ("query", "gallery")  # roles of the test side
+_TEST_ROLES = ("query", "gallery")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Alike:
 
     Attributes:
         items: the items' numbers, ascending.
-        by: what the items have in common: identical file "bytes", "pixels" or vector "numbers", or
-            a similar small "picture" or embedding of a "model".
+        by: what the items have in common: identical file "bytes", "pixels" or "numbers" of a
+            vector; a similar small "picture" or a similar embedding by a "model".
         distance: distance of near duplicates; 0 for identical items.
     """
 
@@ -56,11 +56,11 @@ class Findings:
         broken: number of each unreadable item, and the reason.
         same: groups of items with identical bytes, pixels or numbers.
         near: pairs of items that are similar but not identical.
-        within: largest distance of a pair, by `Alike.by`.
+        within: largest distance of a pair, by the kind of comparison (`Alike.by`).
         lone: labels with only one item.
         spelt: groups of labels that differ only in case, spaces, Unicode form or number format
-            (1, 1.0, 01).
-        complete: False if the search stopped because of too many pairs.
+            (1, 1.0, 01). Each group is most likely one class.
+        complete: False if the search for pairs stopped because there are too many.
         notes: further sentences for the user.
         few_levels: number of each 16-bit image that has few levels left in 8 bits, and the reason.
     """
@@ -90,7 +90,7 @@ class Findings:
     def leaks(self, alike: Alike) -> bool:
         """Return whether items lie on different sides; query and gallery count as one side."""
         sides = {self.subjects[i].side for i in alike.items} - {""}
-        return len({"test" if side in _TEST else side for side in sides}) > 1
+        return len({"test" if side in _TEST_ROLES else side for side in sides}) > 1
 
     def contradicts(self, alike: Alike) -> bool:
         """Return whether items have different labels; items without a label do not count."""
@@ -190,7 +190,7 @@ class Findings:
 
 
 _NAMED = 6
-"""Largest number of a group's items on one line."""
+"""Largest number of items that the line on a group names."""
 _TITLES = {
     "broken": ("item cannot be read", "items cannot be read"),
     "few_levels": (
@@ -231,10 +231,7 @@ def lone_labels(subjects: Sequence[Subject]) -> list[str]:
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return groups of labels that differ only in case, spaces, Unicode form or number format.
-
-    Each group is most likely one class.
-    """
+    """Return groups of labels that differ only in case, spaces, Unicode form or number format."""
     groups: defaultdict[str | Decimal, list[str]] = defaultdict(list)
     for label in dict.fromkeys(subject.label for subject in subjects if subject.label is not None):
         text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from retrieval.data.error_lists import refuse, some
+from retrieval.model import labels
 from retrieval.model.contracts import Dataset
 
 D = TypeVar("D", bound=Dataset)
@@ -19,45 +20,41 @@ def usable(dataset: D, where: str) -> D:
     """Return a dataset after checking that its items can be used; `where` begins error messages.
 
     Raises:
-        DataError: vectors are not finite, items have no label, or keys are equal; the message lists
-            every problem.
+        DataError: a vector is not finite, an item has no label or no key, or two keys are equal.
+            The message lists every problem.
     """
     problems = []
-    vectors = dataset.arrays if dataset.kind == "features" else None
-    rows: list[int] = []
-    if vectors is not None:
-        for start in range(0, len(vectors), _ROWS):
-            finite = np.isfinite(vectors[start : start + _ROWS]).all(axis=1)
-            rows += (start + np.flatnonzero(~finite)).tolist()
-    if rows:
+    if rows := _rows_not_finite(dataset):
         problems.append(
             f"features hold NaN, infinity or numbers too large for 32 bits in {len(rows):,}"
             f" rows: {some(rows, 10)}. Remove or correct them."
         )
-    unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
-    if unlabelled:
+    if unlabelled := [i for i, label in enumerate(dataset.labels) if is_missing(label)]:
         problems.append(
             f"{len(unlabelled):,} of {len(dataset.labels):,} items have no label:"
             f" {some([dataset.keys[i] for i in unlabelled])}. Label them, or leave them out."
         )
     if blank := [i for i, key in enumerate(dataset.keys) if not key]:
         problems.append(f"{len(blank):,} items have no key: {some(blank)}. Give each item its own.")
-    if len(set(dataset.keys)) < len(dataset.keys):
-        problems += [
-            f"'{key}' is the key of {count:,} items. Give each item its own key."
-            for key, count in Counter(dataset.keys).items()
-            if count > 1 and key
-        ]
+    problems += [
+        f"'{key}' is the key of {count:,} items. Give each item its own key."
+        for key, count in Counter(dataset.keys).items()
+        if count > 1 and key
+    ]
     if problems:
         refuse(where, problems)
     return dataset
 
 
+def _rows_not_finite(dataset: Dataset) -> list[int]:
+    rows: list[int] = []
+    if dataset.kind == "features" and dataset.arrays is not None:
+        for start in range(0, len(dataset.arrays), _ROWS):
+            finite = np.isfinite(dataset.arrays[start : start + _ROWS]).all(axis=1)
+            rows += (start + np.flatnonzero(~finite)).tolist()
+    return rows
+
+
 def is_missing(label: Any) -> bool:
-    """Return whether a value means a missing label: None, blank text, NaN or pandas' NA."""
-    if label is None or isinstance(label, str):
-        return not (label and label.strip())
-    try:
-        return bool(label != label)  # only NaN differs from itself
-    except (TypeError, ValueError):  # pandas' NA cannot be compared
-        return True
+    """Return whether a value means a missing label: None, blank text, NaN, or pandas' NaT or NA."""
+    return not label.strip() if isinstance(label, str) else labels.is_missing(label)

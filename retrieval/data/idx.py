@@ -46,7 +46,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
                 raise DataError(
                     f"{path} should hold {size:,} bytes by its header; the limit is {_MAX_BYTES:,}."
                 )
-            content = file.read(size + 1)  # one byte more than expected, to detect a longer file
+            content = file.read(size + 1)  # one more byte, to notice a file that is too long
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DataError(f"{path} cannot be read: {reason}.") from error

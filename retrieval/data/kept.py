@@ -92,7 +92,7 @@ def by_class(
 ) -> NDArray[np.int64]:
     """Return up to `number` of the indices, evenly spaced within each class.
 
-    If there are too many classes, only some classes, evenly spaced, contribute a few items each.
+    If there are too many classes, evenly spaced classes contribute a few items each.
     """
     if len(indices) <= number:
         return indices

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
-"""Largest number of bytes of decoded pixels kept in memory."""
+"""Largest size of the decoded pixels kept in memory, in bytes."""
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class RawInputs:
     """A dataset's items as inputs of the encoder.
 
-    If the dataset's array needs no preprocessing, batches are taken from that array. Otherwise
-    preprocessed pixels are kept in memory, if those of all items fit.
+    If the dataset's array needs no preprocessing, batches are slices of that array. Otherwise the
+    preprocessed pixels are kept in memory, if the pixels of all items fit.
 
     Args:
         dataset: the dataset; `dataset[i]` is called from several threads.
@@ -74,38 +74,34 @@ class RawInputs:
 
     @property
     def in_memory(self) -> bool:
-        """True if batches are taken from an array, or will be once every item is decoded."""
+        """True if batches are slices of an array, or will be once every item is decoded."""
         return self.array is not None or self._kept is not None
 
     def ready(self, indices: NDArray[np.int64]) -> bool:
-        """Return whether these items are all in memory, so that none must be decoded."""
+        """Return whether these items are all in memory."""
         return self.array is not None or (
             self._kept is not None and bool(self._decoded[indices].all())
         )
 
-    def batch(
-        self,
-        indices: NDArray[np.int64],
-        changes: Changes | None = None,
-        draws: Draws | None = None,
-    ) -> NDArray[Any]:
-        """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
-        pre = self.preprocessing
-        if changes is None or pre is None:
-            return self._unchanged(indices)
-        assert draws is not None
-        rows = range(len(indices))
-        if changes.table.crop_scale is None:
-            pixels = self._unchanged(indices)
-        else:
-            crops = self._map(lambda i: changes.crop(self._image(indices[i]), pre, draws[i]), rows)
-            pixels = np.stack(crops)
+    def changed(
+        self, indices: NDArray[np.int64], changes: Changes, draws: Draws
+    ) -> NDArray[np.uint8]:
+        """Return randomly changed images, uint8 (B, channels, H, W)."""
+        preprocessing, rows = self.preprocessing, range(len(indices))
+        assert preprocessing is not None
+
+        def crop(row: int) -> NDArray[np.uint8]:
+            return changes.crop(self._image(indices[row]), preprocessing, draws[row])
+
+        cropped = changes.table.crop_scale is not None
+        pixels = np.stack(self._map(crop, rows)) if cropped else self.batch(indices)
         pixels = changes.mirror(pixels, draws)
         if not changes.transforms:
             return pixels
-        return np.stack(self._map(lambda i: changes.transformed(pixels[i], draws[i]), rows))
+        return np.stack(self._map(lambda row: changes.transformed(pixels[row], draws[row]), rows))
 
-    def _unchanged(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def batch(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """Return a copy of items' inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is None:
@@ -132,8 +128,8 @@ class RawInputs:
         """Return a function's results for all jobs, in threads if images must be decoded."""
         if len(jobs) < 2 or self.dataset.arrays is not None:  # threads would be slower
             return [function(job) for job in jobs]
-        # Several images a submission: one by one, small images take a tenth more CPU time. Each
-        # thread gets several parts, because some images take longer.
+        # Each thread gets about four parts, because some images take longer. With one image a part,
+        # small images would take a tenth more CPU time.
         size = -(-len(jobs) // (4 * _decoders()))
         parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
         done = self._threads.map(lambda part: [function(job) for job in part], parts)
@@ -163,12 +159,19 @@ def _as_inputs(
 
 
 def _decoders() -> int:
-    """Return the number of decoding threads, at most eight because each holds an image."""
+    """Return the number of decoding threads: at most eight, because each holds an image."""
     return min(8, cores())
 
 
 class Job(NamedTuple):
-    """One process's part of a batch: `items` of the whole batch, of which it makes `share`."""
+    """The part of a batch that one process makes.
+
+    Attributes:
+        items: indices (B,) of the whole batch's items in the dataset.
+        epoch: number of the epoch.
+        batch: number of the batch in the epoch.
+        share: the rows of the batch to make.
+    """
 
     items: NDArray[np.int64]
     epoch: int
@@ -180,7 +183,7 @@ class Job(NamedTuple):
 class BatchMaker:
     """Makes a batch's inputs from a `Job`, in this or another process.
 
-    `changes` are the random changes to images; `None` if the inputs stay as they are.
+    `changes` are the random changes to images; `None` leaves images and vectors unchanged.
     """
 
     raw: RawInputs
@@ -192,26 +195,25 @@ class BatchMaker:
         if self.changes is None:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
-        mix = self.mix(job.epoch, job.batch, len(job.items))
+        mix = self.mix(job)
         if mix is None:
-            return torch.from_numpy(
-                self.raw.batch(job.items[job.share], self.changes, draws[job.share])
-            )
+            share = job.share
+            return torch.from_numpy(self.raw.changed(job.items[share], self.changes, draws[share]))
         rows = np.arange(len(job.items))[job.share]
         needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
-        pixels = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
-        return torch.from_numpy(mix.of(pixels[: len(rows)], pixels[len(rows) :]))
+        pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[place]
+        return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
 
-    def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
-        """Return how a batch of `size` images is mixed; None for vectors or without a mix."""
+    def mix(self, job: Job) -> Mix | None:
+        """Return how the images of the job's batch are mixed, or None."""
         if self.changes is None or self.raw.preprocessing is None:
             return None
-        key = (self.seed, epoch, batch)
-        return Mix.drawn(self.changes.table, key, size, self.raw.preprocessing.size)
+        key, shape = (self.seed, job.epoch, job.batch), self.raw.preprocessing.size
+        return Mix.drawn(self.changes.table, key, len(job.items), shape)
 
 
 class _Work(torch_data.Dataset[Any]):
-    """Dataset of the worker processes; maps a job to its inputs or to an error message."""
+    """Dataset of the worker processes: maps a job to its inputs or to an error message."""
 
     def __init__(self, make: BatchMaker) -> None:
         self.make = make
@@ -219,14 +221,14 @@ class _Work(torch_data.Dataset[Any]):
     def __getitem__(self, job: Job) -> Tensor | str:
         try:
             return self.make(job)
-        except DataError as error:  # if raised here, the text of a traceback would surround it
+        except DataError as error:  # the loader would add a traceback to a raised error's message
             return str(error)
 
 
 class Workers:
     """Worker processes that make batches, started in the first epoch and kept until `close`.
 
-    They are spawned because a forked child hangs once FAISS or OpenMP has run in the parent.
+    The processes are spawned, because a forked one hangs once FAISS or OpenMP has run before.
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:
@@ -238,8 +240,7 @@ class Workers:
             num_workers=count,
             multiprocessing_context="spawn",
             persistent_workers=True,
-            # Without this, the loader would draw its base seed from the global generator, which
-            # the model uses too.
+            # By default, the loader draws a seed from the global generator, which the model uses.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -276,22 +277,23 @@ class Workers:
 class TrainBatches:
     """Training batches as a sampler draws them; stateless, so that a run can resume at any step.
 
-    All randomness depends on seed, epoch and batch number only, not on global generators. Use it in
-    a `with` block, which ends the worker processes.
+    All randomness depends on seed, epoch and batch number only, not on global generators. A `with`
+    block ends the worker processes.
 
     Args:
         dataset: the dataset; `dataset[i]` is called from several threads.
         indices: training items (n,) (`Splits.train`).
         labels: class ids (n,) of those items (`Splits.train_labels`).
         preprocessing: see `RawInputs`.
-        sampler: the number of batches in an epoch, of classes P, and of items M of each class.
+        sampler: number of batches in an epoch, of classes P in a batch, and of items M of a class.
         batch_sampler: chooses the items; the default draws P random classes and M items of each.
-        augmentation: random changes to images, number of views of each item, and their labels.
+        augmentation: random changes to images, number of views of each item, and what counts as
+            positives.
         transforms: the transforms that `augmentation` names, built.
         seed: the run's seed.
-        workers: number of processes that decode images from files that do not fit in memory; 0
-            uses threads of this process. The batches do not depend on this number.
-        raw: reads the dataset's items, to share kept pixels with `inputs`; by default a new one.
+        workers: number of processes that decode images; 0 uses threads of this process. The batches
+            do not depend on this number. Pixels that are already in memory need no processes.
+        raw: reads the dataset's items; pass one to share kept pixels with `inputs`.
 
     Raises:
         DataError: a batch takes more classes than there are, or dataset and backbone do not fit.
@@ -324,11 +326,12 @@ class TrainBatches:
         self._count = self.batch_sampler.batches(self.items)
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        changes = Changes(augmentation, tuple(transforms)) if augmentation.active else None
+        is_changed = augmentation.active and preprocessing is not None
+        changes = Changes(augmentation, tuple(transforms)) if is_changed else None
         self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
-        # Mere slices of pixels in this process's memory need no workers. A random crop cannot use
-        # such pixels, because it starts from the whole image, and transforms take time.
+        # Slices of pixels in memory are fast. A random crop cannot use them, because it starts from
+        # the whole image, and transforms take time.
         self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
         if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
             self._workers = Workers(self._make, workers)
@@ -362,23 +365,17 @@ class TrainBatches:
             drawn: the epoch's batches, if they were drawn before; by default `draw(number)`.
         """
         rows = [np.repeat(batch, self.views) for batch in drawn or self.draw(number)]
-        for batch in rows:
-            if len(batch) % world:
-                raise DataError(
-                    f"[sampler]: a batch of {len(batch)} rows (classes × items × views) cannot be"
-                    f" shared equally by {world} processes. Make classes × items a multiple of"
-                    f" {world}."
-                )
-        return self._epoch(number, start, rank, world, rows[start:])
-
-    def _epoch(
-        self, number: int, start: int, rank: int, world: int, rows: list[NDArray[np.int64]]
-    ) -> Iterator[tuple[Tensor, Labels]]:
+        if uneven := [len(batch) for batch in rows if len(batch) % world]:
+            raise DataError(
+                f"[sampler]: a batch of {uneven[0]} rows (classes × items × views) cannot be shared"
+                f" equally by {world} processes. Make classes × items a multiple of {world}."
+            )
         jobs, labels = [], []
-        for batch, positions in enumerate(rows, start):
+        for batch_number, positions in enumerate(rows[start:], start):
             share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
-            jobs.append(Job(self.indices[positions], number, batch, share))
-            labels.append(self._labels(self.labels[positions], number, batch, share))
+            job = Job(self.indices[positions], number, batch_number, share)
+            jobs.append(job)
+            labels.append(self._labels(job, self.labels[positions]))
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
@@ -387,20 +384,18 @@ class TrainBatches:
             batches = _ahead(self._make, jobs)
         return zip(batches, labels, strict=True)
 
-    def _labels(self, labels: NDArray[np.int64], epoch: int, batch: int, share: slice) -> Labels:
-        """Return a share of a batch's class ids."""
-        own = torch.from_numpy(labels[share])
-        mix = self._make.mix(epoch, batch, len(labels))
+    def _labels(self, job: Job, labels: NDArray[np.int64]) -> Labels:
+        """Return the job's share of a batch's class ids."""
+        own = torch.from_numpy(labels[job.share])
+        mix = self._make.mix(job)
         if mix is None:
             return own
-        return MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
+        return MixedLabels(own, torch.from_numpy(labels[mix.partner[job.share]]), mix.weight)
 
     def __enter__(self) -> Self:
-        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the worker processes."""
         self.close()
 
     def close(self) -> None:
@@ -419,8 +414,8 @@ def inputs(
 ) -> Iterator[Tensor]:
     """Yield items' raw inputs in order: uint8 (B, channels, H, W) or float32 (B, F).
 
-    Threads decode images one batch ahead of the caller. `raw` reads the items, to share kept pixels
-    with `TrainBatches`; by default nothing is kept in memory.
+    Threads decode images one batch ahead of the caller. `raw` reads the items; pass one to share
+    kept pixels with `TrainBatches`. By default nothing is kept in memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.

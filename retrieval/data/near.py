@@ -19,18 +19,19 @@ from retrieval.serving.images import to_mode
 from retrieval.serving.progress import Meter
 
 SIDE, COLOURS = 16, 4
-"""Height and width of a picture's brightness, and of each of its two colour channels."""
+"""Height and width of a picture's brightness channel, and of each of its two colour channels."""
 WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
-_FLAT = 2.0  # of 255: an image whose brightness deviates less than this has no picture
+_EVEN = 2.0
+"""An image has even brightness below this standard deviation, of 255 levels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The data by which an item is compared with others.
+    """What an item is compared by.
 
     Attributes:
         values: hash of an image's size and RGB pixels, or of a vector's numbers.
-        picture: (WIDTH,), unit length; `None` for a vector or an image of even brightness.
+        picture: see `picture`; `None` for a vector or an image of even brightness.
     """
 
     values: bytes
@@ -57,18 +58,18 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
 def picture(image: Image.Image) -> NDArray[np.float32] | None:
     """Return an RGB image's small picture (WIDTH,) at unit length; None for even brightness.
 
-    A difference hash (Krawetz, "Kind of Like That", 2013) keeps only the signs of differences
-    between neighbours. In flat areas these signs are JPEG noise, so copies can differ as much
-    as different images. This picture keeps the values themselves.
+    The picture keeps brightness and colour values. A difference hash (Krawetz, "Kind of Like That",
+    2013) keeps only the signs of differences between neighbours. In flat areas these signs are JPEG
+    noise, so two copies of an image can differ as much as two images.
     """
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0).convert("YCbCr")
     values = np.asarray(small, dtype=np.float32)
     part = SIDE // COLOURS
     colours = values[..., 1:].reshape(COLOURS, part, COLOURS, part, 2).mean((1, 3)) - 128
     brightness = values[..., 0] - values[..., 0].mean()
-    # Each colour value stands for part × part pixels.
+    # A colour value counts as much as the part × part brightness values of its area.
     whole_picture = np.concatenate([brightness.ravel(), part * colours.ravel()])
-    if float(brightness.std()) < _FLAT:
+    if float(brightness.std()) < _EVEN:
         return None
     unit: NDArray[np.float32] = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
     return unit
@@ -77,6 +78,7 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
 Rows = NDArray[np.int64]
 
 MOST_PAIRS = 1_000_000
+"""The search stops when it has more pairs than this."""
 _ENTRIES = 1 << 22
 """Number of squared distances that are computed at a time."""
 
@@ -107,8 +109,8 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a Euclidean distance of each other, the nearest first.
 
-    Squared distances in float32, with a margin for their rounding error, select pairs, and float64
-    measures these. The search stops after more than `MOST_PAIRS` pairs.
+    Squared distances in float32, with a margin for their rounding error, select candidate pairs;
+    float64 then measures the candidates.
 
     Args:
         vectors: N finite vectors of P numbers (N, P).

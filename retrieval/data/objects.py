@@ -24,18 +24,21 @@ from retrieval.serving.images import as_list, decode, from_pixels
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision that list labels
-_PAIRS = ("samples", "_samples", "imgs")  # attributes of torchvision that list (file, label)
-_PLAIN = (str, int, float, bool, np.generic, type(None))  # types of values that metadata may hold
+_LABELS = ("targets", "labels", "_labels", "y")
+"""Attributes in which torchvision's classes list labels."""
+_PAIRS = ("samples", "_samples", "imgs")
+"""Attributes in which torchvision's classes list pairs (file, label)."""
+_PLAIN = (str, int, float, bool, np.generic, type(None))
+"""Types of values that metadata may hold."""
 _READ_LOCK = threading.RLock()
 """Held while an item is read, because readers of other libraries may not be thread-safe.
 
-A joined dataset takes it again for the item of a part.
+The lock is reentrant: a joined dataset holds it while one of its parts reads the item.
 """
-_LARGEST_IN_MEMORY = 1 << 28
-"""Images of floats become one array up to this many bytes; larger data are read item by item."""
+_MAX_FLOAT_BYTES = 1 << 28
+"""Up to this size, images of floats become one array; larger images are converted one by one."""
 _READINGS = 3
-"""How often item 0 is read again; a random flip stays unnoticed once in eight times."""
+"""How often item 0 is read again. A random flip goes unnoticed with probability 1/8."""
 
 
 def as_dataset(
@@ -52,14 +55,13 @@ def as_dataset(
     An image is a path, the bytes of an image file, a Pillow image, an array (H, W) or (H, W, 3) of
     uint8 or of floats from 0 to 1, or a tensor of such pixels with channels first. If items are
     vectors (F,) instead, the result is a dataset of features. Items are read when they are used, so
-    the object's own transforms run; they must neither be random nor normalise pixels. The keys
-    of a dictionary are the split, which `[split] by = "given"` uses; this is the default.
+    the object's own transforms run. The transforms must neither be random nor normalise pixels.
 
     Args:
         obj: a PyTorch dataset with a length and items (image, label) or {"image": …, "label": …};
             a Hugging Face `Dataset`; a pandas `DataFrame`; a pair `(images, labels)`; or a
-            dictionary of these with the keys "train", "validation", "test", or "query" and
-            "gallery".
+            dictionary of these, whose keys "train", "validation", "test", "query" and "gallery" are
+            the sides of the split (for `[split] by = "given"`, the default).
         image: column, key or position of the image, by default "image" or 0.
         label: column, key or position of the label, by default "label" or 1.
         split: column of the sides ("train", "validation" or "test"), by default "split" if it
@@ -150,17 +152,21 @@ def _image(item: Any, where: str) -> Image:
     """Return an image of any form as a Pillow image."""
     if isinstance(item, Mapping):  # from `datasets.Image(decode=False)`
         item = item.get("bytes") or item.get("path")
-    pixels: Any = as_list(item)[0] if item is not None else None
+    if isinstance(item, np.ndarray) or hasattr(item, "detach"):
+        item = as_list(item)[0]  # an array with channels last
     try:
-        if isinstance(pixels, np.ndarray):
-            return from_pixels(pixels)
-        if isinstance(pixels, str | bytes | Path):
-            return decode(pixels)
+        if isinstance(item, np.ndarray):
+            return from_pixels(item)
+        if isinstance(item, str | bytes | Path):
+            return decode(item)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not hasattr(pixels, "getdata"):
-        raise DataError(f"{where} is an object of type {type(pixels).__name__}, not an image.")
-    image: Image = pixels
+    if not hasattr(item, "getdata"):
+        raise DataError(
+            f"{where} is an object of type {type(item).__name__}, not an image. Pass an image as a"
+            " path, bytes, a Pillow image, an array or a tensor, and a vector as an array."
+        )
+    image: Image = item
     return image
 
 
@@ -170,7 +176,7 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
         images = images.detach().cpu().numpy()
         images = images.transpose(0, 2, 3, 1) if images.ndim == 4 else images
     array = images if isinstance(images, np.ndarray) else None
-    listed = as_list(images) if array is None else list(array)
+    listed = reading(f"{name}, images", as_list if array is None else list, images)
     if len(listed) != len(labels):
         raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
     if array is None and listed and getattr(listed[0], "ndim", 0) == 1:
@@ -185,7 +191,7 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
             refuse(name, missing)
         keys = [str(file) for file in files]
         return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)
-    if array is not None and array.nbytes <= _LARGEST_IN_MEMORY:
+    if array is not None and array.nbytes <= _MAX_FLOAT_BYTES:
         pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(listed)]
         return ArrayDataset(np.stack(pixels), labels, **further)
     return ItemDataset(listed.__getitem__, labels, name=name, **further)
@@ -217,14 +223,17 @@ def _of_table(
         by_number: dict[Any, str] = dict(enumerate(names))
         return [by_number.get(value) for value in listed] if names else listed
 
-    kept = {}
-    for column in [c for c in columns if c not in named] if metadata is None else metadata:
-        dtype = getattr(features.get(column), "dtype", "" if features else "plain")
-        if metadata is None and dtype in ("", "dict", "PIL.Image.Image"):
-            continue
-        entries = values(column)
-        if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):
-            kept[column] = entries
+    def holds_images(column: Any) -> bool:
+        """Return whether a Hugging Face column may hold images, which are not read."""
+        dtype = getattr(features.get(column), "dtype", "")
+        return bool(features) and dtype in ("", "dict", "PIL.Image.Image")
+
+    if metadata is None:
+        further_columns = [c for c in columns if c not in named and not holds_images(c)]
+        kept = {column: values(column) for column in further_columns}
+        kept = {c: v for c, v in kept.items() if all(isinstance(value, _PLAIN) for value in v)}
+    else:
+        kept = {column: values(column) for column in metadata}
     rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
     if isinstance(split, str):
         split = [str(side) for side in values(split)]
@@ -270,11 +279,12 @@ def _without_columns(
         return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
 
     values = _listed_labels(obj) if label is None else None
-    innermost = obj
-    while _is_subset(innermost):
-        innermost = innermost.dataset
-    values = read_all(label_key) if values is None else values
-    labels = _texts(values, getattr(innermost, "classes", None), name)
+    if values is None:
+        values = read_all(label_key)
+    whole = obj
+    while _is_subset(whole):
+        whole = whole.dataset
+    labels = _texts(values, getattr(whole, "classes", None), name)
     if getattr(first[image_key], "ndim", 0) == 1:
         return _of_images(read_all(image_key), labels, name, **further)
     if (pixels := _pixels(obj, first[image_key])) is not None:
@@ -296,40 +306,34 @@ def _is_subset(obj: Any) -> bool:
 
 
 def _of_torchvision(obj: Any) -> bool:
-    """Return whether an object's class is torchvision's own, so that its attributes can be trusted.
-
-    The items of any other class may differ from its lists.
-    """
+    """Return whether an object's class is torchvision's own, so that its lists match its items."""
     return type(obj).__module__.startswith("torchvision.")
 
 
 def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
     """Return the array `data` of a torchvision dataset if its rows are the items, else `None`.
 
-    Features that a frozen backbone computes of an array are cached.
+    With an array, the features of a frozen backbone can be cached.
     """
     if not _of_torchvision(obj) or getattr(obj, "transforms", None) is not None:
         return None
     array = np.asarray(getattr(obj, "data", None))
     if array.dtype != np.uint8 or array.shape[:1] != (len(obj),):
         return None
-    # the array may be laid out differently from the images, such as channels first
+    # The array may be laid out differently from the images, such as with channels first.
     same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
     return array if same else None
 
 
 def _listed_labels(obj: Any) -> list[Any] | None:
-    """Return the labels that one of torchvision's classes lists, or `None`.
-
-    Reading them decodes no image.
-    """
+    """Return the labels that one of torchvision's classes lists without reading images, or None."""
     if _is_subset(obj):
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
-    target, both = getattr(obj, "target_transform", None), getattr(obj, "transforms", None)
-    # `transforms` without `transform` changes images and labels together
-    changed = target is not None or (both is not None and getattr(obj, "transform", None) is None)
-    if changed or not _of_torchvision(obj):
+    if not _of_torchvision(obj) or getattr(obj, "target_transform", None) is not None:
+        return None
+    joint = getattr(obj, "transforms", None) is not None
+    if joint and getattr(obj, "transform", None) is None:  # changes images and labels together
         return None
     for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)
@@ -339,7 +343,7 @@ def _listed_labels(obj: Any) -> list[Any] | None:
 
 
 def _texts(values: Any, classes: Any, name: str) -> list[str]:
-    """Return labels as text: a number becomes its name in `classes`, a missing label ""."""
+    """Return labels as text. A number becomes its name in `classes`, a missing label becomes ""."""
     names = list(classes) if isinstance(classes, list | tuple) else []
     texts = []
     for value in _listed(values):
@@ -365,16 +369,18 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets joined into one, each as one side of the split."""
     if not parts:
         raise DataError(f"{name} holds no items.")
-    known = [(SIDES.get(str(side).lower(), (str(side), "")), part) for side, part in parts.items()]
-    roles = [role for (_, role), part in known for _ in part.labels]
-    columns: dict[str, Any] = {
-        "labels": [label for part in parts.values() for label in part.labels],
-        "keys": [f"{side}/{key}" for side, part in parts.items() for key in part.keys],
-        "splits": [split for (split, _), part in known for _ in part.labels],
-        "roles": roles if any(roles) else None,
-    }
-    if all(part.metadata is not None for part in parts.values()):
-        columns["metadata"] = [row for part in parts.values() for row in part.metadata or ()]
+    columns: dict[str, Any] = {"labels": [], "keys": [], "splits": [], "roles": [], "metadata": []}
+    for side, part in parts.items():
+        split, role = SIDES.get(str(side).lower(), (str(side), ""))
+        columns["labels"] += part.labels
+        columns["keys"] += [f"{side}/{key}" for key in part.keys]
+        columns["splits"] += [split] * len(part)
+        columns["roles"] += [role] * len(part)
+        columns["metadata"] += part.metadata or ()
+    if not any(columns["roles"]):
+        columns["roles"] = None
+    if any(part.metadata is None for part in parts.values()):
+        columns["metadata"] = None
     arrays = [part.arrays for part in parts.values() if part.arrays is not None]
     if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
         kind = next(iter(parts.values())).kind

@@ -47,7 +47,7 @@ class LabelledPairs:
 
 
 class Row(NamedTuple):
-    """One pair of a list: line number, both names, "same" or not, and fold ("" without folds)."""
+    """One line of a list: its number, both names, "same" or not, and fold ("" without folds)."""
 
     line: int
     first: str
@@ -135,8 +135,9 @@ def fold_problems(
     """Return the problems that prevent choosing each fold's threshold on the other folds."""
     if len(names) < 2:
         return [
-            f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
-            " others, so at least two are needed. If the file has no folds, they are made."
+            f"all pairs are in one fold ('{names[0]}'), but the threshold of a fold is chosen on"
+            " the other folds. Name at least two folds, or none: then the pairs are divided into"
+            " folds."
         ]
     counts = [np.bincount(fold[same == kind], minlength=len(names)) for kind in (True, False)]
     return [
@@ -180,20 +181,20 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
         )
     rows: list[Row] = []
     for i, (line, words) in enumerate(body):
-        first, other = words[0], words[2] if len(words) == 4 else words[0]
-        numbers = words[1::2] if len(words) == 4 else words[1:]
-        two_people = len(words) == 4 and first != other
-        if not (two_people or len(words) == 3) or not all(map(_is_count, numbers)):
-            problems.append(
-                f"line {line}: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected, with"
-                f" numbers from 1, not '{' '.join(words)[:60]}'."
-            )
-            continue
-        names = [
-            f"{name}/{name}_{int(n):04d}" for name, n in zip((first, other), numbers, strict=True)
-        ]
+        match words:
+            case [name, n1, n2] if _are_counts(n1, n2):
+                images = (name, n1), (name, n2)
+            case [name1, n1, name2, n2] if name1 != name2 and _are_counts(n1, n2):
+                images = (name1, n1), (name2, n2)
+            case _:
+                problems.append(
+                    f"line {line}: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' (two people) is expected,"
+                    f" with numbers from 1, not '{' '.join(words)[:60]}'."
+                )
+                continue
+        first, second = (f"{name}/{name}_{int(number):04d}" for name, number in images)
         fold = str(i // (2 * per_kind or 1) + 1) if len(head) == 2 else ""
-        rows.append(Row(line, names[0], names[1], not two_people, fold))
+        rows.append(Row(line, first, second, len(words) == 3, fold))
     counts = Counter((row.fold, row.same) for row in rows)
     for fold in dict.fromkeys(row.fold for row in rows) if not problems else ():
         if counts[fold, True] != per_kind:
@@ -205,5 +206,5 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     return rows, problems
 
 
-def _is_count(word: str) -> bool:
-    return re.fullmatch("[0-9]{1,9}", word) is not None and int(word) > 0
+def _are_counts(*words: str) -> bool:
+    return all(re.fullmatch("[0-9]{1,9}", word) and int(word) > 0 for word in words)

@@ -18,12 +18,13 @@ from retrieval.serving.progress import Meter
 
 log = logging.getLogger(__name__)
 
-SHOWN = 10  # largest number of images that a message names
+_SHOWN = 10
+"""Largest number of images that a message names."""
 ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
 def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
-    """Return the indices of the readable images, and a sentence on each of the others.
+    """Return the indices of the readable images, and a sentence on each unreadable image.
 
     Each image is decoded in full, because a truncated file can have an intact header. The result is
     cached until a file changes. `what` names the data set in messages.
@@ -52,15 +53,15 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
             what,
             len(bad),
             len(files),
-            "".join(f"\n  - {text}" for text in bad[:SHOWN])
-            + (f"\n  - … and {len(bad) - SHOWN:,} more." if len(bad) > SHOWN else ""),
+            "".join(f"\n  - {text}" for text in bad[:_SHOWN])
+            + (f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""),
         )
     readable = [i for i, text in enumerate(faults) if not text]
     return readable, [f"left out: {text}" for text in bad]
 
 
 def _faults(files: Sequence[Path]) -> list[str]:
-    """Return why each image cannot be read, "" if it can."""
+    """Return the reason why each image cannot be read, or "" for a readable image."""
 
     def fault(file: Path) -> str:
         try:
@@ -82,7 +83,7 @@ def _faults(files: Sequence[Path]) -> list[str]:
 
 
 def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
-    """Return and log the reasons why files in a folder are left out, a sentence each.
+    """Log and return a sentence for each reason why files of a folder are left out.
 
     Raises:
         DataError: a link is broken, and `skip_bad` is false.

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 class ClassBalanced(BatchSampler):
     """P random classes and M random items of each.
 
-    Items repeat only if a class has fewer than M. Items of a class are adjacent. Batches equal
-    those of pytorch-metric-learning's `MPerClassSampler` if its generator, which all threads share,
-    has the state of `random`.
+    Items repeat only if a class has fewer than M. Items of a class are adjacent. The batches equal
+    those of pytorch-metric-learning's `MPerClassSampler` with the same random state.
     """
 
     def batches(self, items: TrainingItems) -> int:
@@ -40,7 +39,7 @@ class ClassBalanced(BatchSampler):
     ) -> list[NDArray[np.int64]]:
         """Return the batches of an epoch."""
         by_class = rows_by_class(items.labels)
-        # shuffling the list of arrays itself gives the same order but takes five times as long
+        # Shuffling the list of arrays gives the same order but takes five times as long.
         numbers = np.arange(len(by_class))
         drawn = []
         for _ in range(items.batches):
@@ -80,9 +79,9 @@ class TorchBatches(BatchSampler):
     """A batch sampler of torch, or any object that yields batches of positions and has a length.
 
     The sampler may draw from its own generator, or from the global generators of torch, NumPy and
-    Python, which are seeded for each epoch and restored afterwards. If a run is resumed, a copy of
-    the sampler draws the earlier epochs again to reach the same state. `set_epoch` is called before
-    each epoch, if the sampler has it.
+    Python, which are seeded for each epoch and restored afterwards. `set_epoch` is called before
+    each epoch, if the sampler has it. When a run is resumed, a copy of the sampler draws the
+    earlier epochs again.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -148,7 +147,7 @@ def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
 def training_items(
     table: Sampler, labels: NDArray[np.int64], metadata: Sequence[Mapping[str, Any]] | None
 ) -> TrainingItems:
-    """Return what a sampler needs: the training items, and P, M and the batches of an epoch."""
+    """Return the input of a sampler: the training items, and the sizes that `[sampler]` sets."""
     batches = table.batches or max(1, len(labels) // (table.classes * table.items))
     return TrainingItems(labels, metadata, table.classes, table.items, batches)
 
@@ -160,15 +159,14 @@ def drawn_batches(
     epoch: int,
     embeddings: NDArray[np.float32] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Return an epoch's batches as positions in `items.labels`, checked.
+    """Return an epoch's checked batches as positions in `items.labels`.
 
     Raises:
-        PluginError: the sampler fails, draws a number of batches that differs from its length, or
-            returns anything but positions.
+        PluginError: the sampler fails, draws more or fewer batches than its length, or returns
+            anything but positions.
     """
-    who, items = f"The sampler {type(sampler).__name__}", replace(items, embeddings=embeddings)
-    if isinstance(sampler, TorchBatches):
-        who = f"The sampler {type(sampler._fresh).__name__}"
+    named = sampler._fresh if isinstance(sampler, TorchBatches) else sampler
+    who, items = f"The sampler {type(named).__name__}", replace(items, embeddings=embeddings)
     with calling(who):
         batches: Iterable[Any] = sampler.draw(items, epoch, random_of(seed, epoch))
         drawn = [np.asarray(batch) for batch in batches]

@@ -29,7 +29,7 @@ SIDES = {
     "query": ("test", "query"),
     "gallery": ("test", "gallery"),
 }
-"""Folder names that stand for a side of the split, with the split and role of their items."""
+"""The split and role of the items in a folder with this name."""
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
@@ -83,23 +83,21 @@ class Splits:
 def make_splits(dataset: Dataset, split: Split) -> Splits:
     """Divide a dataset according to a recipe's `[split]`.
 
-    - `given` uses the dataset's own "train", "validation" and "test". If the dataset has roles but
-      no split, items with a role are the test side.
+    - `given` uses the dataset's own "train", "validation" and "test". An item without one of these
+      is on the test side if it has a role, else on the training side.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
       a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
-      via Lifted Structured Feature Embedding", CVPR 2016, §6). It ignores the dataset's own split.
+      via Lifted Structured Feature Embedding", CVPR 2016, §6). The dataset's own split is ignored.
     - `item` holds out a random part of every class.
 
-    With `given`, the dataset's own "validation" items are used if there are any; otherwise a part
-    of the training side becomes the validation side. A held-out part of a class has at least two
-    items and leaves at least two, because a query needs another item to find. The dataset's roles
-    "query" and "gallery" apply to the test side.
-
+    If there are no items for validation yet, a part of the training side becomes the validation
+    side. A held-out part of a class has at least two items and leaves at least two, because a query
+    needs another item to find. The dataset's roles "query" and "gallery" apply to the test side.
     The sides are always the same for the same dataset and table.
 
     Raises:
         DataError: sides or classes do not exist, a side is empty, or no class has two items. The
-            message lists every problem of the columns, or else of the split.
+            message lists every problem.
     """
     labels, classes = _classes(dataset)
     notes: list[str] = []
@@ -108,23 +106,24 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
         train, validation = _take_validation(train, labels, split)
     query, gallery = _roles(dataset, test, notes)
     splits = Splits(labels, classes, train, validation, query, gallery, notes)
-    _check(splits)
+    if problems := list(filter(None, (_training_problem(splits), _test_problem(splits)))):
+        refuse("[split]", problems)
     return splits
 
 
 def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
-    """Return class ids (N,) and classes, after checking the names of sides and roles."""
+    """Return class ids (N,) and class names, after checking the names of sides and roles."""
     if not len(dataset):
         raise DataError("The dataset has no items.")
+    sides = SPLITS if dataset.roles is None else (*SPLITS, "")  # a role implies the test side
     problems = [
         f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
         f" '{value}'.{did_you_mean(value, known)}"
         for name, column, known in (
-            ("splits", dataset.splits, SPLITS),
+            ("splits", dataset.splits, sides),
             ("roles", dataset.roles, ROLES),
         )
-        for value in sorted({str(value) for value in column or ()} - {*known})
-        if value or dataset.roles is None
+        for value in sorted({*map(str, column or ())} - {*known})
     ]
     if problems:
         refuse("The dataset", problems)
@@ -159,38 +158,40 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
             'The dataset comes with no split of its own. Set [split] by = "class" or by = "item".'
         )
     own = dataset.splits or [""] * len(dataset)
-    by_role = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
-    sides = np.array(by_role, dtype=object)
+    # An item without a side is on the test side if it has a role.
+    filled = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
+    sides = np.array(filled, dtype=object)
     train, validation, test = (np.flatnonzero(sides == side) for side in SPLITS)
     return train, validation, test
 
 
 def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
-    """Return the class ids of the test classes."""
     if isinstance(test, float | int):
         return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
-    names = [str(name).strip() for name in test]
+    names = dict.fromkeys(str(name).strip() for name in test)
+    numbers = {name: number for number, name in enumerate(classes)}
     problems = [
         f"there is no class '{name}'.{did_you_mean(name, classes)}"
-        for name in dict.fromkeys(names)
-        if name not in classes
+        for name in names
+        if name not in numbers
     ]
     if problems:
         refuse("[split] test", [*problems, f"The dataset's classes: {some(classes, 20)}."])
-    return [classes.index(name) for name in dict.fromkeys(names)]
+    return [numbers[name] for name in names]
 
 
 def _part_of_each(
     items: Items, labels: Items, part: float, seed: int, purpose: str
 ) -> tuple[Items, Items]:
-    """Divide items so that a fraction `part` of every class is on the second side; sort both."""
+    """Return two sorted sides; the second gets a fraction `part` of every class."""
     random = _generator(seed, purpose)
+    by_class = items[np.argsort(labels[items], kind="stable")]
     parts = []
-    for label in np.unique(labels[items]):
-        items_of_class = random.permutation(items[labels[items] == label])
-        count = min(max(int(len(items_of_class) * part + 0.5), 2), len(items_of_class) - 2)
-        if part and count >= 2:  # at least two, and two stay
-            parts.append(items_of_class[:count])
+    for items_of_class in np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1):
+        shuffled = random.permutation(items_of_class)
+        count = min(max(int(len(shuffled) * part + 0.5), 2), len(shuffled) - 2)
+        if part and count >= 2:  # false for a class of fewer than four items
+            parts.append(shuffled[:count])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
 
@@ -226,42 +227,40 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
     return query, gallery
 
 
-def _check(splits: Splits) -> None:
-    """Raise a `DataError` for sides that cannot be used, and add notes on unusual ones."""
-    labels, problems = splits.labels, []
-    counts = np.bincount(labels[splits.train], minlength=len(splits.classes))
-    present = np.flatnonzero(counts)
-    single = [splits.classes[i] for i in np.flatnonzero(counts == 1)]
+def _training_problem(splits: Splits) -> str | None:
+    """Return why nothing can be learned from the training side; add a note on lone items."""
+    counts = np.bincount(splits.labels[splits.train], minlength=len(splits.classes))
+    present, single = np.flatnonzero(counts), np.flatnonzero(counts == 1)
     if not len(present):
-        problems.append("nothing is left to train on.")
-    elif len(present) == 1:
-        problems.append(
-            f"only the class '{splits.classes[present[0]]}' is left to train on; at least two are"
-            " needed."
-        )
-    elif counts.max() < 2:
-        problems.append(
-            "no class has two items to train on, so there is no pair of one class to learn from."
-        )
-    elif single:
+        return "nothing is left to train on."
+    if len(present) == 1:
+        only = splits.classes[present[0]]
+        return f"only the class '{only}' is left to train on; at least two are needed."
+    if counts.max() < 2:
+        return "no class has two items to train on, so there is no pair of one class to learn from."
+    if len(single):
         splits.notes.append(
             f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
-            f" only ({some(single)}): it serves as a negative, and is repeated where a batch takes"
-            " several of a class."
+            f" only ({some([splits.classes[i] for i in single])}): it serves as a negative, and is"
+            " repeated where a batch takes several of a class."
         )
-    query, gallery = splits.query, splits.gallery
+    return None
+
+
+def _test_problem(splits: Splits) -> str | None:
+    """Return why no query can find a match; add a note on queries without a match."""
+    labels, query, gallery = splits.labels, splits.query, splits.gallery
     if not len(query):
-        what = "no item is a query" if gallery is not None else "nothing is left to test on"
-        problems.append(f"{what}.")
-    elif gallery is None and np.bincount(labels[query]).max() < 2:
-        problems.append("no test class has two items, so no query can find another of its class.")
-    elif gallery is not None and not len(gallery):
-        problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif gallery is not None and (alone := int((~np.isin(labels[query], labels[gallery])).sum())):
+        return "nothing is left to test on." if gallery is None else "no item is a query."
+    if gallery is None:
+        if np.bincount(labels[query]).max() < 2:
+            return "no test class has two items, so no query can find another of its class."
+        return None
+    if not len(gallery):
+        return "there are queries but no gallery: give test items the role 'gallery'."
+    alone = int((~np.isin(labels[query], labels[gallery])).sum())
+    if alone == len(query):
+        return "no query has an item of its class in the gallery, so no query can find a match."
+    if alone:
         splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
-        if alone == len(query):
-            problems.append(
-                "no query has an item of its class in the gallery, so no query can find a match."
-            )
-    if problems:
-        refuse("[split]", problems)
+    return None

@@ -1,4 +1,4 @@
-"""Collect the items that `check_data` checks, from files, folders and tables, or from a dataset."""
+"""Collect the items that `check_data` checks: of files, folders and tables, or of a dataset."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Subjects:
         items: the items' names, labels and sides.
         kind: "image" or "features".
         notes: sentences on what was left out.
-        open: returns an item by its number; thread-safe. It raises a `DataError` if the item cannot
-            be read.
+        open: thread-safe function that returns an item by its number, or raises a `DataError`.
     """
 
     items: Sequence[Subject]
@@ -47,13 +46,13 @@ class Subjects:
 def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
     """Return the items of files, folders and tables, collected as for an index.
 
-    An item's side comes from a table's columns `split` and `role`, or from a folder's subfolders if
-    all those with images have names such as `train`, `validation`, `test`, `query` or `gallery`.
-    The label is then the name of the next folder below.
+    An item of a table has the side in the columns `split` and `role`. An item of a folder has the
+    side that its subfolder names, if all subfolders with images have names such as `train`,
+    `validation`, `test`, `query` or `gallery`; its label is then the name of the folder below.
 
     Args:
         sources: the result of `collect` for each named file, folder or table.
-        named: the name of each of the `sources`. If there are several, each name is a side.
+        named: the name of each entry of `sources`. If there are several, each name is a side.
     """
     items = [item for source in sources for item in source.items]
     vectors = [
@@ -119,9 +118,7 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
 
 def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
-    subfolders = {parts[0].lower() for parts in inside if len(parts) > 1}
-    are_sides = bool(subfolders) and subfolders <= SIDES.keys()
-    by_folder = not side and are_sides and all(len(parts) > 2 for parts in inside)
+    by_folder = not side and all(len(p) > 2 and p[0].lower() in SIDES for p in inside)
     for item, parts in zip(sources.items, inside, strict=True):
         name = item.key if item.row is not None else item.name
         name = str(named.joinpath(*parts)) if parts else name

@@ -33,10 +33,10 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
 
 
 class CheckedDataset(Dataset):
-    """Wrapper of a plugin's dataset: text labels and keys, lists as columns, and checked items.
+    """Wrapper of a plugin's dataset that turns columns into lists and checks each item.
 
     Labels and keys that are whole numbers or booleans become text. Other types raise an error,
-    because a float or an array makes a poor name. All other attributes are the wrapped dataset's.
+    because a float or an array makes a poor name. Any other attribute is the wrapped dataset's.
 
     Raises:
         PluginError: the columns break the contract; the message lists every fault.
@@ -45,36 +45,26 @@ class CheckedDataset(Dataset):
     def __init__(self, dataset: Dataset, name: str) -> None:
         self._dataset, self._name = dataset, name
         self._width: int | None = None
-        self.kind = dataset.kind
-        faults = []
+        self.kind, self.notes = dataset.kind, dataset.notes
+        self.origin = dataset.origin or type(dataset).__name__
+        faults: list[str] = []
         if self.kind not in ("image", "features"):
             faults.append(f'kind is {self.kind!r}, and must be "image" or "features"')
-        columns = {field: getattr(dataset, field, None) for field in _COLUMNS}
-        lengths = _lengths(dataset, columns, faults)
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"{n} {field}" for field, n in lengths.items())
-            faults.append(f"its columns differ in length: {counts}")
-        lists = {
-            field: _listed(column) if field in lengths else None
-            for field, column in columns.items()
-            if field != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
-        }
-        self.labels = _texts(lists["labels"] or [], "labels", "a label", faults)
-        self.keys = _texts(lists["keys"] or [], "keys", "a key", faults)
-        self.splits, self.roles = lists["splits"], lists["roles"]
-        self.metadata, self.files = lists["metadata"], lists["files"]
-        for field, column, kind, must in (
-            ("metadata", self.metadata, Mapping, "a mapping from columns to values"),
-            ("files", self.files, os.PathLike, "a pathlib.Path"),
+        columns = _columns(dataset, faults)
+        self.labels = _texts(columns["labels"] or [], "labels", "a label", faults)
+        self.keys = _texts(columns["keys"] or [], "keys", "a key", faults)
+        self.splits, self.roles = columns["splits"], columns["roles"]
+        self.metadata, self.files = columns["metadata"], columns["files"]
+        self.arrays = columns["arrays"]
+        for field, kind, must in (
+            ("metadata", Mapping, "a mapping from columns to values"),
+            ("files", os.PathLike, "a pathlib.Path"),
         ):
-            wrong = [number for number, x in enumerate(column or ()) if not isinstance(x, kind)]
-            if column is not None and wrong:
+            column = columns[field] or []
+            if wrong := [i for i, entry in enumerate(column) if not isinstance(entry, kind)]:
                 entry = shown(column[wrong[0]])
                 faults.append(f"{field} has {entry} for item {wrong[0]}, and must have {must}")
-        self.arrays = columns["arrays"]
         _check_arrays(self.arrays, self.kind, faults)
-        self.notes = dataset.notes
-        self.origin = dataset.origin or type(dataset).__name__
         if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
             faults.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
         if faults:
@@ -97,7 +87,7 @@ class CheckedDataset(Dataset):
             with calling(what):
                 item: Any = self._dataset[index]
                 if isinstance(item, Image.Image):
-                    item.load()  # a damaged image that is open but not read yet fails here
+                    item.load()  # fails for a damaged image that was only opened
         except OSError as error:
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
@@ -132,30 +122,39 @@ def _image(item: Any, what: str) -> Image.Image:
     )
 
 
-def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
-    """Return the length of each column that is not None; add faults to `faults`."""
+def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
+    """Return a dataset's columns by name, as lists; add what is wrong with them to `faults`.
+
+    A missing or wrong column is None. `arrays` stays unchanged, because as a list it would take
+    seconds and hundreds of megabytes.
+    """
+    columns: dict[str, Any] = dict.fromkeys(_COLUMNS)
     lengths: dict[str, int] = {}
-    for field, column in columns.items():
-        if column is None and field in ("labels", "keys"):
-            faults.append(f"it has no {field}, and must have one entry per item")
-        elif column is not None:
-            if isinstance(column, str | bytes | Mapping | Set) or not hasattr(column, "__len__"):
-                must = "must hold one entry per item, in order"
-                faults.append(f"{field} is {shown(column)}, and {must}")
+    for field in _COLUMNS:
+        column = getattr(dataset, field, None)
+        if column is None:
+            if field in ("labels", "keys"):
+                faults.append(f"it has no {field}, and must have one entry per item")
+        elif isinstance(column, str | bytes | Mapping | Set) or not hasattr(column, "__len__"):
+            faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
+        else:
+            lengths[field] = len(column)
+            # Lists, because pandas columns and tensors are indexed differently.
+            if field == "arrays":
+                columns[field] = column
             else:
-                lengths[field] = len(column)
+                is_array = isinstance(column, np.ndarray | Tensor)
+                columns[field] = column.tolist() if is_array else list(column)
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
-    return lengths
-
-
-def _listed(column: Any) -> list[Any]:
-    """Return a column as a list, because pandas columns and tensors are indexed differently."""
-    return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{length} {field}" for field, length in lengths.items())
+        faults.append(f"its columns differ in length: {counts}")
+    return columns
 
 
 def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
-    """Return a column as text; describe entries that are not text or whole numbers in `faults`."""
+    """Return a column as text, and add to `faults` which entries are no text or whole numbers."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -40,8 +39,8 @@ negative)."""
 class Dataset(ABC):
     """Labelled items: images, or precomputed feature vectors.
 
-    A dataset holds all labels and keys, and returns one item at a time, so it need not hold all
-    images in memory. With `arrays` or `files`, a frozen backbone's features are cached across runs.
+    A dataset holds all labels and keys, but may read each item when it is needed. With `arrays` or
+    `files`, a frozen backbone's features are cached across runs.
 
     Attributes:
         kind: "image" or "features".
@@ -51,11 +50,11 @@ class Dataset(ABC):
         splits: "train", "validation" or "test" per item, or `None` if the data have no split.
         roles: "query", "gallery" or "" per item, or `None` if the data have no retrieval protocol.
         metadata: additional columns, one mapping per item, or `None`.
-        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), if
-            they are in memory or memory-mapped anyway, to slice batches from. Otherwise `None`.
+        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), in
+            memory or memory-mapped; batches are slices of this array. `None` if there is no array.
         files: one path per item if items are files, otherwise `None`.
-        notes: sentences for the user on how the data were read, such as which items were left out.
-            `run.json` keeps them.
+        notes: sentences for the user on how the data were read, such as which items were left out;
+            `run.json` holds them.
         origin: name of the class that `as_dataset` read, or "".
     """
 
@@ -81,8 +80,8 @@ class Dataset(ABC):
         """Return item `index` without its label; may be called from any thread.
 
         Returns:
-            A Pillow image, or an array like a row of `arrays`. The host raises a `PluginError` that
-            names the item for anything else.
+            A Pillow image, or an array like a row of `arrays`. For anything else, the host raises a
+            `PluginError` that names the item.
 
         Raises:
             DataError: the item cannot be read; the message names it.
@@ -91,7 +90,7 @@ class Dataset(ABC):
 
 @dataclass(frozen=True)
 class TrainingItems:
-    """What a batch sampler chooses from, and how much `[sampler]` says to take.
+    """The items that a batch sampler chooses from, and the sizes that `[sampler]` sets.
 
     Attributes:
         labels: class ids (N,) of the training items.
@@ -99,8 +98,8 @@ class TrainingItems:
         classes: number P of classes in a batch.
         rows: number M of items of each class; a batch has P × M rows.
         batches: number of batches in an epoch.
-        embeddings: current embeddings (N, C) of these items, for a sampler that uses them; `None`
-            when the host only tries the sampler before training.
+        embeddings: current embeddings (N, C) of these items, for a sampler with `uses_embeddings`;
+            `None` when the host only tries the sampler before training.
     """
 
     labels: NDArray[np.int64]
@@ -114,8 +113,8 @@ class TrainingItems:
 class BatchSampler(ABC):
     """Chooses the items of each training batch, an epoch at a time.
 
-    An epoch's batches must follow from the arguments of `draw` alone, so that a resumed run gets
-    the same ones. Several processes share each batch.
+    An epoch's batches must follow from the arguments of `draw` alone, so that a resumed run draws
+    the same batches. Several processes share each batch.
 
     Attributes:
         uses_embeddings: whether `draw` needs the items' current embeddings, which cost a pass of
@@ -147,8 +146,8 @@ class Transform(Protocol):
     """A random change to one training image, such as torchvision's.
 
     Random numbers from torch's default generator depend only on the run's seed and the image's
-    epoch, batch and place in the batch. They are the same in a resumed run and with any number of
-    processes. Random numbers from elsewhere (`random`, NumPy) are not.
+    epoch, batch and place in the batch, so a resumed run and any number of processes draw the same
+    numbers. Random numbers from elsewhere (`random`, NumPy) are not reproducible.
     """
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
@@ -213,8 +212,8 @@ def _missing(part: nn.Module, method: str) -> NotImplementedError:
 class Generator(nn.Module):
     """Makes synthetic samples from triplets; they extend the loss's reference set.
 
-    `space` says whether a sample is a row of features (the head's input) or of codes (its output).
-    The methods' rows are accordingly (T, F) or (T, C), even where only (T, F) is named.
+    `space` says whether a sample is a row of features (the head's input) or of codes (the head's
+    output). If it is "embeddings", read (T, C) for the shape (T, F) below.
 
     A generator with parameters gets its own optimiser, which minimises `objective` alone. For a
     generator without parameters (a closed form), `objective` is never called. If the backbone
@@ -235,8 +234,8 @@ class Generator(nn.Module):
     def bind(self, head: nn.Module) -> None:
         """Store the model's head, which maps features (B, F) to codes (B, C), for use in `forward`.
 
-        The host calls this once, before training. Keep the head in a tuple: as a plain attribute it
-        would become a submodule that is saved and trained twice, which raises an error.
+        The host calls this once, before training. Keep the head in a tuple. As a plain attribute,
+        the head would become a submodule that is saved and trained twice, which raises an error.
         """
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -277,7 +276,7 @@ class Combiner(BaseDistance):
 
     Attributes:
         exact: True if the Euclidean distances between `query_vectors` and `index_vectors` order the
-            items as this distance does. Otherwise export adds a rescorer, which orders the
+            items as this distance does. If not, export adds a rescorer, which orders the
             candidates by `compute_mat`.
         subspaces: column ranges that are searched separately for candidates. If empty, the whole
             vector is searched.
@@ -290,8 +289,8 @@ class Combiner(BaseDistance):
             return another.
         measure: the distance that answers report if there is no rescorer: "euclidean" between query
             vector and stored vector, or "inner", `retrieval.serving.merging.of_products` of their
-            inner product. Use "inner" if it equals `compute_mat` and the Euclidean distance does
-            not. Both give the same order if all stored vectors have the same length.
+            inner product. Use "inner" if `compute_mat` equals that, and not the Euclidean distance.
+            Both give the same order if all stored vectors have the same length.
         plain: True if there is nothing to combine, as with one part. The model then keeps only the
             head, bit for bit as if the recipe had no combiner.
     """
@@ -332,9 +331,9 @@ class Combiner(BaseDistance):
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the combiner's own objective for a training batch, and metrics for the log.
 
-        Codes are (B, C), labels class ids (B,), and indices the miner's, if any. The scalar, if not
-        `None`, is added to the loss in the phases that train the combiner. The metrics' means are
-        logged for each epoch.
+        Codes are (B, C), labels class ids (B,), and indices the miner's, if any. The objective is a
+        scalar, which is added to the loss in the phases that train the combiner, or `None`. The
+        means of the metrics are logged for each epoch.
         """
         return None, {}
 
@@ -364,15 +363,15 @@ class Learner(Protocol):
 class Metric(Protocol):
     """A retrieval metric with one value per query, so that any number of queries fits in memory.
 
-    A metric for graded relevance has an additional method `graded(gains, ideal)`. The host calls it
-    instead if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the items at
+    A metric for graded relevance has an additional method `graded(gains, ideal)`, which the host
+    calls if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the items at
     each rank, `ideal` (Q, k) the gallery's largest grades, largest first.
 
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
-        larger_is_better: false if smaller values are better, which `[train] monitor` then prefers.
-            The attribute may be missing.
+        larger_is_better: false if `[train] monitor` should prefer smaller values. The attribute may
+            be missing.
     """
 
     depth: int | Literal["relevant", "all"]
@@ -387,11 +386,6 @@ class Metric(Protocol):
                 are sorted nearest first, without the query itself; k is at least `depth`.
             relevant: (Q,), how many items of the gallery have the query's label, at least 1.
         """
-
-
-def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return a tensor that shares the array's memory if possible."""
-    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 @dataclass(frozen=True)
@@ -416,10 +410,9 @@ class TrackedRun:
 class Tracker(Protocol):
     """Logs the progress of one run to a service or a file.
 
-    The factory is called before anything is written; import the tracker's packages there. Training
-    waits for each call.
-
-    If a tracker raises an error, the user gets a message and the run continues without the tracker.
+    The factory is called before anything is written, so import the tracker's packages there.
+    Training waits for each call. If a tracker raises an error, the user gets a message, and the run
+    continues without the tracker.
 
     A tracker may also have `log_steps(step, metrics)`, with the arguments of the hook
     `retrieval_steps_end`, and `image(title, pixels)`. The host calls `image` at the end of training

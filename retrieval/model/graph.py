@@ -1,4 +1,4 @@
-"""Export from torch to ONNX: the exported modules, the exporters, and cleaning of the graph."""
+"""Export from torch to ONNX: the modules to export, the two exporters, and the clean graph."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ class Signature:
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
     """Put a model on the CPU in evaluation mode, and afterwards restore its device and modes."""
-    device = next(
-        (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
-    )
+    device = model.device
     channels_last, model.channels_last = model.channels_last, False
     try:
         if device.type != "cpu":
@@ -149,11 +147,12 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    Graphs of torch's current exporter "dynamo" are at least as fast as those of the deprecated
-    "torchscript" (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes and 10.6 ms against 609
-    and 14.2 ms), but exporting takes seconds instead of tenths of a second. Both exporters trace
-    the module, so `example` fixes control flow that depends on input values. `example` needs at
-    least two rows, because a batch of one would become a constant.
+    Both exporters trace the module with `example`, so control flow that depends on input values is
+    fixed. `example` needs at least two rows, because a batch of one would become a constant.
+
+    The exporter "dynamo" takes seconds, the deprecated "torchscript" tenths of a second. Graphs of
+    "dynamo" are at least as fast (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes and 10.6
+    ms against 609 nodes and 14.2 ms).
 
     Raises:
         BundleError: torch cannot export the module.
@@ -195,7 +194,7 @@ def to_onnx(
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
-    """Give a graph the signature's shapes and remove metadata and intermediate shapes; return it.
+    """Return the graph with the signature's shapes, without metadata and intermediate shapes.
 
     The exporter's metadata contain source paths of this machine. The intermediate shapes that
     "dynamo" writes make ONNX Runtime's quantisation fail.
@@ -241,7 +240,7 @@ def session(graph: bytes, threads: int | None = None) -> Any:
 def first_line(fault: BaseException) -> str:
     """Return an error's type and first line, because exporters' messages are pages long."""
     lines: Sequence[str] = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    # torch.onnx wraps the actual error in one that lists its own stages first.
+    # torch.onnx wraps the error in another one whose message begins with the exporter's stages.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
         return first_line(fault.__cause__)
     return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__

@@ -19,7 +19,7 @@ from retrieval.model.contracts import Combiner, TripletIndices
 
 
 def shown(value: Any) -> str:
-    """Describe a value for an error message: a tensor by shape and type, others by type."""
+    """Describe a value for an error message: an array by shape and type, an object by type."""
     if isinstance(value, Tensor):
         return (
             f"a tensor of shape {tuple(value.shape)} and type"
@@ -75,7 +75,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     trains = inputs.requires_grad or (
         owner is not None and any(p.requires_grad for p in owner.parameters())
     )
-    # A constant zero, for a batch without pairs, is allowed.
+    # A loss may return a constant zero for a batch without pairs.
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
             f"{what} gave {float(value):.4g} without a gradient; it must give {scalar}. Was it"
@@ -113,7 +113,7 @@ def checked_indices(
     limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
     nonempty = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
     if nonempty:
-        # One stacked tensor costs one transfer from the GPU for all limits.
+        # One stacked tensor costs one transfer from the GPU, not one per limit.
         ends = torch.stack([torch.stack(torch.aminmax(x)) for x, _ in nonempty]).tolist()
         for (low, high), (_, size) in zip(ends, nonempty, strict=True):
             if low < 0 or high >= size:
@@ -134,9 +134,14 @@ def count_indices(indices: TripletIndices | None) -> int:
 def checked_rows(
     value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
 ) -> Tensor:
-    """Return features or codes if they are valid.
+    """Return a value if it is a floating-point matrix of the expected shape and device.
 
-    `like` is the expected shape; a width of −1 allows any. `of` names the value in error messages.
+    Args:
+        value: features, codes or distances.
+        what: the part that returned the value, for error messages.
+        like: the expected shape; a width of −1 allows any.
+        device: the expected device.
+        of: what the value should be, for error messages, such as "codes".
 
     Raises:
         PluginError: the value has another type, shape or device.

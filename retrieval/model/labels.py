@@ -1,4 +1,4 @@
-"""Read labels, which must be all text or all whole numbers, with none missing."""
+"""Read labels: all text or all whole numbers, none missing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
     """Return labels (N,) as an array of text or whole numbers.
 
     Floats with whole values become whole numbers, because pandas turns an integer column with gaps
-    into floats. `labels` are a list, an array, a tensor, a pandas Series or Categorical, or
-    anything else that NumPy reads as an array. `what` names them in error messages, such as
-    "gallery labels", and `advice` says what to do about missing ones.
+    into floats.
+
+    Args:
+        labels: a list, an array, a tensor, a pandas Series or Categorical, or anything else that
+            NumPy reads as an array.
+        what: name of the labels in error messages, such as "gallery labels".
+        advice: what to do about missing labels.
 
     Raises:
         LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or
@@ -47,13 +51,11 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
-    """Return values (N,) as an unchanged array, after checking that they can be compared.
-
-    The arguments are those of `read_labels`.
+    """Return values (N,) as an array without converting them; see `read_labels` for the arguments.
 
     Raises:
-        LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not
-            one-dimensional.
+        LabelsError: values are missing (None, NaN, NaT, NA or masked), are both text and numbers,
+            or are not one-dimensional.
     """
     array = _unchanged(values)
     if array.ndim != 1:
@@ -81,10 +83,10 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
 
 
 def learner_labels(y: Any) -> Any:
-    """Return the labels passed to a learner's `fit`, read as by `read_labels`.
+    """Return the labels passed to a learner's `fit`, as `read_labels` reads them.
 
-    Labels that scikit-learn's `validate_data` rejects are returned unchanged: None, other shapes,
-    and numbers that are infinite or not whole.
+    Some labels are returned unchanged, because scikit-learn's `validate_data` rejects them: None,
+    other shapes, and numbers that are infinite or not whole.
 
     Raises:
         LabelsError: labels are missing, or of two kinds.

@@ -1,4 +1,4 @@
-"""Base class of linear learners for scikit-learn; torch is imported only to make the head."""
+"""Base class of linear learners, which import torch only to make the head."""
 
 from __future__ import annotations
 

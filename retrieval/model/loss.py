@@ -14,19 +14,19 @@ from retrieval.model.guard import shown
 from retrieval.model.model import full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
-"""Type of a parameter `distance: Distance = None` of a loss: a recipe names the distance."""
+"""Type of a loss's parameter `distance: Distance = None`, which a recipe sets by name."""
 Reducer = Annotated[nn.Module | None, Part("reducers")]
-"""Type of a parameter `reducer: Reducer = None` of a loss: a recipe names the reducer."""
+"""Type of a loss's parameter `reducer: Reducer = None`, which a recipe sets by name."""
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Anchors, their positives, anchors, their negatives: int64 indices."""
+"""Indices, int64: anchors and their positives, anchors and their negatives."""
 
 
 class CheckedLoss(BaseMetricLossFunction):
     """A loss that checks its input and computes in at least float32, even under autocast.
 
     A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple,
-    ref_emb, ref_labels)`. Without a reference set, `ref_emb is embeddings`. If the subclass is
-    marked with `traits(ref_emb=False)` or `traits(miner=False)`, the call refuses that argument.
+    ref_emb, ref_labels)`. Without a reference set, `ref_emb is embeddings`. A subclass that is
+    marked with `traits(ref_emb=False)` or `traits(miner=False)` refuses that argument.
 
     Args:
         distance: the distance between embeddings.
@@ -88,9 +88,9 @@ class CheckedLoss(BaseMetricLossFunction):
 
 
 def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
-    """Return a loss in the embeddings' type, or unchanged under autocast, like torch's losses.
+    """Return a loss in the embeddings' type, or unchanged (float32) under autocast.
 
-    Under autocast, a gradient scaler multiplies the loss by 65,536, which overflows float16.
+    Under autocast, a gradient scaler multiplies the loss by 65,536, which would overflow float16.
     """
     return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
 
@@ -114,13 +114,13 @@ def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nothing(*embeddings: Tensor) -> dict[str, Any]:
-    """Return a sub-loss of 0 with a gradient of 0, in the format of reducers."""
+    """Return a sub-loss of 0 with a gradient of 0, in the format that reducers take."""
     zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Return whether a tensor's values can be read without waiting for a GPU."""
+    """Return whether the values of a tensor on a device can be read without waiting for a GPU."""
     return device.type == "cpu"
 
 

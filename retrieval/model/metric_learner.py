@@ -1,4 +1,4 @@
-"""Base class of learners: pair distances, a metric function, and a seed with two names."""
+"""Base class of learners: pair distances, a metric function, and the seed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     The distance of two items is the Euclidean distance of their embeddings, in float64. A subclass
     that compares embeddings in another way overrides `pair_distance`.
 
-    A subclass may declare its parameters as fields of a `@dataclass(eq=False, repr=False)`. If it
-    draws random numbers, it has two parameters for the same seed, `seed` and `random_state`, both
-    `None` by default. `_chosen_seed` returns the seed.
+    A subclass may declare its parameters as fields of a `@dataclass(eq=False, repr=False)`. A
+    subclass that draws random numbers has two parameters for one seed: `seed`, and scikit-learn's
+    name `random_state`. Both are `None` by default; `_chosen_seed` returns the seed.
     """
 
     def transform(self, X: ArrayLike) -> Floats:
@@ -53,18 +53,18 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return the similarity (P,) of each pair (P, 2, F); larger is more alike.
 
-        This is the negative of `pair_distance`, unless the learner learns a similarity. It raises
-        the same errors.
+        The score is the negative of `pair_distance`, unless the learner learns a similarity. The
+        errors are the same.
         """
         return -self.pair_distance(pairs)
 
     def get_metric(self) -> MetricFunction:
         """Return a function of two feature vectors (F,) that returns their learned distance.
 
-        Call it as `metric(u, v)`, or `metric(u, v, squared=True)` for the square. Fitting the
-        learner again does not change the function. scikit-learn accepts the function, as in
-        `KNeighborsClassifier(metric=learner.get_metric())`, but is faster if it gets the embeddings
-        that `transform` returns.
+        `metric(u, v)` is the distance, `metric(u, v, squared=True)` its square. Fitting the learner
+        again does not change the function. scikit-learn accepts the function, as in
+        `KNeighborsClassifier(metric=learner.get_metric())`, but is faster with the embeddings that
+        `transform` returns.
 
         Raises:
             NotFittedError: the learner is not fitted. The function itself raises ValueError for a

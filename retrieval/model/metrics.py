@@ -1,4 +1,4 @@
-"""Retrieval metrics with one value per query, which implement `retrieval.plugin.Metric`.
+"""Retrieval metrics, as `retrieval.plugin.Metric` defines them; each value is from 0 to 1.
 
 R is the number of gallery items with the query's label, not counting the query itself. rel(i) is 1
 if the neighbour at rank i = 1, 2, … has that label, else 0. Evaluation skips queries with R = 0.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Matches = NDArray[np.bool_]
 Relevant = NDArray[np.int64]
 Values = NDArray[np.float64]
+Depth = int | Literal["relevant", "all"]
 
 
 class RecallAt:
@@ -37,13 +38,13 @@ class RecallAt:
         k: how many neighbours to look at.
     """
 
-    depth: int | Literal["relevant", "all"]
+    depth: Depth
 
     def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return 1.0 or 0.0 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the recall, 1 or 0, for each query (Q,)."""
         return np.asarray(matches[:, : self.k].any(axis=1), dtype=np.float64)
 
 
@@ -57,13 +58,13 @@ class PrecisionAt:
         k: how many neighbours to look at.
     """
 
-    depth: int | Literal["relevant", "all"]
+    depth: Depth
 
     def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
         self.depth = self.k = _at_least_one(k, "precision_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the precision for each query (Q,)."""
         return np.asarray(np.count_nonzero(matches[:, : self.k], axis=1) / self.k)
 
 
@@ -73,10 +74,10 @@ class RPrecision:
     Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2.
     """
 
-    depth: int | Literal["relevant", "all"] = "relevant"
+    depth: Depth = "relevant"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the R-precision for each query (Q,)."""
         return np.asarray(np.count_nonzero(_within_r(matches, relevant), axis=1) / relevant)
 
 
@@ -86,20 +87,20 @@ class MAPAtR:
     Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), sec. 3.2, equations 5 and 6.
     """
 
-    depth: int | Literal["relevant", "all"] = "relevant"
+    depth: Depth = "relevant"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the MAP@R for each query (Q,)."""
         return _summed_precision(_within_r(matches, relevant)) / relevant
 
 
 class MeanAveragePrecision:
     """Average precision over the whole gallery: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i."""
 
-    depth: int | Literal["relevant", "all"] = "all"
+    depth: Depth = "all"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the average precision for each query (Q,)."""
         return _summed_precision(matches) / relevant
 
 
@@ -107,7 +108,7 @@ class NDCGAt:
     """nDCG@K: Σ_i g(i) / log2(i + 1) over the K nearest, divided by the largest possible sum.
 
     Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. The gain g(i)
-    is 1 for a match and 0 otherwise. With `[evaluate] levels` or `tags`, it follows from the
+    is 1 for a match and 0 otherwise. With `[evaluate] levels` or `tags`, the gain follows from the
     neighbour's grade of relevance.
 
     Args:
@@ -116,7 +117,7 @@ class NDCGAt:
             to Rank Using Gradient Descent", 2005).
     """
 
-    depth: int | Literal["relevant", "all"]
+    depth: Depth
 
     def __init__(
         self, k: Annotated[int, Field(ge=1)] = 1, gain: Literal["linear", "exponential"] = "linear"
@@ -125,7 +126,7 @@ class NDCGAt:
         self.gain = gain
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
-        """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
+        """Return the nDCG@K for each query (Q,)."""
         gains = matches[:, : self.k].astype(np.float64)
         return self.graded(gains, np.arange(gains.shape[1]) < relevant[:, None])
 
@@ -134,8 +135,7 @@ class NDCGAt:
 
         Args:
             gains: (Q, k), grade of the item at each rank, nearest first; 0 if it is not relevant.
-            ideal: (Q, k), the largest grades in the gallery, largest first. The first one of each
-                query is above 0.
+            ideal: (Q, k), the largest grades in the gallery, largest first; the first is above 0.
         """
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
 
@@ -159,13 +159,13 @@ def _summed_precision(matches: Matches) -> Values:
     rows, width = matches.shape
     inverse = 1 / np.arange(1, width + 1)
     sums = np.zeros(rows)
-    step = max(1, 2**15 // max(width, 1))  # a block stays in the CPU cache for all four passes
+    step = max(1, 2**15 // max(width, 1))  # rows of a block, which stays in the CPU cache
     for start in range(0, rows if width else 0, step):
         part = matches[start : start + step]
         terms = np.cumsum(part, axis=1, dtype=np.float64)
         terms *= part
         terms *= inverse
-        # cumsum adds in order; how sum() groups the terms depends on the block's width.
+        # cumsum adds in order; sum() would group the terms by the block's width.
         sums[start : start + step] = np.cumsum(terms, axis=1, out=terms)[:, -1]
     return sums
 

@@ -24,7 +24,7 @@ def full_precision(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Put modules into evaluation mode, and afterwards restore each submodule's previous mode."""
+    """Context manager: evaluation mode; restores each submodule's previous mode."""
     modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
@@ -100,6 +100,12 @@ class Model(nn.Module):
         """The backbone's preprocessing, or None for vectors."""
         return self.backbone.preprocessing
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter or buffer; the CPU if there is none."""
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
     def features(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of raw pixels or vectors."""
         x = inputs.float()
@@ -141,10 +147,9 @@ class Model(nn.Module):
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Return images (B, channels, H, W) in the channels-last memory format."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
-    # With one channel both formats order memory alike, so that torch would keep the old strides.
+    # With one channel, both formats have the same order in memory, so torch would keep the strides.
     images = images.contiguous()
     return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))
 
@@ -152,7 +157,7 @@ def _channels_last(images: Tensor) -> Tensor:
 class Shift(nn.Module):
     """Subtract a vector from each row.
 
-    As part of a linear layer's bias, a large offset would cost precision.
+    A linear layer's bias could do the same, but a large offset would cost precision there.
     """
 
     def __init__(self, offset: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Check the parts that plugins' factories return, each once before its first use."""
+"""Check each part that a plugin's factory returns, once, before its first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from retrieval.serving.images import Preprocessing
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Run modules in evaluation mode without gradients, then restore modes and random state."""
+    """Context manager: evaluation mode without gradients; restores modes and random state."""
     with evaluation_mode(*modules), torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 
@@ -173,7 +173,7 @@ class CheckedMetric:
 
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
-"""The preprocessing that most networks trained on ImageNet expect, which is the default."""
+"""The default: the preprocessing that most networks trained on ImageNet expect."""
 
 
 class ModuleBackbone(Backbone):

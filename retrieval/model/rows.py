@@ -1,8 +1,8 @@
 """Divide a loss over processes by rows of the batch.
 
-pytorch-metric-learning's losses compute one number per anchor, item, pair or triplet, and a reducer
-combines them. If each process contributes the sum and count of its rows' numbers, the loss of the
-whole batch follows exactly.
+pytorch-metric-learning's losses compute one number per anchor, item, pair or triplet; a reducer
+then takes the mean or the sum of these numbers. If each process contributes the sum and the count
+of its rows' numbers, the loss of the whole batch follows exactly.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Rows = Literal["items", "anchors", "classes"]
 - "items": each number depends on one item and the loss's parameters. The loss is called with some
   rows and their labels.
 - "anchors": each number depends on one anchor and its pairs or triplets. The loss is called with
-  some rows as anchors, the whole batch as `ref_emb`, and the indices of these rows' pairs, except
-  pairs of an item with itself. A loss with `rows_by_labels = True` is called without indices, and
-  must itself leave out the pair of row i with item `first_row() + i`. A loss with `rows_mined =
-  False` is divided only if there is no miner.
-- "classes": the loss divides its parameters over the processes. It is called with the whole batch
-  on each process and returns the whole loss; the gradient is the part that passes through this
-  process's parameters.
+  some rows as anchors, the whole batch as `ref_emb`, and the indices of these rows' pairs. Pairs of
+  an item with itself are left out. If the loss has `rows_by_labels = True`, it is called without
+  indices and must leave out the pair of row i with item `first_row() + i` itself. If the loss has
+  `rows_mined = False`, it is divided only if there is no miner.
+- "classes": the loss divides its parameters over the processes. Each process calls it with the
+  whole batch and gets the whole loss; the gradient is the part that passes through this process's
+  parameters.
 """
 
 _KINDS = get_args(Rows)
@@ -47,7 +47,7 @@ _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return where a divided loss's rows begin in the batch, or None if the loss is not divided."""
+    """Return the batch position of a divided loss's first row; None if the loss is not divided."""
     return _first_row.get()
 
 
@@ -170,7 +170,7 @@ def _reducer(reducer: Any, name: str) -> Any:
 def _summed(
     name: str, sub_loss: Mapping[str, Any], reducer: Any, embeddings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and count of the numbers that a sub-loss's reducer would average or add."""
+    """Return the sum and count of the numbers of a sub-loss that its reducer would combine."""
     losses = sub_loss["losses"]
     none = embeddings.sum() * 0, torch.zeros((), dtype=torch.int64, device=embeddings.device)
     if not isinstance(losses, Tensor):
@@ -195,7 +195,7 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets whose anchors are among the rows, with `start` as anchor 0."""
+    """Return the pairs or triplets whose anchors are `count` rows from `start`, now anchor 0."""
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     picked: list[Tensor] = []
     for anchors, *partners in groups:

@@ -1,6 +1,7 @@
 """Parameters whose rows are divided over processes.
 
-A module's attribute `shards` maps the name of each divided parameter to this process's `Shard`.
+A module with such parameters has an attribute `shards`, which maps the name of each divided
+parameter to the rows that this process holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`[evaluate]`, the metrics of validation and test."""
+"""The recipe's table `[evaluate]`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Evaluate(Section):
     as in cross-camera, cross-vendor or cross-session search.
     """
     exclude_label: Literal["any", "same"] = "any"
-    """Which items `exclude` skips: `any` skips all that share the query's value; `same` skips
-    only those that also have its label, so that the others stay as distractors (the protocols
-    of Market-1501 and VeRi-776).
+    """Which gallery items `exclude` skips. `any`: all that share the query's value. `same`:
+    only those that also share the query's label, so that the others stay as distractors (the
+    protocols of Market-1501 and VeRi-776).
     """
     levels: list[str] = Field([])
     """Columns of metadata with coarser classes than the label, finest first, such as `genus`,
-    `family`. `ndcg_at_K` then grades an item by the finest level that it shares with the query;
-    the label is the finest of all.
+    `family`. `ndcg_at_K` then grades an item by the finest level that it shares with the query.
+    The label is the finest level.
     """
     tags: str | None = None
     """A column of metadata with several labels per item, separated by `;`. Items match if they
@@ -50,8 +50,8 @@ class Evaluate(Section):
     """Number of random galleries that `gallery_items` draws."""
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field([])
     """False acceptance rates. Each adds DIR@FAR: the share of known queries that are
-    identified, at a threshold that accepts this share of unknown queries (their class is not in
-    the gallery).
+    identified, at a threshold that accepts this share of unknown queries. A query is unknown if
+    its class is not in the gallery.
     """
     batch: Count = 256
     """Number of images encoded at a time."""

@@ -1,9 +1,9 @@
-"""Check a recipe's `[optimizer]` and `[schedule]` against torch's classes and `SHAPES`."""
+"""Check a recipe's `[optimizer]` and `[schedule]` against torch's classes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +19,17 @@ SHAPES = ("constant", "linear", "cosine")
 """The built-in schedules."""
 
 _UNUSABLE = ("LBFGS", "LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR")
-"""Classes that no recipe can set up: they need a closure, functions or other schedules."""
+"""Classes that no recipe can use: they need a closure, functions or other schedules."""
 
 
 def _classes(kind: str) -> dict[str, Any]:
     """Return torch's optimisers or schedules that a recipe can name."""
     module: Any = torch.optim if kind == "optimizer" else lr_scheduler
     base = TorchOptimizer if kind == "optimizer" else lr_scheduler.LRScheduler
-    classes = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base)}
     return {
-        n: c for n, c in classes.items() if c is not base and n[0] != "_" and n not in _UNUSABLE
+        name: cls
+        for name, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, base) and cls is not base and name[0] != "_" and name not in _UNUSABLE
     }
 
 
@@ -39,10 +40,13 @@ def takes(kind: str, name: str, key: str) -> bool:
 
 
 def _option_problems(
-    cls: Any, options: dict[str, Any], reserved: set[str], where: str, make: Callable[[], object]
+    make: partial[Any], options: dict[str, Any], reserved: set[str], where: str
 ) -> list[str]:
-    """Return every problem of the options; `make` creates an object of the class with them."""
-    what, parameters = cls.__name__, inspect.signature(cls).parameters
+    """Return every problem of options for `make`, which creates an object of a torch class.
+
+    `reserved` are the arguments that no recipe sets.
+    """
+    what, parameters = make.func.__name__, inspect.signature(make.func).parameters
     known = [name for name in parameters if name not in reserved]
     problems = [
         f"{where} options.{key}: {what} takes no such argument (it takes:"
@@ -58,7 +62,7 @@ def _option_problems(
     if not problems:
         try:
             with optimizing():
-                make()
+                make(**options)
         except (ValueError, TypeError, RuntimeError) as error:
             problems.append(f"{where} options: {what} refuses them: {error}.")
     return problems
@@ -72,19 +76,16 @@ def check_optimizer(section: Optimizer, where: str) -> list[str]:
             f"{where} name: torch.optim has no '{section.name}' (known:"
             f" {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
         ]
-    cls, options = known[section.name], section.options
-
-    def make() -> object:
-        return cls([Parameter(torch.zeros(1))], lr=section.lr, **options)
-
-    return _option_problems(cls, options, {"params", "lr"}, where, make)
+    make = partial(known[section.name], [Parameter(torch.zeros(1))], lr=section.lr)
+    return _option_problems(make, section.options, {"params", "lr"}, where)
 
 
 def check_schedule(section: Schedule, where: str) -> list[str]:
     """Return every problem of a `[schedule]` table."""
-    options = section.options
     if section.name in SHAPES:
-        return [f"{where} options.{key}: '{section.name}' takes no options." for key in options]
+        return [
+            f"{where} options.{key}: '{section.name}' takes no options." for key in section.options
+        ]
     known = _classes("schedule")
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]
@@ -92,14 +93,11 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
             f"{where} name: there is no schedule '{section.name}' (known:"
             f" {', '.join(names)}).{did_you_mean(section.name, names)}"
         ]
-    cls, reserved = known[section.name], {"optimizer", "last_epoch"}
+    reserved = {"optimizer", "last_epoch"}
     if section.name == "ReduceLROnPlateau":
         reserved.add("mode")
-
-    def make() -> object:
-        return cls(torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), **options)
-
-    problems = _option_problems(cls, options, reserved, where, make)
+    make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
+    problems = _option_problems(make, section.options, reserved, where)
     if section.warmup:
         problems.append(
             f"{where} warmup: goes with constant, linear and cosine, not with {section.name}."

@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,19 +72,18 @@ def read_recipe(
     """Read and check a recipe.
 
     Args:
-        recipe: path of a TOML file, a dictionary of its tables (whose parts may be Python objects),
-            or a recipe to change.
+        recipe: path of a TOML file, a dictionary of tables (whose parts may be Python objects), or
+            a recipe to change.
         overrides: changes as `key.path=value` text, with the value in TOML (a bare word is text).
         plugins: additional plugin files, folders or modules, as from `--plugin`.
         objects: Python objects that replace named parts, by table.
 
     Returns:
-        The recipe. It keeps the plugins that it was checked with; its paths of plugin files are
-        absolute.
+        The recipe with its loaded plugins and with absolute paths of plugin files.
 
     Raises:
         RecipeError: the recipe is invalid; the message lists every problem.
-        PluginError: a plugin cannot be loaded, or the recipe comes with one that the user has not
+        PluginError: a plugin cannot be loaded, or the recipe brings a plugin that the user has not
             allowed (see `retrieval.host.allow`).
     """
     recipe, objects = apart(recipe, objects)
@@ -97,7 +97,7 @@ def read_recipe(
 def apart(
     recipe: StrPath | Mapping[str, Any] | Tables, objects: Mapping[str, Any] | None
 ) -> tuple[StrPath | Mapping[str, Any] | Tables, dict[str, Any]]:
-    """Return a recipe without its objects, and all objects; those in `objects` take precedence."""
+    """Return a recipe without its objects, and all objects; `objects` take precedence."""
     if isinstance(recipe, Mapping):
         inside = objects_in(recipe)
         recipe = {name: value for name, value in recipe.items() if name not in inside}
@@ -114,7 +114,7 @@ def read_table(
     """Read a recipe without checking it; see `read_recipe` for the arguments.
 
     Returns:
-        The tables, and the plugins that only the recipe itself names, not the caller.
+        The tables, and the plugins that the recipe names and the caller does not.
     """
     path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
     if isinstance(recipe, Tables):
@@ -123,25 +123,21 @@ def read_table(
         table = _without_none(recipe)
     else:
         table = _parsed(path)
-    before = table.get("plugins")
-    before = [*before] if isinstance(before, list) else []  # overrides change the list in place
+    own = table.get("plugins")
+    own = [*own] if isinstance(own, list) else []  # a copy: overrides change the list in place
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
     from_caller = [_beside(Path(), item) for item in plugins]
-    places = [_beside(path, item) if isinstance(item, str) else item for item in named]
-    table["plugins"] = places + from_caller
-    brought = [
-        place
-        for place, item in zip(places, named, strict=True)
-        if isinstance(item, str) and item in before
-    ]
-    return table, [place for place in brought if place not in from_caller]
+    places = {item: _beside(path, item) for item in named if isinstance(item, str)}
+    table["plugins"] = [*(places.get(item, item) for item in named), *from_caller]
+    brought = [place for item, place in places.items() if item in own and place not in from_caller]
+    return table, brought
 
 
 def _without_none(value: Any) -> Any:
-    """Return a copy of tables without the keys whose value is None, which TOML lacks."""
+    """Return a copy of tables without the keys whose value is None, which TOML cannot write."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
@@ -183,9 +179,10 @@ def check_recipe(
     objects: Mapping[str, Any] | None = None,
     plugins: Plugins | None = None,
 ) -> Recipe:
-    """Return the checked recipe of a table, whose path is `where`; see `read_recipe`.
+    """Return the checked recipe of a table that was read from the file `where`.
 
-    `plugins` are the loaded plugins; by default those that are installed or named in the recipe.
+    `objects` are as in `read_recipe`. `plugins` are the loaded plugins; by default, the installed
+    plugins and those that the recipe names are loaded.
     """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
@@ -224,7 +221,7 @@ def check_recipe(
 
 
 def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table with objects in place of parts; keys that the host reads are kept."""
+    """Return a recipe's table with objects in place of parts; keep the keys that the host reads."""
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
@@ -242,7 +239,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     if faults:
         kept = {"data": {}, "backbone": {}, **_valid(table, faults)}
         values, rest = check_values(Tables, kept)
-        if rest:  # leaving an entry out caused another problem, such as a list that is too short
+        if rest:  # an omitted entry caused another problem, such as a list that is too short
             kept = {"data": {}, "backbone": {}, **_valid(kept, {place[:1] for place in rest})}
             values, _ = check_values(Tables, kept)
     for name in COMPONENTS:
@@ -255,7 +252,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
 
 def _valid(table: Mapping[Any, Any], wrong: Iterable[Place]) -> dict[Any, Any]:
-    """Return a copy of a table without its wrong entries; a wrong value leaves out its list."""
+    """Return a copy of a table without its wrong entries, and without lists of a wrong value."""
     kept: dict[Any, Any] = {}
     for key, value in table.items():
         inside = {place[1:] for place in wrong if str(place[0]) == str(key)}
@@ -308,11 +305,9 @@ def apply_overrides(
 ) -> None:
     """Apply `key.path=value` texts to a recipe's table, in place.
 
-    A new name for a component, such as `loss.name=…`, first removes the parameters of the old one.
-    `loss=none` removes the component's table, and with the loss also miner and generator.
-    `key.path=none` removes a key that the recipe sets, so that its default applies.
-
-    `components` are the tables that count as components.
+    `key.path=none` removes a key that the recipe sets, so that its default applies. Of the tables
+    in `components`, a new name such as `loss.name=…` first removes the old component's parameters,
+    and `loss=none` removes the table. Removing the loss also removes miner and generator.
 
     Raises:
         RecipeError: the message lists the texts that cannot be applied.
@@ -321,8 +316,7 @@ def apply_overrides(
     for text in overrides:
         key, sep, value = (part.strip() for part in text.partition("="))
         if key in components and value.strip("'\"") == "none":
-            # miner and generator serve the loss
-            for component in (key, *(("miner", "generator") if key == "loss" else ())):
+            for component in ("loss", "miner", "generator") if key == "loss" else (key,):
                 table.pop(component, None)
         else:
             changes.append((text, key if sep else "", value))
@@ -345,33 +339,38 @@ def apply_overrides(
 
 def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    *steps, last = [step.strip() for step in key.split(".")]
-    if not all([*steps, last]):
+    steps = [step.strip() for step in key.split(".")]
+    if not all(steps):
         return "write it as table.key=value."
     place: Any = table
-    for i, step in enumerate(steps):
-        path = ".".join(steps[: i + 1])
+    outer = ""
+    for step, next_step in pairwise(steps):
+        path = f"{outer}.{step}" if outer else step
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
                 entries = "entry" if len(place) == 1 else "entries"
                 return (
-                    f"{'.'.join(steps[:i])} has {len(place)} {entries}, numbered from 0; '{step}'"
-                    " is none of them."
+                    f"{outer} has {len(place)} {entries}, numbered from 0; '{step}' is none of"
+                    " them."
                 )
             place = place[int(step)]
-        elif [*steps, last][i + 1].isdigit() and step not in place:
+        elif next_step.isdigit() and step not in place:
             return f"the recipe has no list '{path}'."
+        elif value == "none":
+            place = place.get(step, {})
         else:
-            place = place.get(step, {}) if value == "none" else place.setdefault(step, {})
+            place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
             return f"{path} is {shown(place)}, not a table, so no key can be set in it."
+        outer = path
+    last = steps[-1]
     if isinstance(place, list):
         if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
             place[int(last)] = _toml(value)
             return None
-        path = ".".join(steps)
         return (
-            f"{path} is a list; name an entry's key by the entry's number, as in {path}.0.{last}=…"
+            f"{outer} is a list; name an entry's key by the entry's number, as in"
+            f" {outer}.0.{last}=…"
         )
     if value != "none":
         place[last] = _toml(value)

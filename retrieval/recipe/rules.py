@@ -1,11 +1,8 @@
-"""Checks of a recipe's names, and of tables that cannot be used together.
-
-Each message names both sides of a conflict and says what to do.
-"""
+"""Checks of the names in a recipe, and of tables that cannot be used together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import RetrievalError
@@ -14,7 +11,7 @@ from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import DICTIONARY, OBJECT
 
 if TYPE_CHECKING:
-    from retrieval.recipe.tables import Phase, Tables
+    from retrieval.recipe.tables import Optimizer, Phase, Tables
 
 
 def check_names(recipe: Tables) -> list[str]:
@@ -75,36 +72,30 @@ def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) 
     return f" It is an argument of {name}: write options.{key}."
 
 
-Rule = tuple[Any, str]
-"""A value that is true if a rule is broken, and the message for that case."""
-
-
-def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
+def check_together(recipe: Tables, present: Collection[str]) -> list[str]:
     """Return conflicts between a recipe's tables; `present` names its tables of parts."""
-    has = set(present)
-    rules = [*_parts(recipe, has), *_once(recipe, has), *_training(recipe, has)]
+    problems = [*_loss(recipe), *_parts(recipe, present), *_once(recipe, present)]
+    problems += _training(recipe, present)
     for phase in recipe.phase:
-        rules += _phase(recipe, phase, has)
-    return _loss(recipe) + [message for broken, message in rules if broken]
+        problems += _phase(recipe, phase, "generator" in present)
+    return problems
 
 
-def _parts(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of the loss, the learner, the head and the generator."""
-    needs = "a recipe needs either a [loss] or a [learner]"
-    yield {"loss", "learner"} <= has, f"{needs}, not both: remove one."
-    yield not {"loss", "learner"} & has, f"{needs}; it has neither."
+def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
+    """Yield conflicts of the loss, the learner, the head and the generator."""
+    has_loss, has_learner = "loss" in present, "learner" in present
+    if has_loss and has_learner:
+        yield "a recipe needs either a [loss] or a [learner], not both: remove one."
+    if not has_loss and not has_learner:
+        yield "a recipe needs either a [loss] or a [learner]; it has neither."
     for name in ("combiner", "miner", "generator"):
-        yield (
-            name in has and "learner" in has and "loss" not in has,
-            f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two.",
-        )
+        if name in present and has_learner and not has_loss:
+            yield f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two."
     head, train, own = recipe.head, recipe.train, recipe.generator_optimizer
     changed = {"identity": head.identity, "hidden": head.hidden, "normalize": not head.normalize}
     for key, is_set in changed.items():
-        yield (
-            is_set and "combiner" in has,
-            f"[head] {key}: a [combiner] brings its own head. Remove one of the two.",
-        )
+        if is_set and "combiner" in present:
+            yield f"[head] {key}: a [combiner] brings its own head. Remove one of the two."
     for key, is_set, users in (
         ("[generator_optimizer]", own, ["generator"]),
         ("[train] real_weight", train.real_weight, ["generator"]),
@@ -112,202 +103,193 @@ def _parts(recipe: Tables, has: set[str]) -> Iterator[Rule]:
         ("[train] mine", train.mine != "before", ["generator"]),
         ("[train] loss_weight", train.loss_weight != 1, ["generator", "combiner"]),
     ):
-        yield (
-            is_set and not has & {*users},
-            f"{key} is of no use without a [{'] or a ['.join(users)}]. Remove it.",
-        )
+        if is_set and not any(user in present for user in users):
+            yield f"{key} is of no use without a [{'] or a ['.join(users)}]. Remove it."
     for part in own.lr_factor if own else ():
+        if part != "generator":
+            yield (
+                f"[generator_optimizer] lr_factor.{part}: this optimiser trains only the generator."
+                " Set the factor in [optimizer] lr_factor."
+            )
+    if own and "generator" in recipe.optimizer.lr_factor:
         yield (
-            part != "generator",
-            f"[generator_optimizer] lr_factor.{part}: this optimiser trains only the generator. Set"
-            " the factor in [optimizer] lr_factor.",
+            "[optimizer] lr_factor.generator: the generator has its own [generator_optimizer]. Set"
+            " the learning rate there."
         )
-    yield (
-        own and "generator" in recipe.optimizer.lr_factor,
-        "[optimizer] lr_factor.generator: the generator has its own [generator_optimizer]. Set the"
-        " learning rate there.",
-    )
 
 
-def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of a backbone whose features are computed only once."""
-    train, learner, frozen = recipe.train, "learner" in has, recipe.backbone.frozen
-    by = "[backbone] frozen = true" if frozen else "a [learner]"
+def _once(recipe: Tables, present: Collection[str]) -> Iterator[str]:
+    """Yield conflicts of a backbone whose features are computed only once."""
+    train, has_learner, frozen = recipe.train, "learner" in present, recipe.backbone.frozen
+    reason = "[backbone] frozen = true" if frozen else "a [learner]"
     for key, is_set, effect in (
         ("[augmentation]", recipe.augmentation.active, "changes images in every epoch"),
         ("[train] compile", train.compile, "speeds up a training backbone"),
         ("[train] chunk", train.chunk, "saves memory of a training backbone"),
         ("[lora]", recipe.lora and frozen, "trains additions to the backbone"),
     ):
-        yield (
-            (frozen or learner) and is_set,
-            f"{key} {effect}, but with {by} its features are computed only once. Remove"
-            f" {key.removeprefix('[train] ')}.",
-        )
+        if is_set and (frozen or has_learner):
+            yield (
+                f"{key} {effect}, but with {reason} its features are computed only once. Remove"
+                f" {key.removeprefix('[train] ')}."
+            )
     for key, value in (
         ("[lora]", recipe.lora),
         ("[train] ema", train.ema),
         ("[train] average_last", train.average_last),
     ):
-        yield (
-            learner and value,
-            f"{key}: a [learner] is fitted once, without training steps. Remove {key}.",
-        )
+        if value and has_learner:
+            yield f"{key}: a [learner] is fitted once, without training steps. Remove {key}."
 
 
-def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of data, augmentation, averages, optimisers and validation."""
+def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
+    """Yield conflicts of data, augmentation, averages, optimisers and validation."""
     from retrieval.recipe.optimizers import takes
 
     train, augmentation, sampler = recipe.train, recipe.augmentation, recipe.sampler
-    yield (
-        recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given",
-        f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that was passed as'
-        ' the dataset. Set by = "given", or pass one dataset.',
-    )
-    yield (
-        train.compile and train.sync_batch_norm,
-        "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"
-        " processes (sync_batch_norm = true). Remove one of the two.",
-    )
-    yield (
-        train.ema is not None and train.average_last is not None,
-        "[train] ema and average_last exclude each other. Remove one of the two.",
-    )
-    yield (
-        augmentation.views > 1 and not augmentation.active,
-        f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views of"
-        " an item are equal. Add a crop or transforms, or remove views.",
-    )
+    if recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given":
+        yield (
+            f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that was'
+            ' passed as the dataset. Set by = "given", or pass one dataset.'
+        )
+    if train.compile and train.sync_batch_norm:
+        yield (
+            "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"
+            " processes (sync_batch_norm = true). Remove one of the two."
+        )
+    if train.ema is not None and train.average_last is not None:
+        yield "[train] ema and average_last exclude each other. Remove one of the two."
+    if augmentation.views > 1 and not augmentation.active:
+        yield (
+            f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views"
+            " of an item are equal. Add a crop or transforms, or remove views."
+        )
     by_item = augmentation.positives == "item"
-    yield (
-        by_item and augmentation.views == 1,
-        '[augmentation] positives = "item": only views of the same item are positives, but each'
-        " item has one view. Set views to 2 or more.",
-    )
-    yield (
-        by_item and sampler.items != 1,
-        f'[sampler] items = {sampler.items}: with [augmentation] positives = "item" each item is'
-        " its own class. Set items = 1, and classes to the number of items in a batch.",
-    )
+    if by_item and augmentation.views == 1:
+        yield (
+            '[augmentation] positives = "item": only views of the same item are positives, but each'
+            " item has one view. Set views to 2 or more."
+        )
+    if by_item and sampler.items != 1:
+        yield (
+            f'[sampler] items = {sampler.items}: with [augmentation] positives = "item" each item'
+            " is its own class. Set items = 1, and classes to the number of items in a batch."
+        )
     for table in ("combiner", "generator", "miner"):
-        yield (
-            augmentation.mix is not None and table in has,
-            f'[augmentation] mix = "{augmentation.mix}" gives items two labels, but a [{table}]'
-            " needs one label per item. Remove one of the two.",
-        )
+        if augmentation.mix is not None and table in present:
+            yield (
+                f'[augmentation] mix = "{augmentation.mix}" gives items two labels, but a [{table}]'
+                " needs one label per item. Remove one of the two."
+            )
     for name in ("optimizer", "generator_optimizer"):
-        section = getattr(recipe, name)
-        decays = section and section.weight_decay
-        yield (
-            decays and not takes("optimizer", section.name, "weight_decay"),
-            f"[{name}] weight_decay: {section and section.name} takes none.",
-        )
+        optimizer: Optimizer | None = getattr(recipe, name)
+        if optimizer is None or not optimizer.weight_decay:
+            continue
+        if not takes("optimizer", optimizer.name, "weight_decay"):
+            yield f"[{name}] weight_decay: {optimizer.name} takes none."
     for key, is_set in (
         ("[train] patience", train.patience),
         ("[train] monitor", "monitor" in train.model_fields_set),
         ("[schedule] ReduceLROnPlateau", recipe.schedule.name == "ReduceLROnPlateau"),
     ):
+        if is_set and not recipe.split.validation and recipe.split.by != "given":
+            yield f"{key} needs a validation part: set [split] validation above 0."
+
+
+def _phase(recipe: Tables, phase: Phase, has_generator: bool) -> Iterator[str]:
+    """Yield conflicts of one phase."""
+    where, views = f"[[phase]] {phase.name}:", recipe.augmentation.views
+    only_generator = phase.train == ["generator"]
+    if not phase.train:
+        yield f"{where} train must name at least one part."
+    if only_generator and not has_generator:
+        yield f"{where} trains only a generator, but the recipe has no [generator]."
+    if phase.train == ["backbone"] and recipe.backbone.frozen:
         yield (
-            is_set and not recipe.split.validation and recipe.split.by != "given",
-            f"{key} needs a validation part: set [split] validation above 0.",
+            f"{where} trains only the backbone, but [backbone] frozen = true keeps its weights"
+            " fixed."
+        )
+    if phase.lr and only_generator and recipe.generator_optimizer:
+        yield (
+            f"{where} lr replaces [optimizer] lr, but only the generator trains in this phase, by"
+            " [generator_optimizer]. Use generator_lr."
+        )
+    if phase.generator_lr and not (has_generator and "generator" in phase.train):
+        yield (
+            f"{where} generator_lr is of no use unless a [generator] trains in this phase. Remove"
+            ' it, or add "generator" to train.'
+        )
+    if views > 1 and not phase.augment:
+        yield (
+            f"{where} augment = false makes all views of an item equal, but [augmentation] views ="
+            f" {views} needs different ones. Remove one of the two."
         )
 
 
-def _phase(recipe: Tables, phase: Phase, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of one phase."""
-    where, views = f"[[phase]] {phase.name}:", recipe.augmentation.views
-    only, generator = phase.train == ["generator"], "generator" in has
-    yield not phase.train, f"{where} train must name at least one part."
-    yield (
-        only and not generator,
-        f"{where} trains only a generator, but the recipe has no [generator].",
-    )
-    yield (
-        phase.train == ["backbone"] and recipe.backbone.frozen,
-        f"{where} trains only the backbone, but [backbone] frozen = true keeps its weights fixed.",
-    )
-    yield (
-        phase.lr and only and recipe.generator_optimizer,
-        f"{where} lr replaces [optimizer] lr, but only the generator trains in this phase, by"
-        " [generator_optimizer]. Use generator_lr.",
-    )
-    yield (
-        phase.generator_lr and not (generator and "generator" in phase.train),
-        f"{where} generator_lr is of no use unless a [generator] trains in this phase. Remove it,"
-        ' or add "generator" to train.',
-    )
-    yield (
-        not phase.augment and views > 1,
-        f"{where} augment = false makes all views of an item equal, but [augmentation] views ="
-        f" {views} needs different ones. Remove one of the two.",
-    )
-
-
-def _loss(recipe: Tables) -> list[str]:
-    """Return conflicts of the loss with combiner, generator and miner."""
-    problems: list[str] = []
+def _loss(recipe: Tables) -> Iterator[str]:
+    """Yield conflicts of the loss with combiner, generator and miner."""
     if recipe.loss is None:
-        return problems
+        return
     plugins, loss, name = recipe.loaded, recipe.loss.table, recipe.loss.name
     combiner, miner, generator = (
         part.name if part else "" for part in (recipe.combiner, recipe.miner, recipe.generator)
     )
 
-    def alternatives(test: Callable[[Factory], bool]) -> str:
-        names = [f.name for f in plugins.factories("losses").values() if test(f)]
-        same_plugin = name.partition(".")[0] + "."
-        names.sort(key=lambda full_name: not full_name.startswith(same_plugin))
-        return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
-
-    def every(test: Callable[[Factory], bool]) -> bool:
+    def fits(test: Callable[[Factory], bool]) -> bool:
+        """Return whether the loss, and every loss that it wraps, passes a test."""
         return plugins.every("losses", loss, test)
 
-    if combiner and not every(lambda f: not any(p.per_width for p in f.parameters)):
-        problems.append(
+    def alternatives(test: Callable[[Factory], bool]) -> str:
+        """Return the names of losses that pass a test, those of the same plugin first."""
+        names = [f.name for f in plugins.factories("losses").values() if test(f)]
+        own_plugin = name.partition(".")[0] + "."
+        names.sort(key=lambda other: not other.startswith(own_plugin))
+        return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+    if combiner and not fits(lambda f: not any(p.per_width for p in f.parameters)):
+        yield (
             f"[combiner] {combiner} compares whole codes, but {name} trains shortened embeddings."
             " Remove one of the two."
         )
     elif combiner:
-        if not _measures(plugins, loss):
-            problems.append(
+        if not _takes_distance(plugins, loss):
+            yield (
                 f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes"
                 f" none. Use one that does: {alternatives(lambda f: f.takes('distance'))}."
             )
-        problems += [
-            f"[{table}] distance: [combiner] {combiner} is already the distance. Remove one of the"
-            " two."
-            for table, part in (("loss", recipe.loss), ("miner", recipe.miner))
-            if part and "distance" in part.parameters
-        ]
-    if generator and not every(lambda f: f.supports_ref_emb):
-        problems.append(
-            f"[generator] {generator} extends the reference set, and {name} takes no `ref_emb`. "
-            f"Use a loss that does: {alternatives(lambda f: f.supports_ref_emb)}."
+        for table, part in (("loss", recipe.loss), ("miner", recipe.miner)):
+            if part and "distance" in part.parameters:
+                yield (
+                    f"[{table}] distance: [combiner] {combiner} is already the distance. Remove one"
+                    " of the two."
+                )
+    if generator and not fits(lambda f: f.supports_ref_emb):
+        yield (
+            f"[generator] {generator} extends the reference set, and {name} takes no `ref_emb`. Use"
+            f" a loss that does: {alternatives(lambda f: f.supports_ref_emb)}."
         )
-    elif generator and not every(lambda f: f.supports_miner):
-        problems.append(
+    elif generator and not fits(lambda f: f.supports_miner):
+        yield (
             f"[generator] {generator} makes a negative for each triplet, but {name} picks its own"
             " pairs. Use a loss that takes triplets:"
             f" {alternatives(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
     if generator and recipe.train.mine == "after":
         if recipe.miner is None:
-            problems.append('[train] mine = "after" needs a [miner]. Add one, or remove the key.')
+            yield '[train] mine = "after" needs a [miner]. Add one, or remove the key.'
         elif not plugins.every("miners", recipe.miner.table, lambda f: f.supports_ref_emb):
-            problems.append(
+            yield (
                 f'[train] mine = "after" needs a miner that picks from a reference set, but {miner}'
                 ' takes no `ref_emb`. Use mine = "before", or another miner.'
             )
-    if miner and not every(lambda f: f.supports_miner):
-        problems.append(
+    if miner and not fits(lambda f: f.supports_miner):
+        yield (
             f"[miner] {miner} picks pairs or triplets, but {name} has no use for them. Remove the"
             f" [miner], or use a loss that takes them: {alternatives(lambda f: f.supports_miner)}."
         )
-    return problems
 
 
-def _measures(plugins: Plugins, values: Any) -> bool:
+def _takes_distance(plugins: Plugins, values: Any) -> bool:
     """Return whether a loss, or else every loss that it wraps, takes a distance."""
     table = values if isinstance(values, dict) else {"name": values}
     factory = plugins.named("losses", str(table.get("name")))
@@ -315,4 +297,4 @@ def _measures(plugins: Plugins, values: Any) -> bool:
         return True
     parts = [table[p.name] for p in factory.parameters if p.part == "losses" and p.name in table]
     wrapped = [loss for part in parts for loss in (part if isinstance(part, list) else [part])]
-    return bool(wrapped) and all(_measures(plugins, loss) for loss in wrapped)
+    return bool(wrapped) and all(_takes_distance(plugins, loss) for loss in wrapped)

@@ -31,9 +31,9 @@ def selector(text: str) -> str:
 Selector = Annotated[str, AfterValidator(selector)]
 """Text that selects parameters of the model and the loss.
 
-It is the name of a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of
-one dimension (biases and the scales of norms); or a shell pattern of full parameter names, such as
-`backbone.*.bias`.
+The text is the name of a part; `stages:N` for the backbone's first N stages; `vectors` for
+parameters of one dimension (biases and the scales of norms); or a shell pattern of full parameter
+names, such as `backbone.*.bias`.
 """
 
 

@@ -38,7 +38,7 @@ class Range(Section):
 
 
 def flat(search: Any) -> Any:
-    """Return `[search]` by dotted keys, because TOML reads `loss.margin` as nested tables."""
+    """Return `[search]` by dotted keys; TOML reads `loss.margin` as nested tables."""
     if not isinstance(search, dict):
         return search
     by_key: dict[str, Any] = {}
@@ -91,9 +91,7 @@ class Split(Section):
     validation_by: Literal["item", "class"] = "item"
     """Hold out items of every class (`item`) or whole classes (`class`)."""
     seed: int = 0
-    """Seed of the split. It is not the top-level `seed`: runs that differ only in that share a
-    split.
-    """
+    """Seed of the split. Runs with different top-level seeds thus share a split."""
 
 
 class Sampler(Component):
@@ -121,8 +119,8 @@ class Augmentation(Section):
     transforms: list[str | dict[str, Any]] = Field([])
     """Further transforms in order: torchvision's by name (`"RandAugment"`, `{ name =
     "RandomAffine", degrees = 15 }`), a plugin's as `PLUGIN.NAME`. `retrieval plugins list
-    --kind augmentations` lists them. They receive the image in the backbone's input size and
-    must keep that size.
+    --kind augmentations` lists all names. A transform receives the image in the backbone's
+    input size and must keep that size.
     """
     views: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of differently augmented copies of each item in its batch."""
@@ -188,8 +186,8 @@ class Optimizer(Section):
     the last one applies.
     """
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The learning rate of each backbone stage is this factor times that of the next stage.
-    That of the last stage is this factor times `lr`.
+    """Each backbone stage learns at this factor times the rate of the next stage, and the last
+    stage at this factor times `lr`.
     """
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Weight decay by the same kinds of key as `lr_factor`. Parameters that no key covers use
@@ -220,7 +218,7 @@ class Schedule(Section):
     """`[schedule]`: how the learning rate changes over the steps of a phase."""
 
     name: str = "constant"
-    """`constant`, `cosine` or `linear` (both fall to 0), or a class of
+    """`constant`; `cosine` or `linear`, which fall to 0; or a class of
     `torch.optim.lr_scheduler`, which is stepped once an epoch. `ReduceLROnPlateau` is stepped
     after each validation, with `[train] monitor`.
     """
@@ -276,12 +274,12 @@ class Phase(Section):
     keeps its batch statistics.
     """
     augment: bool = True
-    """Whether `[augmentation]` changes images in this phase. If it does not and the backbone
-    has not trained yet, features are computed once, as with `frozen = true`.
+    """Whether `[augmentation]` changes images in this phase. Without changes, and if the
+    backbone has not trained yet, features are computed once, as with `frozen = true`.
     """
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of this phase, instead of `[optimizer] lr`. It applies to the generator
-    too, unless the recipe has a `[generator_optimizer]`.
+    """Learning rate of this phase, instead of `[optimizer] lr`; also the generator's, unless
+    the recipe has a `[generator_optimizer]`.
     """
     generator_lr: Annotated[float, Field(gt=0)] | None = None
     """The generator's learning rate in this phase, instead of its optimiser's."""
@@ -302,10 +300,10 @@ class Train(Section):
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."""
     chunk: Count | None = None
-    """Number of images or vectors that pass through the model at a time, on each process. The
-    loss still compares the whole batch, and the gradients are the same. Memory holds only one
-    chunk's activations, and each chunk is computed twice. Batch norm in training sees one chunk
-    at a time. The default is the whole batch.
+    """Number of images or vectors that pass through the model at a time, on each process. This
+    saves memory, because only one chunk's activations are kept, but each chunk is computed
+    twice. The loss still compares the whole batch, and the gradients are the same, except that
+    batch norm in training sees one chunk at a time. The default is the whole batch.
     """
     channels_last: bool = False
     """Store images and weights with channels last, for faster convolutions."""
@@ -340,16 +338,16 @@ class Train(Section):
     sync_batch_norm: bool = False
     """Batch norm uses the batch of all processes, instead of each process's share."""
     real_weight: Annotated[float, Field(ge=0)] = 0.0
-    """With a generator, add the loss on real samples alone, times this weight."""
+    """With a generator, weight of an additional loss on real samples alone."""
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """With a generator or a combiner, the weight λ of the loss (on real and synthetic samples).
     The objectives of generator and combiner have weight 1, as in DAML's (J_gen + μ J_dis) + λ
     J_m.
     """
     mine: Literal["before", "after"] = "before"
-    """With a generator and a miner: `before` generates a sample from each triplet that the
-    miner picks. `after` generates one from each positive pair and a random negative. The miner
-    then picks among real and synthetic samples.
+    """With a generator and a miner, when the miner picks. `before`: the miner picks triplets,
+    and the generator makes a sample from each. `after`: the generator makes a sample from each
+    positive pair and a random negative, and the miner picks among real and synthetic samples.
     """
     coupling: Literal["separate", "joint"] = "separate"
     """With a generator: `separate` trains the generator by its own objective, and all other
@@ -358,7 +356,7 @@ class Train(Section):
 
 
 class _Loaded:
-    """Holds a recipe's plugins; comparing or pickling the recipe ignores them."""
+    """Holds a recipe's plugins, so that comparing or pickling the recipe ignores them."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -373,7 +371,7 @@ class _Loaded:
 
 
 class Tables(Section):
-    """A recipe's tables. Each is checked on its own; `retrieval.Recipe` also checks them together.
+    """A recipe's tables, each checked on its own; `retrieval.Recipe` also checks them together.
 
     A recipe needs `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
     `[learner]` (fitted).
@@ -458,7 +456,7 @@ class Tables(Section):
 
     @property
     def loaded(self) -> Plugins:
-        """The recipe's plugins: those that it was checked with, or else loaded on first use."""
+        """The plugins that the recipe was checked with; without a check, loaded on first use."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
@@ -493,5 +491,4 @@ class Tables(Section):
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
     sections: dict[str, type[Component]] = {"backbone": Backbone, "sampler": Sampler}
-    section = sections.get(table, Component)
-    return set(section.model_fields) - {"name"}
+    return set(sections.get(table, Component).model_fields) - {"name"}

@@ -21,7 +21,7 @@ PRE = Preprocessing((6, 6), 1, (0.0,), (1.0,))
 
 
 class Net:
-    """Counts what it is asked for; may be interrupted."""
+    """A backbone that counts its items and may be interrupted."""
 
     def __init__(self, fail_after: int | None = None) -> None:
         self.items = 0
@@ -36,10 +36,17 @@ class Net:
         )
 
 
-def compute(net: Any, data: Dataset, folder: Path | None, **options: Any) -> NDArray[np.float32]:
-    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch": 8}
-    settings |= {"progress": False, "folder": folder} | options
-    return frozen_features(net, data, settings.pop("preprocessing", PRE), **settings)
+def compute(
+    net: Any, data: Dataset, preprocessing: Preprocessing = PRE, **options: Any
+) -> NDArray[np.float32]:
+    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch": 8} | options
+    return frozen_features(net, data, preprocessing, **settings)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -48,7 +55,8 @@ def data():
     return ArrayDataset(pixels, ["a"] * 37)
 
 
-def plain(data: ArrayDataset) -> NDArray[np.float32]:
+@pytest.fixture
+def plain(data):
     """The same features by plain loops."""
     rows = [
         [float(np.mean(image, dtype=np.float64)), float(image.max()), float(image[0, 0])]
@@ -57,82 +65,83 @@ def plain(data: ArrayDataset) -> NDArray[np.float32]:
     return np.array(rows, dtype=np.float32)
 
 
-def entry(folder: Path) -> Path:
-    (found,) = (folder / "features").iterdir()
-    return found
+@pytest.fixture
+def whole(data):
+    """The features, computed into the cache."""
+    return np.array(compute(Net(), data))
 
 
-def test_computed_once_then_read(data, tmp_path):
+def entry(cache: Path) -> Path:
+    (folder,) = (cache / "features").iterdir()
+    return folder
+
+
+def computed_items(data: Dataset, expected: NDArray[np.float32], **options: Any) -> int:
+    """Check that the features are as expected; return how many items the backbone got."""
     net = Net()
-    first = compute(net, data, tmp_path)
-    np.testing.assert_allclose(first, plain(data), rtol=1e-6)
+    np.testing.assert_array_equal(compute(net, data, **options), expected)
+    return net.items
+
+
+def test_features_are_computed_once(data, plain):
+    net = Net()
+    first = compute(net, data)
+    np.testing.assert_allclose(first, plain, rtol=1e-6)
     assert first.dtype == np.float32 and net.items == 37
-    second = compute(net, data, tmp_path)
-    assert net.items == 37
+    second = compute(net, data)
     np.testing.assert_array_equal(first, second)
-    second[0] = -1  # the caller's own copy
-    np.testing.assert_array_equal(first, compute(net, data, tmp_path))
+    second[0] = -1  # reaches memory only
+    np.testing.assert_array_equal(first, compute(net, data))
     assert net.items == 37
 
 
-def test_interrupted_it_goes_on(data, tmp_path):
-    whole = compute(Net(), data, tmp_path / "other")
+def test_an_interrupted_run_continues(data, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("RETRIEVAL_CACHE", str(cache / "other"))
+        whole = compute(Net(), data)
     with pytest.raises(KeyboardInterrupt):
-        compute(Net(fail_after=16), data, tmp_path)
-    with (entry(tmp_path) / "sums").open("ab") as sums:
+        compute(Net(fail_after=16), data)
+    with (entry(cache) / "sums").open("ab") as sums:
         sums.write(b"half")  # the checksum that was being written
-    net = Net()
-    np.testing.assert_array_equal(compute(net, data, tmp_path), whole)
-    assert net.items == 37 - 16
-    net = Net()
-    compute(net, data, tmp_path)
-    assert net.items == 0
+    assert computed_items(data, whole) == 37 - 16
+    assert computed_items(data, whole) == 0
 
 
-def test_a_damaged_block_is_computed_again(data, tmp_path, caplog):
-    whole = np.array(compute(Net(), data, tmp_path))
-    file = entry(tmp_path) / "features.f32"
+def test_a_damaged_block_is_computed_again(data, cache, caplog, whole):
+    file = entry(cache) / "features.f32"
     content = bytearray(file.read_bytes())
     for position in range(0, len(content), 50):
         damaged = bytearray(content)
         damaged[position] ^= 16
         file.write_bytes(damaged)
-        net = Net()
         caplog.clear()
-        np.testing.assert_array_equal(compute(net, data, tmp_path), whole)
-        assert net.items == (8 if position < 32 * 12 else 5)
+        assert computed_items(data, whole) == (8 if position < 32 * 12 else 5)
         assert "1 of 5 blocks of cached features" in caplog.text
         assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("cut", ["half", "empty", "gone"])
-def test_a_file_cut_short(data, tmp_path, cut, caplog):
-    whole = np.array(compute(Net(), data, tmp_path))
-    file = entry(tmp_path) / "features.f32"
-    if cut == "gone":
+@pytest.mark.parametrize("size", [0, 222, None])
+def test_a_truncated_or_missing_file_is_computed_again(data, cache, size, caplog, whole):
+    file = entry(cache) / "features.f32"
+    assert file.stat().st_size == 444
+    if size is None:
         file.unlink()
     else:
-        os.truncate(file, file.stat().st_size // 2 if cut == "half" else 0)
-    np.testing.assert_array_equal(compute(Net(), data, tmp_path), whole)
+        os.truncate(file, size)
+    assert computed_items(data, whole) == (21 if size == 222 else 37)
     assert "damaged" in caplog.text
 
 
-@pytest.mark.parametrize("sums", [b"", b"nonsense", bytes(80), b"x" * 80, b"y" * 999])
-def test_damaged_checksums_are_not_trusted(data, tmp_path, sums):
-    whole = np.array(compute(Net(), data, tmp_path))
-    (entry(tmp_path) / "sums").write_bytes(sums)
-    net = Net()
-    for _ in range(2):
-        np.testing.assert_array_equal(compute(net, data, tmp_path), whole)
-        assert net.items == 37
+@pytest.mark.parametrize("sums", [b"", bytes(80), b"x" * 80, b"y" * 999])
+def test_damaged_checksums_are_not_trusted(data, cache, sums, whole):
+    (entry(cache) / "sums").write_bytes(sums)
+    assert computed_items(data, whole) == 37
+    assert computed_items(data, whole) == 0
 
 
-def test_whatever_could_change_a_feature_makes_another_entry(data, tmp_path):
-    compute(Net(), data, tmp_path)
+def test_whatever_could_change_a_feature_makes_another_entry(data, whole):
     other = ArrayDataset(data.arrays.copy(), data.labels)
-    net = Net()
-    compute(net, other, tmp_path)  # the same content
-    assert net.items == 0
+    assert computed_items(other, whole) == 0
     other.arrays[36, 5, 5] ^= 1
     fewer = ArrayDataset(data.arrays[:30], ["a"] * 30)
     for changed, options in [
@@ -143,7 +152,7 @@ def test_whatever_could_change_a_feature_makes_another_entry(data, tmp_path):
         (data, {"preprocessing": Preprocessing((6, 6), 1, (0.1,), (1.0,))}),
     ]:
         net = Net()
-        compute(net, changed, tmp_path, **options)
+        compute(net, changed, **options)
         assert net.items == len(changed)
 
 
@@ -152,20 +161,18 @@ def test_a_changed_file_is_another_content(tmp_path):
     for i, file in enumerate(files):
         Image.new("L", (6, 6), i).save(file)
     data = FileDataset(files, ["a"] * 3)
-    assert compute(Net(), data, tmp_path / "cache")[:, 0].tolist() == [0, 1, 2]
-    net = Net()
-    compute(net, data, tmp_path / "cache")
-    assert net.items == 0
+    first = compute(Net(), data)
+    assert first[:, 0].tolist() == [0, 1, 2] and computed_items(data, first) == 0
     Image.new("L", (6, 6), 77).save(files[1])
     os.utime(files[1], ns=(1, 1))
-    assert compute(net, data, tmp_path / "cache")[:, 0].tolist() == [0, 77, 2]
+    assert compute(Net(), data)[:, 0].tolist() == [0, 77, 2]
     files[2].unlink()
     with pytest.raises(DataError, match=r"2\.png cannot be read"):
-        compute(net, data, tmp_path / "cache")
+        compute(Net(), data)
 
 
-def test_unknown_content_is_not_kept(tmp_path, caplog):
-    class Secret(Dataset):
+def test_unknown_content_is_not_kept(cache, caplog):
+    class Unknown(Dataset):
         labels = keys = ("a", "b")
 
         def __getitem__(self, index):
@@ -173,42 +180,42 @@ def test_unknown_content_is_not_kept(tmp_path, caplog):
 
     for _ in range(2):
         net = Net()
-        assert compute(net, Secret(), tmp_path)[:, 0].tolist() == [5, 6]
+        assert compute(net, Unknown())[:, 0].tolist() == [5, 6]
         assert net.items == 2
     assert "for this run only" in caplog.text
-    assert not list(tmp_path.iterdir())
+    assert not cache.exists()
 
 
-def test_features_must_be_finite_rows(data, tmp_path):
+def test_features_must_be_finite_rows(data):
     def infinite(x):
         if x[0, 0, 0, 0] == data.arrays[8, 0, 0]:
             return torch.full((len(x), 2), torch.inf)
         return x.flatten(1)[:, :2].float()
 
     with pytest.raises(DataError, match=r"features of 8 are not finite"):
-        compute(infinite, data, tmp_path, width=2)
+        compute(infinite, data, width=2)
     with pytest.raises(DataError, match="shape"):
-        compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
+        compute(lambda x: x.float(), data, fingerprint="map")
     with pytest.raises(NotImplementedError, match="forward"):  # no fault of the cache
-        compute(torch.nn.Module(), data, tmp_path, fingerprint="none")
+        compute(torch.nn.Module(), data, fingerprint="none")
 
 
-def test_a_cache_that_cannot_be_written(data, tmp_path):
-    (tmp_path / "file").touch()
+def test_a_cache_that_cannot_be_written(data, cache):
+    cache.touch()
     with pytest.raises(DataError, match="set RETRIEVAL_CACHE to another folder"):
-        compute(Net(), data, tmp_path / "file")
+        compute(Net(), data)
 
 
-def test_a_disk_that_fills_up(data, tmp_path):
-    says = "Features cannot be kept in"
-    with files_of_at_most(300), pytest.raises(DataError, match=says):  # nor the third block
-        compute(Net(), data, tmp_path)
+def test_a_full_disk_is_a_sentence_and_the_next_run_continues(data, plain):
+    # The third block does not fit.
+    with files_of_at_most(300), pytest.raises(DataError, match="Features cannot be kept in"):
+        compute(Net(), data)
     net = Net()
-    np.testing.assert_allclose(compute(net, data, tmp_path), plain(data), rtol=1e-6)
+    np.testing.assert_allclose(compute(net, data), plain, rtol=1e-6)
     assert 0 < net.items < 37
 
 
-def test_two_at_once_compute_once(data, tmp_path, caplog):
+def test_two_at_once_compute_once(data, caplog):
     class Slow(Net):
         def __call__(self, x):
             time.sleep(0.05)
@@ -216,7 +223,7 @@ def test_two_at_once_compute_once(data, tmp_path, caplog):
 
     nets = [Slow(), Slow()]
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda net: compute(net, data, tmp_path), nets)
+        first, second = pool.map(lambda net: compute(net, data), nets)
     assert sorted(net.items for net in nets) == [0, 37]
     np.testing.assert_array_equal(first, second)
     assert "Waiting for another process" in caplog.text

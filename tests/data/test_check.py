@@ -1,4 +1,4 @@
-"""`retrieval data check` finds what was planted in real images, and leaves clean ones in peace."""
+"""`retrieval data check` finds the faults planted in real images, and none in clean images."""
 
 import itertools
 import json
@@ -24,15 +24,13 @@ SIZE = 96
 
 @pytest.fixture(scope="module")
 def parts():
-    """20 parts of two photographs, none of which is in another."""
-    made = []
-    for photo in load_sample_images().images:
-        for left in range(0, 5 * 128, 128):
-            for top in (0, 200):
-                made.append(
-                    Image.fromarray(photo[top : top + 128, left : left + 128]).resize((SIZE, SIZE))
-                )
-    return made
+    """20 parts of two photographs, which do not overlap."""
+    return [
+        Image.fromarray(photo[top : top + 128, left : left + 128]).resize((SIZE, SIZE))
+        for photo in load_sample_images().images
+        for left in range(0, 5 * 128, 128)
+        for top in (0, 200)
+    ]
 
 
 @pytest.fixture
@@ -42,17 +40,15 @@ def photos(parts, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     for number, part in enumerate(parts):
-        side, label = ("train", number // 2) if number < 10 else ("test", number // 2)
-        Path("photos", side, f"c{label}").mkdir(parents=True, exist_ok=True)
-        part.save(Path("photos", side, f"c{label}", f"{number}.png"))
+        folder = Path("photos", "train" if number < 10 else "test", f"c{number // 2}")
+        folder.mkdir(parents=True, exist_ok=True)
+        part.save(folder / f"{number}.png")
     return Path("photos")
 
 
 @pytest.fixture(scope="module")
 def bundle():
-    """A trained model of grey digits, which has no business with photographs, and measures them all
-    the same.
-    """
+    """A model trained on grey digits; it measures distances of photographs too."""
     return Bundle.open(Path(__file__).parents[1] / "before" / "bundle")
 
 
@@ -62,23 +58,19 @@ def names(found: Findings, alike: Alike) -> set[str]:
 
 def plant(photos: Path) -> None:
     """Plant one of each: the same file with another label, the same pixels and three near copies on
-    the other side, broken files, labels.
+    the other side, broken files, and labels with one item.
     """
     train, test = photos / "train", photos / "test"
     shutil.copy(train / "c0" / "0.png", train / "c1" / "twice.png")
-    with Image.open(train / "c1" / "2.png") as one:
-        one.save(test / "c5" / "pixels.bmp")
-    with Image.open(train / "c2" / "4.png") as one:
-        one.save(test / "c6" / "saved.jpg", quality=70)
-    with Image.open(train / "c3" / "6.png") as one:
-        one.resize((72, 72)).save(test / "c7" / "smaller.png")
-    with Image.open(test / "c8" / "16.png") as one:
-        one.resize((240, 240)).save(test / "c8" / "larger.jpg", quality=85)
+    Image.open(train / "c1" / "2.png").save(test / "c5" / "pixels.bmp")
+    Image.open(train / "c2" / "4.png").save(test / "c6" / "saved.jpg", quality=70)
+    Image.open(train / "c3" / "6.png").resize((72, 72)).save(test / "c7" / "smaller.png")
+    larger = Image.open(test / "c8" / "16.png").resize((240, 240))
+    larger.save(test / "c8" / "larger.jpg", quality=85)
     (train / "c4" / "cut.png").write_bytes((train / "c4" / "8.png").read_bytes()[:2000])
     (train / "c4" / "empty.jpg").touch()
-    (test / "c9" / "19.png").rename(test / "C9.png")
     (test / "alone").mkdir()
-    shutil.move(test / "C9.png", test / "alone" / "19.png")
+    (test / "c9" / "19.png").rename(test / "alone" / "19.png")
 
 
 def test_clean_photographs_are_clean(photos, cli):
@@ -91,21 +83,21 @@ COUNTS = {"few_levels": 0, "broken": 2, "same": 2, "items_too_many": 2, "near": 
 COUNTS |= {"label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0}
 
 
-def test_all_that_was_planted_is_found(photos, cli):
+def test_all_planted_faults_are_found(photos, cli):
     plant(photos)
     done = cli("data", "check", "photos", "--output", "found.json")
     assert done.code == 1 and not done.err
-    said = json.loads(Path("found.json").read_text())
-    assert said["counts"] == COUNTS
-    cut, empty = said["broken"]
+    findings = json.loads(Path("found.json").read_text())
+    assert findings["counts"] == COUNTS
+    cut, empty = findings["broken"]
     assert [Path(item["item"]).name for item in (cut, empty)] == ["cut.png", "empty.jpg"]
     assert "damaged" in cut["why"] and "is empty (0 bytes)" in empty["why"]
     assert (cut["label"], cut["side"]) == ("c4", "train")
     marks = {
-        tuple(sorted(Path(one["item"]).name for one in group["items"])): tuple(
+        tuple(sorted(Path(entry["item"]).name for entry in group["items"])): tuple(
             group[mark] for mark in ("by", "leak", "labels_differ")
         )
-        for group in said["same"] + said["near"]
+        for group in findings["same"] + findings["near"]
     }
     assert marks == {
         ("0.png", "twice.png"): ("bytes", False, True),
@@ -114,10 +106,10 @@ def test_all_that_was_planted_is_found(photos, cli):
         ("6.png", "smaller.png"): ("picture", True, True),
         ("16.png", "larger.jpg"): ("picture", False, False),
     }
-    assert said["within"]["picture"] == PICTURES
-    assert all(0 < group["distance"] <= PICTURES for group in said["near"])
-    assert sorted(said["labels_of_one_item"]) == ["alone", "c9"]
-    assert said["sides"] == {"test": 14, "train": 13}
+    assert findings["within"]["picture"] == PICTURES
+    assert all(0 < group["distance"] <= PICTURES for group in findings["near"])
+    assert sorted(findings["labels_of_one_item"]) == ["alone", "c9"]
+    assert findings["sides"] == {"test": 14, "train": 13}
     apart = "2 across the split and 2 with different labels:"
     for line in (
         "2 items cannot be read:",
@@ -171,7 +163,7 @@ def sixteen_bit_colour(values: np.ndarray) -> bytes:
     return whole
 
 
-def test_a_recipe_says_the_sides_and_a_csv_file_too(photos, cli):
+def test_sides_come_from_folders_a_recipe_or_a_csv_file(photos, cli):
     plant(photos)
     for broken in ("train/c4/cut.png", "train/c4/empty.jpg"):
         (photos / broken).unlink()
@@ -182,20 +174,19 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos, cli):
     )
     folder, recipe = check_data("photos", progress=False), check_data("r.toml", progress=False)
     assert folder.counts() == recipe.counts() and folder.counts()["leaks"] == 3
-    assert [each.side for each in folder.subjects] == [each.side for each in recipe.subjects]
-    rows = [f"{each.name},{each.label},{each.side}" for each in folder.subjects]
+    assert [item.side for item in folder.subjects] == [item.side for item in recipe.subjects]
+    rows = [f"{item.name},{item.label},{item.side}" for item in folder.subjects]
     Path("items.csv").write_text("\n".join(["path,label,split", *rows, "gone.png,c0,train"]) + "\n")
     table = check_data(Path("items.csv"), progress=False)
-    assert (
-        table.counts() == {**folder.counts(), "broken": 1} and "No such file" in table.broken[0][1]
-    )
+    assert table.counts() == {**folder.counts(), "broken": 1}
+    assert "No such file" in table.broken[0][1]
     apart = check_data(["photos/train", "photos/test"], progress=False)
     assert apart.counts() == folder.counts() and apart.subjects[0].side == "photos/train"
     changed = cli("data", "check", "r.toml", "--set", "split.by=item", "--set", "split.test=0.5")
-    assert changed.code == 2 and "[split]" in changed.err  # no class has items enough
+    assert changed.code == 2 and "[split]" in changed.err  # the classes have too few items
 
 
-def test_what_a_model_takes_for_the_same(photos, bundle, cli):
+def test_near_duplicates_by_a_model(photos, bundle, cli):
     plant(photos)
     findings = check_data(photos, model=bundle, within=0.05, progress=False)
     by_model = [pair for pair in findings.near if pair.by == "model"]
@@ -218,18 +209,9 @@ def test_what_a_model_takes_for_the_same(photos, bundle, cli):
     assert done.code == 1 and says in done.out, done.err
 
 
-def within(apart, limit: float, same=None) -> dict[tuple[int, int], float]:
-    """Pairs of rows that are not further apart, from a table of all distances."""
-    return {
-        (i, j): apart[i, j]
-        for i, j in itertools.combinations(range(len(apart)), 2)
-        if apart[i, j] <= limit and (same is None or same[i] != same[j])
-    }
-
-
-def pairs_of(found) -> dict[tuple[int, int], float]:
-    pairs = zip(found.first.tolist(), found.second.tolist(), strict=True)
-    return dict(zip(pairs, found.distance.tolist(), strict=True))
+def pairs_of(near) -> dict[tuple[int, int], float]:
+    pairs = zip(near.first.tolist(), near.second.tolist(), strict=True)
+    return dict(zip(pairs, near.distance.tolist(), strict=True))
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
@@ -238,13 +220,17 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
     vectors = np.concatenate([random.normal(size=(60, 6)), copies])
     vectors = (vectors + 0.01 * random.normal(size=vectors.shape)).astype(np.float32)
-    differences = vectors[:, None].astype(float) - vectors[None]
+    apart = np.linalg.norm(vectors[:, None].astype(float) - vectors[None], axis=2)
     same = np.arange(100)
     same[70:75] = 70
-    found = near_pairs(vectors, 1.5, same=same)
-    expected = within(np.linalg.norm(differences, axis=2), 1.5, same)
-    assert pairs_of(found) == pytest.approx(expected)
-    assert found.complete and (np.diff(found.distance) >= 0).all()
+    actual = near_pairs(vectors, 1.5, same=same)
+    expected = {
+        (i, j): apart[i, j]
+        for i, j in itertools.combinations(range(100), 2)
+        if apart[i, j] <= 1.5 and same[i] != same[j]
+    }
+    assert pairs_of(actual) == pytest.approx(expected)
+    assert actual.complete and (np.diff(actual.distance) >= 0).all()
 
     monkeypatch.setattr(near, "MOST_PAIRS", 100)
     ended = near_pairs(vectors, 1.5)
@@ -264,15 +250,15 @@ def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):
         assert pairs.complete and pairs_of(pairs) == {(3, 7): 0}
 
 
-def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path):
-    one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
+def test_copies_are_one_group_and_no_pairs(tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()
     for number in range(300):
-        Image.fromarray(one).save(tmp_path / "a" / f"{number}.png")
+        Image.fromarray(image).save(tmp_path / "a" / f"{number}.png")
     Image.new("RGB", (50, 50), "white").save(tmp_path / "a" / "white.png")
     Image.new("RGB", (40, 40), "white").save(tmp_path / "a" / "white too.png")
     found = check_data(tmp_path, progress=False)
-    assert [len(each.items) for each in found.same] == [300] and not found.near
+    assert [len(group.items) for group in found.same] == [300] and not found.near
     assert "and 294 more" in found.text()
 
 
@@ -289,16 +275,14 @@ def test_marks_of_sides_and_labels():
     assert spelt_alike([Subject(label, label) for label in labels]) == alike
 
 
-def test_vectors_that_are_the_same_or_are_none(tmp_path):
+def test_vectors_that_are_equal_or_not_finite(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     vectors[3] = vectors[0]
     vectors[5, 2] = np.nan
     np.savez(tmp_path / "v.npz", features=vectors, labels=["a", "a", "b", "b", "c", "c"])
     found = check_data(tmp_path / "v.npz", progress=False)
-    assert [each.items for each in found.same] == [(0, 3)] and found.same[0].by == "numbers"
-    assert (
-        found.contradicts(found.same[0]) and found.broken[0][0] == 5 and "NaN" in found.broken[0][1]
-    )
+    assert found.same == [Alike((0, 3), "numbers")] and found.contradicts(found.same[0])
+    assert found.broken[0][0] == 5 and "NaN" in found.broken[0][1]
 
 
 @pytest.mark.parametrize(
@@ -321,13 +305,13 @@ def test_mistakes_are_sentences(arguments, sentence, photos, cli):
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err
 
 
-def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos):
+def test_a_bomb_is_a_broken_image_and_the_others_are_checked(photos):
     Image.new("1", (8000, 8000)).save(photos / "test" / "c5" / "bomb.png")
     found = check_data(photos, progress=False)
     assert len(found.broken) == 1 and "pixels" in found.broken[0][1] and not found.same
 
 
-def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
+def test_items_of_arrays_have_no_bytes(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
     from retrieval.data.subjects import of_dataset
     from retrieval.recipe.tables import Split
@@ -335,7 +319,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     digits = (load_digits().images[:40] * 15.9).astype(np.uint8)
     dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])
     subjects = of_dataset(dataset, make_splits(dataset, Split(by="class", validation=0.5)))
-    assert {each.side for each in subjects.items} == {"train", "validation", "test"}
+    assert {item.side for item in subjects.items} == {"train", "validation", "test"}
     own, item = subjects.open(3)
     assert own is None and np.array_equal(np.asarray(item), digits[3])
     with pytest.raises(DataError, match="No data are named"):
@@ -345,7 +329,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
 def test_clean_digits_raise_no_alarm(tmp_path):
     digits = (load_digits().images * 15.9).astype(np.uint8)
     np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
-    pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])
+    pictures = np.stack([fingerprint(Image.fromarray(digit)).picture for digit in digits])
     assert len(near_pairs(pictures, PICTURES).first) == 0
     copies = 0
     for digit, own in zip(digits[:200], pictures, strict=False):
@@ -354,6 +338,6 @@ def test_clean_digits_raise_no_alarm(tmp_path):
             again = fingerprint(copy).picture
         assert again is not None
         copies += float(np.linalg.norm(again - own)) <= PICTURES
-    assert copies >= 180  # of 200 that are eight pixels wide, which JPEG changes most
+    assert copies >= 180  # of 200; JPEG changes such small images most
     same = check_data(tmp_path / "x.npz", progress=False)
     assert same.clean and len(same.subjects) == 1797

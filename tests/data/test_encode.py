@@ -1,4 +1,4 @@
-"""Items to codes: which memory format the net is given, and that nothing else changes."""
+"""`encode` gives a net on the CPU channels last, which changes nothing else."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ ITEMS = np.arange(10)
 
 
 class Net(nn.Module):
-    """Two convolutions; writes down whether its images' channels lie together."""
+    """Two convolutions; records whether the images have channels last."""
 
     def __init__(self, channels: int, flat: Any) -> None:
         super().__init__()
@@ -31,18 +31,17 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         maps = self.convolutions(images)
         self.seen.append(images.stride(1) == 1)
-        out: Tensor = self.flat(maps)
-        return out
+        features: Tensor = self.flat(maps)
+        return features
 
 
 def items(channels: int) -> ArrayDataset:
-    shape = (len(ITEMS), 8, 8) + ((3,) if channels == 3 else ())
-    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (len(ITEMS), 8, 8, channels), dtype=np.uint8)
     return ArrayDataset(pixels, ["a"] * len(ITEMS))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_cpu_is_given_channels_last_and_says_the_same(channels):
+def test_a_cpu_gets_channels_last_and_the_same_codes(channels):
     torch.manual_seed(0)
     net = Net(channels, lambda maps: maps.flatten(1))
     model = Model(net, nn.Linear(net.features, 5)).train()
@@ -56,9 +55,9 @@ def test_a_cpu_is_given_channels_last_and_says_the_same(channels):
     torch.testing.assert_close(codes, plain, atol=1e-6, rtol=1e-5)
 
 
-def test_a_net_that_views_its_maps_is_given_channels_first():
+def test_a_net_that_views_its_maps_gets_channels_first():
     torch.manual_seed(0)
-    net = Net(3, lambda maps: maps.view(len(maps), -1))  # refuses what flatten copies
+    net = Net(3, lambda maps: maps.view(len(maps), -1))  # fails with channels last
     model = Model(net, nn.Linear(net.features, 5))
     codes = encode(model, items(3), ITEMS, batch=4)
     assert net.seen == [True, False, False, False]
@@ -66,7 +65,7 @@ def test_a_net_that_views_its_maps_is_given_channels_first():
     torch.testing.assert_close(codes, encode(model, items(3), ITEMS, batch=4), atol=1e-6, rtol=1e-5)
 
 
-def test_a_nets_own_fault_is_told_as_it_is():
+def test_a_nets_own_fault_is_raised_unchanged():
     def broken(maps):
         raise RuntimeError("no such layer")
 

@@ -97,7 +97,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
-def test_an_epoch_goes_on_from_any_batch_and_shares_make_up_the_batch(digits, photos, changes):
+def test_an_epoch_resumes_at_any_batch_and_shares_make_up_the_batch(digits, photos, changes):
     def epoch(dataset, preprocessing, **options) -> list[list[Tensor]]:
         sampler = Sampler(classes=4, items=3, batches=25 if dataset is digits else 3)
         loader = batches(dataset, preprocessing, sampler, changes)
@@ -118,9 +118,8 @@ def test_an_epoch_goes_on_from_any_batch_and_shares_make_up_the_batch(digits, ph
         for batch, *parts in zip(whole, *shares, strict=True):
             for tensor, *pieces in zip(batch, *parts, strict=True):
                 assert torch.equal(tensor, torch.cat(pieces))
-    with pytest.raises(
-        DataError, match=r"12 rows \(classes × items × views\) cannot be shared equally by 5 proc"
-    ):
+    says = r"12 rows \(classes × items × views\) cannot be shared equally by 5 proc"
+    with pytest.raises(DataError, match=says):
         epoch(digits, GREY8, world=5)
 
 
@@ -145,42 +144,30 @@ def test_worker_processes_give_the_same_batches(photos):
 
 def test_nothing_touches_the_global_generators(digits, photos):
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    lent = common_functions.NUMPY_RANDOM
-    list(
-        batches(digits, augmentation=CHANGES, sampler=Sampler(classes=4, items=3, batches=3)).epoch(
-            0
-        )
-    )
+    of_library = common_functions.NUMPY_RANDOM
+    few = Sampler(classes=4, items=3, batches=3)
+    list(batches(digits, sampler=few, augmentation=CHANGES).epoch(0))
     list(batches(photos, Preprocessing((12, 10)), augmentation=CHANGES).epoch(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()
     assert before[2] == random.getstate()
-    assert common_functions.NUMPY_RANDOM is lent
+    assert common_functions.NUMPY_RANDOM is of_library
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 def test_the_draw_is_pytorch_metric_learnings(monkeypatch, dtype):
     random = np.random.default_rng(5)
-    for p, m, batches_, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
-        labels = random.permutation(np.repeat([7, 2, 90, 5, 41, 3], [1, 30, 4, 12, 3, 5])).astype(
-            dtype
-        )
-        count = batches_ or len(labels) // (p * m)
-        own = np.random.RandomState(
-            np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch]))
-        )
+    for p, m, number, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
+        labels = np.repeat(np.array([7, 2, 90, 5, 41, 3], dtype), [1, 30, 4, 12, 3, 5])
+        labels = random.permutation(labels)
+        count = number or len(labels) // (p * m)
+        sequence = np.random.SeedSequence([seed % 2**64, epoch])
+        own = np.random.RandomState(np.random.MT19937(sequence))
         monkeypatch.setattr(common_functions, "NUMPY_RANDOM", own)
         theirs = list(MPerClassSampler(labels, m, p * m, count * p * m))
-        items = training_items(Sampler(classes=p, items=m, batches=batches_), labels, None)
+        items = training_items(Sampler(classes=p, items=m, batches=number), labels, None)
         drawn = drawn_batches(ClassBalanced(), items, seed, epoch)
         np.testing.assert_array_equal(drawn, np.reshape(theirs, (count, p * m)))
-
-
-def test_too_few_classes(digits):
-    with pytest.raises(
-        DataError, match=r"a batch takes 16 classes, but only 10 train. Set classes = 10 or fewer"
-    ):
-        batches(digits, sampler=Sampler())
 
 
 def test_slices_are_what_preprocessing_gives(digits):
@@ -198,9 +185,8 @@ def test_slices_are_what_preprocessing_gives(digits):
         assert raw.ready(indices)
         np.testing.assert_array_equal(RawInputs(digits, pre, budget=0).batch(indices), expected)
     assert RawInputs(digits, GREY8).array is not None
-    assert (
-        RawInputs(digits, Preprocessing((28, 28), 1, (0.0,), (1.0,)), budget=10).in_memory is False
-    )
+    larger = Preprocessing((28, 28), 1, (0.0,), (1.0,))
+    assert not RawInputs(digits, larger, budget=10).in_memory
 
 
 def test_batches_have_memory_of_their_own(digits):
@@ -225,16 +211,15 @@ def test_mirror_follows_its_probability(digits):
 
 
 def test_a_crop_sees_the_whole_image(tmp_path):
-    # The centre crop of a wide image sees its middle only; columns hold their own number.
+    # Each pixel holds the number of its column. A centre crop shows only the middle columns.
     wide = np.repeat(np.arange(200, dtype=np.uint8)[None], 20, axis=0)
     Image.fromarray(wide).save(tmp_path / "wide.png")
     data = FileDataset([tmp_path / "wide.png"] * 4, list("aabb"))
     pre = Preprocessing((20, 20), 1, (0.0,), (1.0,), "nearest", 20)
     middle = next(inputs(data, [0], pre, 1))
     assert (int(middle.min()), int(middle.max())) == (90, 109)
-    crops = batches(
-        data, pre, Sampler(classes=2, items=2, batches=60), Augmentation(crop_scale=(0.05, 0.1))
-    )
+    sampler, crop = Sampler(classes=2, items=2, batches=60), Augmentation(crop_scale=(0.05, 0.1))
+    crops = batches(data, pre, sampler, crop)
     seen = torch.cat([x for x, _ in crops.epoch(0)])
     assert int(seen.min()) < 15 and int(seen.max()) > 184
     widths = seen[:, 0, 0, -1].int() - seen[:, 0, 0, 0].int()
@@ -244,18 +229,14 @@ def test_a_crop_sees_the_whole_image(tmp_path):
 @pytest.mark.parametrize(("height", "width"), [(28, 28), (100, 37), (30, 300)])
 def test_crops_are_distributed_as_torchvisions(height, width):
     scale, ratio = (0.2, 1.0), (0.75, 4 / 3)
-    ours = np.array(
-        [
-            crop_box(row, height, width, scale, ratio)
-            for row in Changes(NOTHING).draw(0, 0, 0, 6000).uniform
-        ]
-    )
+    draws = Changes(NOTHING).draw(0, 0, 0, 6000).uniform
+    ours = np.array([crop_box(row, height, width, scale, ratio) for row in draws])
     transform = v2.RandomResizedCrop(8, scale=scale, ratio=ratio)
     image = torch.zeros(1, height, width)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = [transform.make_params([image]) for _ in range(6000)]
-    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made])
+        boxes = [transform.make_params([image]) for _ in range(6000)]
+    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in boxes])
     assert (ours[:, :2] >= 0).all()
     assert (ours[:, 0] + ours[:, 2] <= height).all() and (ours[:, 1] + ours[:, 3] <= width).all()
     for column in range(4):
@@ -268,15 +249,12 @@ def test_crops_are_distributed_as_torchvisions(height, width):
 def test_inputs_in_order(digits, photos):
     pre = Preprocessing((12, 10), 3, resize=14)
     chosen = [40, 2, 2, 17, 0]
-    found = list(inputs(photos, chosen, pre, 2))
-    assert [len(x) for x in found] == [2, 2, 1]
-    np.testing.assert_array_equal(torch.cat(found), np.stack([pre(photos[i]) for i in chosen]))
+    chunks = list(inputs(photos, chosen, pre, 2))
+    assert [len(x) for x in chunks] == [2, 2, 1]
+    np.testing.assert_array_equal(torch.cat(chunks), np.stack([pre(photos[i]) for i in chosen]))
     assert list(inputs(photos, [], pre, 2)) == []
     together = torch.cat(list(inputs(digits, range(100), GREY8, 64)))
     np.testing.assert_array_equal(together[:, 0], digits.arrays[:100])
-
-
-def test_inputs_of_vectors():
     vectors = np.random.default_rng(0).normal(size=(9, 3))
     data = ArrayDataset(vectors, list("abcabcabc"), kind="features")
     x = torch.cat(list(inputs(data, [8, 1], None, 5)))
@@ -285,14 +263,12 @@ def test_inputs_of_vectors():
 
 
 def test_an_abandoned_iteration_ends(photos):
-
     before = threading.active_count()
     stream = inputs(photos, range(48), Preprocessing((12, 10)), 4)
     next(stream)
     del stream
-    assert (
-        threading.active_count() <= before + 8
-    )  # the decoding threads wait for more; the one ahead is gone
+    # The eight decoding threads wait for more; the thread that works ahead is gone.
+    assert threading.active_count() <= before + 8
     assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
 
 
@@ -308,12 +284,12 @@ def test_bad_images_end_in_a_sentence(tmp_path):
     (tmp_path / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 not really")
     (tmp_path / "empty.png").touch()
     Image.new("1", (5001, 5001)).save(tmp_path / "huge.png")
-    for name, said in (
-        ("torn.jpg", ""),
-        ("empty.png", " is empty"),
-        ("huge.png", " has 5001 × 5001 pixels"),
-        ("gone.png", " cannot be read"),
+    for words in (
+        "torn.jpg",
+        "empty.png is empty",
+        "huge.png has 5001 × 5001 pixels",
+        "gone.png cannot be read",
     ):
-        data = FileDataset([tmp_path / name], ["a"], advice="Do this.")
-        with pytest.raises(DataError, match=rf"(?s){name}{said}.*Do this\.$"):
+        data = FileDataset([tmp_path / words.split()[0]], ["a"], advice="Do this.")
+        with pytest.raises(DataError, match=rf"(?s){words}.*Do this\.$"):
             list(inputs(data, [0], GREY8, 1))

@@ -1,4 +1,4 @@
-"""`as_dataset`: what people have becomes a dataset with the same pixels, labels and sides."""
+"""`as_dataset` keeps the pixels, labels and sides of other libraries' objects."""
 
 import pickle
 from typing import Any
@@ -19,7 +19,7 @@ TEXTS = [NAMES[label] for label in LABELS]
 
 
 class Torch:
-    """A map-style dataset whose items are made by `item`, without its labels in a list."""
+    """A map-style dataset that gets its items from a function and lists no labels."""
 
     classes = NAMES
 
@@ -61,27 +61,26 @@ def files(tmp_path_factory):
 def test_datasets_of_torch(item):
     data = as_dataset(Torch(item))
     assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
-    again = pickle.loads(pickle.dumps(data))  # as processes that decode get it
+    again = pickle.loads(pickle.dumps(data))  # as for worker processes
     assert np.array_equal(pixels(again), PIXELS)
     part = as_dataset(Subset(Torch(item), [4, 1]))
     assert np.array_equal(pixels(part), PIXELS[[4, 1]]) and part.labels == ["emu", "cat"]
 
 
-def test_sides_and_parts_lie_end_to_end():
+def test_the_values_of_a_dictionary_are_joined_as_sides():
     data = as_dataset({"train": Subset(Torch(tensor), [0, 1, 2]), "val": Torch(pillow)})
     assert data.splits == ["train"] * 3 + ["validation"] * 6 and data.keys[3] == "val/0"
     assert np.array_equal(pixels(data), np.concatenate([PIXELS[:3], PIXELS]))
     assert len(as_dataset(ConcatDataset([Torch(tensor), Torch(tensor)]))) == 12
-    roles = as_dataset(
-        {"train": Torch(pillow), "query": Torch(pillow), "gallery": (PIXELS, LABELS)}
-    )
+    parts = {"train": Torch(pillow), "query": Torch(pillow), "gallery": (PIXELS, LABELS)}
+    roles = as_dataset(parts)
     assert roles.splits == ["train"] * 6 + ["test"] * 12
     assert roles.roles == [""] * 6 + ["query"] * 6 + ["gallery"] * 6
     arrays = as_dataset({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)})
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 
 
-def test_labels_are_those_of_the_items_whatever_the_class_lists():
+def test_labels_come_from_the_items_unless_the_class_is_torchvisions():
     reads: list[int] = []
 
     class Listing(Torch):
@@ -95,14 +94,14 @@ def test_labels_are_those_of_the_items_whatever_the_class_lists():
     wrong = Listing(item)
     wrong.targets = [LABELS[0], *[9] * 5]  # agrees on the first item only
     assert as_dataset(wrong).labels == TEXTS
-    Listing.__module__ = "torchvision.datasets.listing"  # whose lists are its items
+    Listing.__module__ = "torchvision.datasets.listing"
     reads.clear()
     assert as_dataset(Listing(item)).labels == TEXTS and set(reads) == {0}
     wrong.target_transform = str
     assert as_dataset(wrong).labels == TEXTS
 
 
-def test_names_must_reach_to_the_last_class():
+def test_every_class_needs_a_name():
     few = Torch(pillow)
     few.classes = few.classes[:2]
     with pytest.raises(DataError, match="`classes` only names the labels 0 to 1"):
@@ -164,12 +163,8 @@ def test_a_hugging_face_dataset(files):
             "other": datasets.Image(),
         }
     )
-    columns = {
-        "img": list(map(str, files)),
-        "label": LABELS,
-        "price": LABELS,
-        "other": list(map(str, files)),
-    }
+    paths = list(map(str, files))
+    columns = {"img": paths, "label": LABELS, "price": LABELS, "other": paths}
     table = datasets.Dataset.from_dict(columns, features=features)
     data = as_dataset(table, image="img")
     assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
@@ -179,30 +174,26 @@ def test_a_hugging_face_dataset(files):
 
 
 @pytest.mark.parametrize(
-    ("obj", "said"),
+    ("obj", "words"),
     [
         (5, "pass a PyTorch dataset"),
         ("photos", "pass a PyTorch dataset"),
         ([], "holds no items"),
         ([1, 2], "is an object of type int. It must"),
+        ([[1, 2], [3, 4]], "item 0 is an object of type int, not an image. Pass an image as"),
         ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
+        ((5, LABELS), "images cannot be read: 'int' object is not iterable"),
+        (([1.5, 2.5], LABELS[:2]), "item 0 is an object of type float, not an image"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
         (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
-    ],
-)
-def test_what_is_no_dataset_is_refused(obj, said):
-    with pytest.raises(DataError, match=said):
-        as_dataset(obj)
-
-
-def test_an_item_that_is_no_image_is_named():
-    for item, said in (
+        (Torch(lambda index: ([5], 1)), "item 0 is an object of type list, not an image"),
         (
-            lambda index: (torch.randn(3, 4, 4) * 9, 1),
+            Torch(lambda index: (torch.randn(3, 4, 4) * 9, 1)),
             "item 0: Pixels .* leave out a normalisation",
         ),
-        (lambda index: ([5], 1), "item 0 is an object of type int, not an image"),
-    ):
-        with pytest.raises(DataError, match=said):
-            as_dataset(Torch(item))
+    ],
+)
+def test_other_objects_are_refused(obj, words):
+    with pytest.raises(DataError, match=words):
+        as_dataset(obj)

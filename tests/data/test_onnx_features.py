@@ -1,4 +1,4 @@
-"""Frozen features by ONNX Runtime are torch's; torch stands in where it cannot serve."""
+"""Frozen features by ONNX Runtime equal torch's; torch computes them if ONNX Runtime cannot."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ PRE = Preprocessing((24, 20), 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
 class Net(Backbone):
-    """With batch statistics that count, padding that is worked out from the size, and a branch."""
+    """A net with batch norm, padding that depends on the image's size, and a residual branch."""
 
     features = 12
     preprocessing = PRE
@@ -48,7 +48,7 @@ class Net(Backbone):
 
 
 class OfTheBatch(Net):
-    """An item's features depend on the others: no graph of a fixed number of images has them."""
+    """Features of an item depend on the whole batch, so a graph of another batch size differs."""
 
     def forward(self, x: Tensor) -> Tensor:
         features = super().forward(x)
@@ -56,7 +56,7 @@ class OfTheBatch(Net):
 
 
 class Refused(Net):
-    """What torch's exporter has no operator for."""
+    """A net with an operator that torch's exporter does not know."""
 
     def forward(self, x: Tensor) -> Tensor:
         features = super().forward(x)
@@ -65,9 +65,9 @@ class Refused(Net):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """However few the items, and four at once."""
+    """Use ONNX Runtime for few items too, and run four images at once."""
     monkeypatch.setattr(features, "LEAST", 1)
-    monkeypatch.setattr(features, "_MOST", 4)
+    monkeypatch.setattr(features, "_MOST_IMAGES", 4)
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -107,19 +107,19 @@ def done(sums: Path) -> int:
     return sum(any(content[i : i + 16]) for i in range(0, len(content), 16))
 
 
-def test_the_features_are_torchs(photos, tmp_path):
+def test_the_features_equal_torchs(photos, tmp_path):
     net = model().train()
-    # 27 items in blocks of 10, four at once: the last of a block, and of all, are filled up
-    found = backbone_features(net, photos, CPU, 10).arrays
-    assert net.backbone.norm.training  # as it was
-    wanted = of_torch(net, photos)
-    scale = float(np.linalg.norm(wanted, axis=1).mean())
-    assert found is not None and found.shape == (27, 12)
-    assert np.abs(found - wanted).max() <= TOLERANCE * scale
-    assert np.ptp(wanted, axis=0).min() > 10 * TOLERANCE * scale  # items differ by more than that
+    # 27 items in blocks of 10, four images at once: the last run of each block is filled up.
+    actual = backbone_features(net, photos, CPU, 10).arrays
+    assert net.backbone.norm.training  # as before
+    expected = of_torch(net, photos)
+    scale = float(np.linalg.norm(expected, axis=1).mean())
+    assert actual.shape == (27, 12) and np.abs(actual - expected).max() <= TOLERANCE * scale
+    # The items differ by much more than the tolerance.
+    assert np.ptp(expected, axis=0).min() > 10 * TOLERANCE * scale
 
 
-def test_the_entry_says_which_way(photos, tmp_path, monkeypatch):
+def test_onnx_runtime_and_torch_have_separate_entries(photos, tmp_path, monkeypatch):
     first = np.array(backbone_features(model(), photos, CPU, 10).arrays)
     quick = entries(tmp_path)
     assert len(quick) == 1
@@ -127,7 +127,7 @@ def test_the_entry_says_which_way(photos, tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("made again")
 
-    with monkeypatch.context() as patch:  # nothing is exported, nothing computed
+    with monkeypatch.context() as patch:  # nothing is exported or computed
         patch.setattr(OnnxBackbone, "_agreed", refuse)
         np.testing.assert_array_equal(first, backbone_features(model(), photos, CPU, 10).arrays)
         patch.setattr(features, "version", lambda _: "0.0")
@@ -140,14 +140,14 @@ def test_the_entry_says_which_way(photos, tmp_path, monkeypatch):
     assert not np.array_equal(plain, first)
 
 
-def test_interrupted_it_goes_on(photos, tmp_path, monkeypatch):
+def test_an_interrupted_run_continues(photos, tmp_path, monkeypatch):
     whole = np.array(backbone_features(model(), photos, CPU, 5).arrays)
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "other"))
-    run, asked = OnnxBackbone.__call__, []
+    run, counts = OnnxBackbone.__call__, []
 
     def interrupted(net, pixels):
-        asked.append(len(pixels))
-        if len(asked) == 4:
+        counts.append(len(pixels))
+        if len(counts) == 4:
             raise KeyboardInterrupt
         return run(net, pixels)
 
@@ -158,20 +158,18 @@ def test_interrupted_it_goes_on(photos, tmp_path, monkeypatch):
     (sums,) = (tmp_path / "other").rglob("sums")
     blocks = done(sums)
     assert 0 < blocks < 6
-    asked.clear()
-    monkeypatch.setattr(
-        OnnxBackbone, "__call__", lambda net, pixels: asked.append(len(pixels)) or run(net, pixels)
-    )
+    counts[:] = [0] * 4  # no further interruption
+    monkeypatch.setattr(OnnxBackbone, "__call__", interrupted)
     np.testing.assert_array_equal(whole, backbone_features(model(), photos, CPU, 5).arrays)
-    assert sum(asked) == 27 - 5 * blocks
+    assert sum(counts) == 27 - 5 * blocks
 
 
 @pytest.mark.parametrize("backbone", [OfTheBatch, Refused])
-def test_where_no_graph_serves_torch_does(photos, tmp_path, backbone, caplog):
+def test_without_a_usable_graph_torch_computes(photos, tmp_path, backbone, caplog):
     net = model(backbone)
     with caplog.at_level(logging.INFO):
-        found = backbone_features(net, photos, CPU, len(photos)).arrays
-    np.testing.assert_allclose(found, of_torch(net, photos), rtol=1e-5, atol=1e-6)
+        actual = backbone_features(net, photos, CPU, len(photos)).arrays
+    np.testing.assert_allclose(actual, of_torch(net, photos), rtol=1e-5, atol=1e-6)
     assert "Features are computed by torch: " in caplog.text
     assert len(entries(tmp_path)) == 1
 
@@ -183,7 +181,7 @@ def test_an_item_that_cannot_be_read(photos):
         backbone_features(model(), photos, CPU, 10)
 
 
-def test_which_way(photos, monkeypatch):
+def test_when_onnx_runtime_computes(photos, monkeypatch):
     net = model()
     assert (runtime_for(net, photos, CPU) or "").startswith("onnxruntime ")
     assert runtime_for(net, photos, torch.device("cuda")) is None

@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """A module of somebody who has never heard of `retrieval.plugin.Backbone`."""
+    """A torch module that knows nothing of `retrieval.plugin.Backbone`."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -30,22 +30,14 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("RETRIEVAL_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="session")
-def trained(cache, tmp_path_factory):
+def trained(tmp_path_factory):
     """A run of the small recipe, trained once."""
     return retrieval.train(SMALL, tmp_path_factory.mktemp("runs") / "small", progress=False)
 
 
 @pytest.fixture(scope="session")
 def bundle(trained, tmp_path_factory):
-    """The bundle of that run, exported once."""
+    """The exported bundle of `trained`."""
     return trained.export(tmp_path_factory.mktemp("bundles") / "bundle", progress=False)
 
 
@@ -57,9 +49,15 @@ def photos(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("photos")
     digits = load_digits()
-    for i in range(60):
-        (folder / str(digits.target[i])).mkdir(exist_ok=True)
-        Image.fromarray((digits.images[i] * 15).astype("uint8")).save(
-            folder / str(digits.target[i]) / f"{i}.png"
-        )
+    for i, label in enumerate(digits.target[:60]):
+        (folder / str(label)).mkdir(exist_ok=True)
+        pixels = (digits.images[i] * 15).astype("uint8")
+        Image.fromarray(pixels).save(folder / str(label) / f"{i}.png")
     return folder
+
+
+@pytest.fixture
+def index(bundle, photos, tmp_path):
+    """An open index of the photos."""
+    with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
+        yield opened

@@ -19,7 +19,7 @@ def test_names_are_listed_by_kind():
     assert unknown.startswith("There is no kind 'los' ") and "Did you mean 'loss'?" in unknown
 
 
-def test_a_part_is_made_with_its_parameters():
+def test_a_part_gets_its_parameters():
     loss = retrieval.create(*TRIPLET, margin=0.3)
     assert isinstance(loss, TripletMarginLoss) and loss.margin == 0.3
     again = retrieval.create("losses", "pml.triplet_margin", margin=0.3)
@@ -34,13 +34,13 @@ def test_parts_of_parts_are_names_tables_or_objects(distance):
     assert retrieval.create(*TRIPLET, distance=part).distance is part
 
 
-def test_what_training_gives_in_a_recipe_is_a_parameter_here():
+def test_values_that_training_supplies_are_parameters_of_create():
     assert retrieval.create("backbone", "core.features", features=7).features == 7
     missing = refusal(RecipeError, retrieval.create, "backbone", "core.features")
     assert "[backbone] features: is required" in missing
 
 
-def test_every_problem_is_told_at_once():
+def test_all_problems_are_named_at_once():
     wrong = {"margn": 0.1, "swap": "yes", "distance": "pml.cosin_similarity"}
     problems = refusal(RecipeError, retrieval.create, *TRIPLET, **wrong)
     assert "3 problems" in problems and "swap" in problems

@@ -1,4 +1,4 @@
-"""Distillation: its loss by plain loops, a student like its teacher, and refusals."""
+"""Distillation: the loss by plain loops, a student that learns its teacher, and refusals."""
 
 import math
 import sys
@@ -14,13 +14,8 @@ from torch import Tensor, nn
 
 from retrieval_core.distillation_loss import Distillation
 
-SMALL = [
-    "backbone.size=16",
-    "backbone.channels=1",
-    "backbone.width=8",
-    "backbone.depth=2",
-    "augmentation.crop_scale=[0.9, 1.0]",
-]
+SMALL = ["--set", "backbone.size=16", "--set", "backbone.channels=1", "--set", "backbone.width=8"]
+SMALL += ["--set", "backbone.depth=2", "--set", "augmentation.crop_scale=[0.9, 1.0]"]
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +39,27 @@ def by_loops(x: Tensor, teacher: Tensor, cosine: float, relational: float) -> fl
         mean = sum(lengths) / len(lengths)
         return [length / mean for length in lengths]
 
-    rows, wanted = x.tolist(), teacher.tolist()
+    rows, targets = x.tolist(), teacher.tolist()
     total = 0.0
-    for a, b in zip(distances(rows), distances(wanted), strict=True):
+    for a, b in zip(distances(rows), distances(targets), strict=True):
         total += (a - b) ** 2 / 2 if abs(a - b) <= 1 else abs(a - b) - 0.5
     relation = total / (len(rows) * (len(rows) - 1) / 2)
     angles = [
         1 - sum(p * q for p, q in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
-        for a, b in zip(rows, wanted, strict=True)
+        for a, b in zip(rows, targets, strict=True)
     ]
     return cosine * sum(angles) / len(angles) + relational * relation
 
 
-def test_the_loss_is_that_of_the_loops():
+def test_the_loss_equals_plain_loops():
     random = torch.Generator().manual_seed(0)
-    teacher = nn.functional.normalize(
-        torch.randn(9, 5, generator=random, dtype=torch.float64) ** 3, dim=1
-    )
+    cubes = torch.randn(9, 5, generator=random, dtype=torch.float64) ** 3
+    teacher = nn.functional.normalize(cubes, dim=1)
     x = torch.randn(6, 5, generator=random, dtype=torch.float64, requires_grad=True)
     items = torch.tensor([4, 0, 8, 2, 7, 1])
     loss = Distillation(teacher, torch.arange(9) % 3, cosine=0.7, relational=2.0)
-    assert loss(x, items).item() == pytest.approx(
-        by_loops(x.detach(), teacher[items], 0.7, 2.0), abs=1e-12
-    )
+    expected = by_loops(x.detach(), teacher[items], 0.7, 2.0)
+    assert loss(x, items).item() == pytest.approx(expected, abs=1e-12)
     assert torch.autograd.gradcheck(lambda rows: loss(rows, items), [x])
 
     class OfClasses(nn.Module):
@@ -78,23 +71,19 @@ def test_the_loss_is_that_of_the_loops():
     torch.testing.assert_close(with_classes(x, items), loss(x, items) + further)
 
 
-def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
-    bundle, digits, tmp_path, cli, monkeypatch
-):
-    settings = [word for change in SMALL for word in ("--set", change)]
+def test_a_student_learns_its_teacher_and_resumes(bundle, digits, tmp_path, cli, monkeypatch):
     call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--dimensions", "16"]
-    call += [*settings, "--output", tmp_path / "small.bundle"]
+    call += [*SMALL, "--output", tmp_path / "small.bundle"]
     short = cli(*call, "--set", "train.epochs=1")
     assert short.code == 0, short.err
     assert "trained on 285 photos" in short.out
-    assert cli(*call).code == 2  # bundle and folder are there
-    again = cli(
-        *call, "--set", "train.epochs=12", "--resume", "--output", tmp_path / "again.bundle"
-    )
+    assert cli(*call).code == 2  # bundle and folder exist
+    longer = ["--set", "train.epochs=12", "--resume", "--output", tmp_path / "again.bundle"]
+    again = cli(*call, *longer)
     assert again.code == 0, again.err
 
     student, files = retrieval.load(tmp_path / "again.bundle"), sorted(digits.rglob("*.png"))[::7]
-    own, wanted = (encoder.encode(files, progress=False) for encoder in (student, bundle))
+    own, target = (encoder.encode(files, progress=False) for encoder in (student, bundle))
     assert own.shape[1] == 16
 
     def correlation(a, b):
@@ -102,7 +91,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
         return float(np.corrcoef((a @ a.T)[pairs], (b @ b.T)[pairs])[0, 1])
 
     first = retrieval.load(tmp_path / "small.bundle").encode(files, progress=False)
-    assert correlation(own, wanted) > max(0.7, correlation(first, wanted))
+    assert correlation(own, target) > max(0.7, correlation(first, target))
 
     elsewhere = ["--output", tmp_path / "none.bundle", "--run", tmp_path / "none"]
     wrong = cli(*call[:3], "--student", "core.convne", *elsewhere)
@@ -110,7 +99,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     encode = BundleEncoder.encode
 
     def embeds_again(encoder, images, **options):
-        assert not isinstance(images, list), "the teacher's embeddings are there already"
+        assert not isinstance(images, list), "the teacher's embeddings exist already"
         return encode(encoder, images, **options)
 
     monkeypatch.setattr(BundleEncoder, "encode", embeds_again)
@@ -120,9 +109,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     assert other.code == 2 and "different photos" in other.err
 
 
-def test_the_command_to_go_on_with_resumes_only_what_began(
-    bundle, digits, tmp_path, cli, monkeypatch
-):
+def test_the_printed_command_resumes_only_what_began(bundle, digits, tmp_path, cli, monkeypatch):
     call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--replace"]
     call += ["--output", tmp_path / "small.bundle"]
     monkeypatch.setattr(sys, "argv", ["retrieval", *map(str, call)])
@@ -139,10 +126,10 @@ def test_the_command_to_go_on_with_resumes_only_what_began(
         assert ("--resume" in stopped.err) == resumes
 
 
-def test_labels_are_learnt_too(bundle, digits, tmp_path, cli):
+def test_a_student_learns_labels_too(bundle, digits, tmp_path, cli):
     call = ["distill", bundle.path, digits, "--output", tmp_path / "small.bundle", "--labels"]
     call += ["--run", tmp_path / "work", "--set", "train.epochs=1", "--dimensions", "8"]
-    done = cli(*call, *(word for change in SMALL for word in ("--set", change)))
+    done = cli(*call, *SMALL)
     assert done.code == 0, done.err
     run = retrieval.load(tmp_path / "work" / "run")
     assert run.recipe.loss.parameters["loss"] == "pml.multi_similarity"
@@ -152,17 +139,12 @@ def test_labels_are_learnt_too(bundle, digits, tmp_path, cli):
     assert list(classes) == list(run.labels("train"))
 
 
-def test_what_cannot_be_distilled_is_said(bundle, tmp_path, cli):
+def test_too_few_photos_and_broken_embeddings_are_refused(bundle, tmp_path, cli):
     (tmp_path / "few").mkdir()
     Image.new("L", (8, 8)).save(tmp_path / "few" / "a.png")
     few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")
     assert few.code == 2 and "too few" in few.err
     (tmp_path / "broken.npz").write_bytes(b"no archive")
+    sizes = {"teacher": str(tmp_path / "broken.npz"), "embedding_size": 8, "classes": 4}
     with pytest.raises(retrieval.errors.DataError, match="not a file of teacher embeddings"):
-        retrieval.create(
-            "loss",
-            "core.distillation",
-            teacher=str(tmp_path / "broken.npz"),
-            embedding_size=8,
-            classes=4,
-        )
+        retrieval.create("loss", "core.distillation", **sizes)

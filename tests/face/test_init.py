@@ -1,4 +1,4 @@
-"""`retrieval init`: what it sees in a folder of photos, and recipes that run as they are."""
+"""`retrieval init` describes a folder of photos and writes recipes that run unchanged."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def folder(tmp_path):
     return tmp_path / "photos"
 
 
-def test_it_says_what_the_folder_holds_and_its_recipe_runs(folder, tmp_path, cli, monkeypatch):
+def test_the_folder_is_described_and_the_recipe_runs(folder, tmp_path, cli, monkeypatch):
     monkeypatch.setattr("retrieval.training.proposal.WEIGHTS", "not_installed")
     output = tmp_path / "recipes"
     done = cli("init", folder, "--output", output)
@@ -47,24 +47,21 @@ def test_it_says_what_the_folder_holds_and_its_recipe_runs(folder, tmp_path, cli
     assert flat.code == 2 and "no class folder" in flat.err and not (tmp_path / "none").exists()
 
 
-def test_every_recipe_is_one_and_compares_the_same_split(tmp_path):
+def test_all_recipes_are_valid_and_share_a_split(tmp_path):
     recipes = []
     for name, (_, text) in recipes_for(FACTS, weights=True).items():
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         recipes.append(read_recipe(file))
-        # every choice has its reason: each table has a comment
-        tables = text.split("\n\n")
-        assert all(
-            "#" in table for table in tables if table.startswith(("[data", "[split", "[back"))
-        )
+        explained = ("[data", "[split", "[back")  # each table has a comment on its choices
+        assert all("#" in table for table in text.split("\n\n") if table.startswith(explained))
     assert [recipe.name for recipe in recipes] == ["frozen", "finetune", "scratch"]
     assert len({(str(recipe.split), str(recipe.sampler)) for recipe in recipes}) == 1
     assert recipes[0].backbone.frozen and recipes[1].phases[0].train == ["head", "loss"]
     assert recipes[0].split.by == "class" and recipes[0].split.validation_by == "class"
 
 
-def test_few_photos_are_not_for_a_net_from_scratch():
+def test_few_photos_get_no_net_from_scratch():
     few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None)
     recipes = recipes_for(few, weights=True)
     assert "scratch" not in recipes

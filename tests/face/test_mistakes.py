@@ -1,4 +1,4 @@
-"""Mistakes of somebody who works in Python: one sentence each, and what to do in Python."""
+"""Mistakes in Python end in one sentence, which says what to do in Python."""
 
 import ast
 import re
@@ -11,12 +11,6 @@ from refusals import refusal
 from retrieval.errors import BundleError, DataError, PluginError, StoreError
 
 from .conftest import SMALL, Net
-
-
-@pytest.fixture
-def index(bundle, photos, tmp_path):
-    with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
-        yield opened
 
 
 def test_k_is_a_whole_number(index, photos):
@@ -43,7 +37,7 @@ def test_a_closed_index_says_so(index, photos):
 
 
 @pytest.mark.parametrize("port", [99999, -1, "8000"])
-def test_a_port_that_is_none_is_refused(index, port):
+def test_a_wrong_port_is_refused(index, port):
     text = refusal(StoreError, retrieval.serve, index, port=port, wait=False)
     assert "port must be a whole number from 0 " in text and f" to 65535, not {port!r}" in text
 
@@ -57,13 +51,13 @@ def test_a_side_that_a_run_does_not_have(trained):
 
 
 def test_one_name_stands_for_a_list_of_one(trained, tmp_path):
-    found = trained.evaluate(metrics="recall_at_1", progress=False)
-    assert list(found.metrics["trained"]) == ["recall_at_1"]
-    made = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
-    assert list(made.bundle.manifest.variants) == ["fp16"]
+    evaluation = trained.evaluate(metrics="recall_at_1", progress=False)
+    assert list(evaluation.metrics["trained"]) == ["recall_at_1"]
+    encoder = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
+    assert list(encoder.bundle.manifest.variants) == ["fp16"]
 
 
-def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
+def test_wrong_sources_and_queries_are_refused(bundle, photos, tmp_path):
     from PIL import Image
 
     query = next(photos.glob("*/*.png"))
@@ -89,12 +83,12 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
         ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, but must be an object"),
     ],
 )
-def test_what_is_no_object_is_refused(tmp_path, part, sentence):
+def test_text_tables_and_classes_are_no_objects(tmp_path, part, sentence):
     text = refusal(PluginError, retrieval.train, SMALL, tmp_path / "run", progress=False, **part)
     assert sentence in text and not list(tmp_path.iterdir())
 
 
-def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos):
+def test_existing_folders_are_answered_in_python(trained, index, bundle, photos):
     train = refusal(DataError, retrieval.train, SMALL, trained.path, progress=False)
     for words in ("larger train.epochs", "in Python resume=True", "in Python replace=True"):
         assert words in train
@@ -106,7 +100,7 @@ def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos
     assert "in Python retrieval.Index.create" in opened
 
 
-def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
+def test_wrong_sources_of_load_and_open(index, bundle, tmp_path):
     server = "http://127.0.0.1:8000"
     for error, source, sentence in (
         (DataError, tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),

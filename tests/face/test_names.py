@@ -1,4 +1,4 @@
-"""What `import retrieval` offers: exactly these names, lightly, with their types."""
+"""`import retrieval` offers exactly these names, imports little, and shows types to checkers."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ MODULES = {"errors", "plot", "plugin", "results"}
 HELP = {"__version__"}
 
 
-def test_dir_shows_exactly_the_face():
+def test_dir_shows_exactly_the_public_names():
     assert set(dir(retrieval)) == VERBS | CLASSES | MODULES | HELP
     assert set(retrieval.__all__) == set(dir(retrieval)) and len(retrieval.__all__) <= 20
 
@@ -35,11 +35,8 @@ def test_every_name_loads():
 
 
 def test_the_serving_half_needs_no_torch(process):
-    code = (
-        "import retrieval, sys; retrieval.Index.create, retrieval.Encoder, retrieval.load;"
-        " print('torch' in sys.modules)"
-    )
-    assert process("-c", code).out.split() == ["False"]
+    code = "import retrieval, sys; retrieval.Index.create, retrieval.Encoder, retrieval.load; "
+    assert process("-c", code + "print('torch' in sys.modules)").out.split() == ["False"]
 
 
 def returned(owner: Any) -> set[str]:
@@ -66,7 +63,7 @@ def test_all_that_is_returned_is_public():
     assert not names - public - arrays - standard
 
 
-def test_what_a_bare_install_lacks_is_said_in_python_and_on_the_command_line(process):
+def test_a_bare_install_names_what_it_lacks(process):
     bare = """
 import importlib.abc, sys
 class Bare(importlib.abc.MetaPathFinder):
@@ -83,12 +80,12 @@ def find_spec(name, package=None):
         return None
 importlib.util.find_spec = find_spec
 """
-    said = r"needs torch, .*pip install 'embedding-retrieval\[cpu,train,serve\]'"
+    says = r"needs torch, .*pip install 'embedding-retrieval\[cpu,train,serve\]'"
     done = process("-c", bare + "import retrieval; retrieval.load('core.convnet')")
-    assert re.search(rf"MissingDependency: .*{said}", done.err)
+    assert re.search(rf"MissingDependency: .*{says}", done.err)
     call = "sys.argv = ['retrieval', 'demo']\nfrom retrieval.cli.app import main\nmain()"
     done = process("-c", bare + call)
-    assert done.code == 2 and re.search(f"^Error: this command {said}", done.err)
+    assert done.code == 2 and re.search(f"^Error: this command {says}", done.err)
     assert "Traceback" not in done.err
 
 
@@ -128,17 +125,13 @@ reveal_type(retrieval.trian)
 def test_a_type_checker_sees_the_types(tmp_path):
     file = tmp_path / "typed.py"
     file.write_text(TYPED, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        str(file),
-    ]  # as setup.cfg says: what was read of torch serves all such tests
+    # In the repository's folder, mypy uses setup.cfg and one cache for all such tests.
+    command = [sys.executable, "-m", "mypy", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    said = done.stdout.splitlines()
-    errors = [line for line in said if ": error:" in line]
+    lines = done.stdout.splitlines()
+    errors = [line for line in lines if ": error:" in line]
     assert len(errors) == 1 and 'Module has no attribute "trian"' in errors[0], done.stdout
-    revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
+    revealed = [line.partition("Revealed type is ")[2] for line in lines if "Revealed type" in line]
     assert len(revealed) == 4 and all("def (" in text for text in revealed[:3])
 
 

@@ -1,4 +1,4 @@
-"""Objects made in Python in the places of named parts."""
+"""Objects made in Python in place of named parts."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
 
 
 class Digits(retrieval.plugin.Dataset):
-    """A dataset that somebody wrote in a notebook."""
+    """A dataset as written in a notebook."""
 
     def __init__(self, count: int = 1797) -> None:
         self.arrays = (DIGITS.images[:count] * 15).astype(np.uint8)
@@ -47,26 +47,26 @@ def objects(margin: float = 0.2, width: int = 32, count: int = 1797) -> dict[str
 
 
 TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train")}
-"""A recipe that names none of the three."""
+"""A recipe without the three parts that `objects` returns."""
 
 
 @pytest.fixture(scope="module")
-def own(cache, tmp_path_factory):
+def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "run"
     return retrieval.train(TABLES, folder, progress=False, **objects())
 
 
-def test_the_objects_are_trained_and_yours_stay_as_they_are(own, tmp_path):
-    given = objects()
-    before = {name: value.clone() for name, value in given["backbone"].state_dict().items()}
-    run = retrieval.train(TABLES, tmp_path / "run", progress=False, **given)
-    same(given["backbone"].state_dict(), before)
+def test_copies_of_the_objects_are_trained(own, tmp_path):
+    parts = objects()
+    before = {name: value.clone() for name, value in parts["backbone"].state_dict().items()}
+    run = retrieval.train(TABLES, tmp_path / "run", progress=False, **parts)
+    same(parts["backbone"].state_dict(), before)
     trained = run.model.state_dict()
     assert not torch.equal(trained["backbone.module.layers.1.weight"], before["layers.1.weight"])
     same(own.model.state_dict(), trained)  # the same objects and seed
 
 
-def test_a_module_that_says_nothing_gets_images_as_for_imagenet():
+def test_a_module_without_preprocessing_gets_images_as_for_imagenet():
     from retrieval.model.products import IMAGENET, ModuleBackbone
 
     module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
@@ -75,7 +75,7 @@ def test_a_module_that_says_nothing_gets_images_as_for_imagenet():
     assert backbone.features == 12
 
 
-def test_vectors_go_to_a_module_as_they_are(cache, tmp_path):
+def test_a_module_gets_vectors_unchanged(tmp_path):
     from retrieval.data.datasets import ArrayDataset
 
     pixels = DIGITS.data.astype(np.float32) / 16
@@ -85,17 +85,17 @@ def test_vectors_go_to_a_module_as_they_are(cache, tmp_path):
     assert run.model.backbone.features == 24 and run.model.preprocessing is None
 
 
-def test_the_folder_says_what_it_needs(own):
+def test_the_folder_records_the_objects(own):
     assert own.model.backbone.features == 32  # measured
     text = (own.path / "recipe.toml").read_text(encoding="utf-8")
     assert 'name = "object.Net"' in text
     assert "# [loss] object.TripletMarginLoss was made in Python" in text
-    said = json.loads((own.path / "run.json").read_text(encoding="utf-8"))["objects"]
-    assert set(said) == {"data", "backbone", "loss"}
-    assert said["loss"]["settings"]["margin"] == 0.2 and said["data"]["items"] == 1797
+    record = json.loads((own.path / "run.json").read_text(encoding="utf-8"))["objects"]
+    assert set(record) == {"data", "backbone", "loss"}
+    assert record["loss"]["settings"]["margin"] == 0.2 and record["data"]["items"] == 1797
 
 
-def test_it_is_opened_with_the_same_objects_and_evaluated(own):
+def test_a_run_is_opened_with_the_same_objects_and_evaluated(own):
     opened = retrieval.load(str(own.path), **objects())
     same(opened.model.state_dict(), own.model.state_dict())
     opened.evaluate(progress=False)
@@ -103,7 +103,7 @@ def test_it_is_opened_with_the_same_objects_and_evaluated(own):
     assert report["metrics"]["trained"]["recall_at_1"] > 0.5
 
 
-def test_without_its_objects_it_is_refused_with_all_that_are_missing(own):
+def test_opening_without_the_objects_names_every_missing_part(own):
     missing = refusal(RecipeError, retrieval.load, own.path)
     assert "has 3 problems" in missing and "retrieval.load(…, dataset=…)" in missing
     recipe, resume = own.path / "recipe.toml", {"resume": True, "progress": False}
@@ -122,7 +122,7 @@ def test_other_objects_are_refused(own, settings, sentence):
     assert sentence in refusal(DataError, retrieval.load, own.path, **objects(**settings))
 
 
-def test_a_setting_may_be_named_as_what_a_dataset_records():
+def test_a_setting_may_have_the_name_of_an_entry_on_a_dataset():
     for name in ("items", "content"):
         before, now = ({"class": "a.Loss", "settings": {name: value}} for value in ("few", "many"))
         assert _difference(before, now) == f"its {name} was few, and is many now"
@@ -135,14 +135,13 @@ def test_objects_of_other_classes_or_items_are_refused(own, trained):
     )
     changed = objects()
     changed["dataset"].arrays[17, 3, 3] ^= 1
-    assert "items, labels or sides differ" in refusal(
-        DataError, retrieval.load, own.path, **changed
-    )
+    differ = refusal(DataError, retrieval.load, own.path, **changed)
+    assert "items, labels or sides differ" in differ
     named = refusal(DataError, retrieval.load, trained.path, backbone=Net())
     assert "[backbone] core.convnet, not with an object. Leave backbone=… out" in named
 
 
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache, tmp_path):
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
     longer, quiet = TABLES | {"train": {"epochs": 2}}, {"progress": False}
     whole = retrieval.train(longer, tmp_path / "whole", **quiet, **objects())
     half = (longer, tmp_path / "half")
@@ -154,7 +153,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache, tmp_path):
     same(whole.model.state_dict(), resumed.model.state_dict())
 
 
-def test_it_is_exported_like_any_other(own, tmp_path):
+def test_a_run_of_objects_is_exported(own, tmp_path):
     bundle = own.export(tmp_path / "bundle", progress=False)
     digit = Digits().arrays[3]
     with torch.inference_mode():
@@ -177,7 +176,7 @@ class Half(retrieval.plugin.Combiner):
         return (query_emb - ref_emb).square().sum(1).add(1e-12).sqrt() / 2
 
 
-def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache, tmp_path):
+def test_a_loss_whose_distance_is_the_combiner_trains_the_models_copy(tmp_path):
     combiner = Half()
     loss = TripletMarginLoss(margin=0.2, distance=combiner)
     parts = {"combiner": combiner, "loss": loss, "miner": MultiSimilarityMiner()}
@@ -204,20 +203,17 @@ MAPS.preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
     [
         ({"backbone": MAPS}, "object.Conv2d gave a tensor of shape (2, 4, "),
         ({"backbone": flat}, "object.flat gave a function; a backbone factory must give a retr"),
-        ({"dataset": [1, 2]}, "is an object of type int. It must"),
         ({"loss": 3.0}, "object of type float, which cannot be called"),
         ({"backbone": nn.Bilinear(3, 3, 3)}, "The backbone object.Bilinear failed: TypeError"),
     ],
 )
-def test_what_breaks_a_contract_is_refused_before_anything_is_written(
-    cache, tmp_path, part, sentence
-):
+def test_what_breaks_a_contract_is_refused_before_anything_is_written(tmp_path, part, sentence):
     output = tmp_path / "run"
     text = refusal(RetrievalError, retrieval.train, SMALL, output, progress=False, **part)
     assert sentence in text and not output.exists()
 
 
-def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache, tmp_path):
+def test_cached_features_of_a_module_depend_on_what_it_computes(tmp_path):
     class Mean(nn.Module):
         preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
 
@@ -229,16 +225,16 @@ def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache, 
             return self.reduce(images.flatten(1)).reshape(-1, 8)
 
     frozen = TABLES | {"backbone": {"frozen": True}, "loss": SMALL["loss"], "data": SMALL["data"]}
-    made = [
+    runs = [
         retrieval.train(frozen, tmp_path / name, progress=False, backbone=Mean(reduce))
         for name, reduce in (("a", lambda x: x[:, 24:32]), ("b", lambda x: x[:, 32:40]))
     ]
-    first, second = (run.model.state_dict()["head.0.weight"] for run in made)
+    first, second = (run.model.state_dict()["head.0.weight"] for run in runs)
     assert not torch.equal(first, second)
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
-    """A dataset of PyTorch that has never heard of this package."""
+    """A PyTorch dataset that knows nothing of this package."""
 
     noise = 0.0
 
@@ -250,7 +246,7 @@ class Pairs(torch.utils.data.Dataset[Any]):
         return image * (1 - self.noise * torch.rand(1)), int(DIGITS.target[index])
 
 
-def test_the_sides_of_a_dictionary_are_not_pooled(cache, tmp_path):
+def test_the_sides_of_a_dictionary_are_not_pooled(tmp_path):
     recipe = {name: table for name, table in SMALL.items() if name not in ("data", "split")}
     sides = {"train": Pairs(), "test": (DIGITS.images[300:500] / 16, DIGITS.target[300:500])}
     mixed = {**recipe, "split": {"by": "item"}}
@@ -267,9 +263,7 @@ def test_random_transforms_of_a_dataset_are_refused(tmp_path):
     assert "item 0 differs" in text and "[augmentation]" in text
 
 
-def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
-    cache, tmp_path, monkeypatch
-):
+def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = {name: table for name, table in SMALL.items() if name != "data"}
     run = retrieval.train(recipe, "run", dataset=Pairs(), progress=False)

@@ -1,4 +1,4 @@
-"""What may be encoded, added and searched; what comes back; progress."""
+"""What can be encoded, added and searched; results and their representations; progress."""
 
 from pathlib import Path
 
@@ -11,20 +11,14 @@ from PIL import Image
 from .conftest import SMALL
 
 
-@pytest.fixture
-def index(bundle, photos, tmp_path):
-    with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
-        yield opened
-
-
-def test_what_comes_back_says_what_it_is(trained, bundle, index, photos):
-    said = [repr(trained), repr(bundle), repr(index)]
+def test_results_describe_themselves(trained, bundle, index, photos):
+    texts = [repr(trained), repr(bundle), repr(index)]
     assert index.summary is not None and index.summary.count == len(index) == 60
     parts = "core.digits, core.convnet, pml.triplet_margin"
-    assert parts in said[0] and str(trained.path) in said[0]
-    assert "images of 1 × 8 × 8 to vectors of 16" in said[1]
-    assert "60 items" in said[2] and "vectors of 16" in said[2]
-    assert all(text.count("\n") <= 1 and len(text) < 300 for text in said)
+    assert parts in texts[0] and str(trained.path) in texts[0]
+    assert "images of 1 × 8 × 8 to vectors of 16" in texts[1]
+    assert "60 items" in texts[2] and "vectors of 16" in texts[2]
+    assert all(text.count("\n") <= 1 and len(text) < 300 for text in texts)
     (epoch,) = trained.history
     assert epoch["epoch"] == 0 and 0 < epoch["validation_map_at_r"] < 1
     assert f"<td>{epoch['loss']:.4g}</td>" in trained._repr_html_()
@@ -47,7 +41,7 @@ def test_paths_are_text_or_paths(kind, trained, photos, tmp_path):
     run.verify(draw=40, **quiet)
 
 
-def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
+def test_an_image_has_one_embedding_in_every_form(trained, bundle, photos):
     files = sorted(photos.glob("*/*.png"))[:3]
     pictures = [Image.open(file) for file in files]
     arrays = [np.array(picture) for picture in pictures]
@@ -66,13 +60,13 @@ def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
             list(tensor.float() / 255),
         ):
             assert np.array_equal(encoder.encode(images, progress=False), expected)
-        for one in (files[0], pictures[0], arrays[0], tensor[0]):
-            assert encoder.encode(one, progress=False) == pytest.approx(expected[:1], abs=1e-6)
+        for image in (files[0], pictures[0], arrays[0], tensor[0]):
+            assert encoder.encode(image, progress=False) == pytest.approx(expected[:1], abs=1e-6)
     assert bundle.encode(files, progress=False) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("image", "said"),
+    ("image", "words"),
     [
         (5, "an image is .* not an object of type int"),
         (np.full((8, 8), 2.0), "Pixels that are real numbers must be from 0 to 1"),
@@ -81,33 +75,33 @@ def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
         ("gone.png", "gone.png cannot be read"),
     ],
 )
-def test_what_is_no_image_is_named(trained, bundle, photos, image, said):
+def test_an_object_that_is_no_image_is_named(trained, bundle, photos, image, words):
     file = next(photos.glob("*/*.png"))
     place, item = r"images\[1\]", "images item 1"
     for encoder, name in ((trained, place if isinstance(image, int) else item), (bundle, place)):
-        with pytest.raises(retrieval.errors.DataError, match=f"{name}: {said}"):
+        with pytest.raises(retrieval.errors.DataError, match=f"{name}: {words}"):
             encoder.encode([file, image], progress=False)
 
 
 def test_a_side_is_encoded_in_the_order_of_its_labels(trained):
     for side in ("train", "validation", "test", "gallery"):
-        found, labels = trained.encode(side, progress=False), trained.labels(side)
-        assert len(found) == len(labels) > 0
+        codes, labels = trained.encode(side, progress=False), trained.labels(side)
+        assert len(codes) == len(labels) > 0
     items = trained.splits.query[:4]
     labels = [trained.dataset.labels[item] for item in items]
     assert trained.labels("gallery")[:4].tolist() == labels
     images = [trained.dataset[int(item)] for item in items]
-    assert trained.encode(images, progress=False) == pytest.approx(found[:4], abs=1e-6)
+    assert trained.encode(images, progress=False) == pytest.approx(codes[:4], abs=1e-6)
 
 
-def test_a_pretrained_backbone_encodes_and_is_exported(cache, photos, tmp_path):
+def test_a_pretrained_backbone_encodes_and_is_exported(photos, tmp_path):
     files = sorted(photos.glob("*/*.png"))[:3]
     parameters = {"size": 8, "width": 8, "depth": 2, "layers": 1}
     encoder = retrieval.load("core.convnet", parameters=parameters, random_weights=True)
-    found = encoder.encode(files, progress=False)
-    assert f"images of 1 × 8 × 8 to vectors of {found.shape[1]}" in repr(encoder)
+    codes = encoder.encode(files, progress=False)
+    assert f"images of 1 × 8 × 8 to vectors of {codes.shape[1]}" in repr(encoder)
     bundle = encoder.export(tmp_path / "bundle", progress=False)
-    assert bundle.encode(files, progress=False) == pytest.approx(found, abs=1e-4)
+    assert bundle.encode(files, progress=False) == pytest.approx(codes, abs=1e-4)
     with retrieval.Index.create(tmp_path / "i", files, model=encoder, progress=False) as index:
         assert len(index) == 3  # exported for the index, which keeps its own bundle
 
@@ -140,30 +134,26 @@ def whole_path(folder: Path, photos: Path, progress, **options) -> None:
     retrieval.Index.create(folder / "index", photos, model=bundle, progress=progress).close()
 
 
-def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_path, capfd):
+def test_progress_off_prints_nothing_and_lines_go_to_report(photos, tmp_path, capfd):
     lines = []
     whole_path(tmp_path, photos, False, report=lines.append)
     assert capfd.readouterr() == ("", "")
     assert any(line.startswith("epoch 1: loss") for line in lines)
 
 
-def test_each_step_of_a_run_tells_its_own_progress(trained):
+def test_a_function_gets_the_progress_of_each_step(photos, trained, tmp_path):
     for step, options in (
         (trained.evaluate, {}),
         (trained.verify, {"draw": 40}),
         (trained.encode, {"images": "test"}),
     ):
-        told: list[tuple[str, int, int]] = []
-        step(progress=lambda *words, told=told: told.append(words), **options)
-        assert any(done == total > 0 for _, done, total in told), step
-
-
-def test_progress_is_told_to_a_function(cache, photos, tmp_path):
-    told = []
-    whole_path(tmp_path, photos, lambda *step: told.append(step))
-    assert ("training", 10, 10) in told and ("encoding", 60, 60) in told
-    assert any(what == "encoding" and done == total != 60 for what, done, total in told)
-    assert any("bundle" in what for what, _, _ in told)
+        calls: list[tuple[str, int, int]] = []
+        step(progress=lambda *call, calls=calls: calls.append(call), **options)
+        assert any(done == total > 0 for _, done, total in calls), step
+    calls = []
+    whole_path(tmp_path, photos, lambda *call: calls.append(call))
+    assert ("training", 10, 10) in calls and ("encoding", 60, 60) in calls
+    assert any("bundle" in what for what, _, _ in calls)
 
 
 def test_a_query_is_whatever_encode_takes(index, photos):

@@ -1,4 +1,4 @@
-"""Small folders in the layouts of published data sets, with real pictures in them."""
+"""Small folders in the layouts of published data sets, with real images."""
 
 import itertools
 import struct
@@ -19,7 +19,7 @@ SIZE = (24, 16)
 
 
 def picture(path: Path, number: int) -> None:
-    """Write a picture that differs for each number."""
+    """Write an image that differs for each number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(number).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
     options = {"quality": 95} if path.suffix == ".jpg" else {}
@@ -32,14 +32,14 @@ def lines(path: Path, rows: Iterable[str]) -> None:
 
 
 def idx(array: NDArray[np.uint8]) -> bytes:
-    """Return an array as the content of an idx file, the format of MNIST."""
+    """Return an array in the format of MNIST's files."""
     head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
     return head + array.tobytes()
 
 
-def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int = 2) -> Path:
-    names = {c: f"{c:03d}.Bird_{c}" for c in classes}
-    items = [(c, f"{names[c]}/Bird_{c}_{i}.jpg") for c in classes for i in range(each)]
+def cub(root: Path) -> Path:
+    names = {c: f"{c:03d}.Bird_{c}" for c in (1, 2, 100, 101, 200)}
+    items = [(c, f"{name}/Bird_{c}_{i}.jpg") for c, name in names.items() for i in range(2)]
     for number, (_, path) in enumerate(items):
         picture(root / "images" / path, number)
     lines(root / "classes.txt", (f"{c} {name}" for c, name in names.items()))
@@ -74,13 +74,14 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     return root
 
 
-def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
+def cars_divided(root: Path) -> Path:
     (root / "devkit").mkdir(parents=True)
     for side, name in (("train", "train_annos"), ("test", "test_annos_withlabels")):
-        files = [f"{number + 1:05d}.jpg" for number in range(len(classes))]
-        rows = [{**BOX, "class": c, "fname": f} for c, f in zip(classes, files, strict=True)]
-        for number, file in enumerate(files):
+        rows = []
+        for number, label in enumerate((1, 98, 99, 196)):
+            file = f"{number + 1:05d}.jpg"
             picture(root / f"cars_{side}" / file, number + 100 * (side == "test"))
+            rows.append({**BOX, "class": label, "fname": file})
         savemat(root / "devkit" / f"cars_{name}.mat", annotations(rows))
     return root
 

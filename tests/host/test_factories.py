@@ -29,7 +29,7 @@ def refused(make: Callable[..., Any]) -> str:
 
 
 def only(make: Callable[..., Any], **values: Any) -> str:
-    """The single problem that values have."""
+    """Return the only problem of the values."""
     _, problems = read(make).check(values, "[loss]")
     assert len(problems) == 1, problems
     return problems[0]
@@ -60,7 +60,7 @@ def everything(
     return locals()
 
 
-def test_values_arrive_in_the_types_that_were_asked_for():
+def test_values_get_the_types_of_the_signature():
     values = {"count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9}
     values |= {"sizes": [1, 2], "span": [0, 0.5], "many": [1, 2, 3], "folder": "a/b"}
     values |= {"weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]}}
@@ -72,7 +72,7 @@ def test_values_arrive_in_the_types_that_were_asked_for():
     assert read(everything).build(checked)["folder"] == Path("a/b")
 
 
-def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
+def test_only_values_that_are_set_are_passed():
     checked, problems = read(everything).check({"count": 3}, "[loss]")
     assert (checked, problems) == ({"count": 3}, [])
     built = read(everything).build(checked)
@@ -114,7 +114,7 @@ def test_wrong_values_are_one_readable_sentence(values, sentence):
     assert only(everything, **wrong).startswith(f"[loss] {sentence}")
 
 
-def test_no_word_of_pydantic_reaches_a_user():
+def test_sentences_use_no_words_of_pydantic():
     odd: list[Any] = ["text", 0, -1, 2.5, True, [], {}, ["a"], {"a": "b"}, [[1]], [None]]
     for p in read(everything).parameters:
         for value in odd:
@@ -150,7 +150,7 @@ def test_every_fault_of_a_signature_in_one_sentence():
         assert sentence.count(fault) == 1, sentence
 
 
-def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
+def test_missing_documentation_is_a_hint():
     def bare(b, c: int, *rest: int, **others: Any) -> Any:
         return b, c, rest, others
 
@@ -167,7 +167,7 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-def test_a_default_that_no_recipe_can_write_stays():
+def test_defaults_that_no_recipe_can_write():
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
         start: Tensor | None = None,
@@ -182,7 +182,7 @@ def test_a_default_that_no_recipe_can_write_stays():
     assert only(loss, start=3) == unwritable
 
 
-def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
+def test_unreadable_signatures_are_refused():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
     def unresolved(x: Nowhere) -> None: ...  # noqa: F821
@@ -195,7 +195,7 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
         read(module).check({}, "[loss]")
 
 
-def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
+def test_parameters_may_have_names_that_pydantic_reserves(recwarn):
     def loss(copy: int, json=1, schema: int = 1, model_config: int = 1, _hidden=1, p0=1) -> Any:
         return copy, json, schema, model_config, _hidden, p0
 
@@ -241,7 +241,7 @@ class Swallows(Passes):
         super().__init__(1.0)
 
 
-def test_kwargs_are_what_the_next_class_takes_and_was_not_given():
+def test_kwargs_stand_for_the_parameters_of_the_base_class_that_are_not_passed_yet():
     assert [p.name for p in read(ByName).parameters] == ["first", "second"]
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
@@ -304,7 +304,7 @@ class Data:
     size: int = 3
 
 
-def test_classes_of_all_sorts_are_read():
+def test_signatures_of_classes():
     assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
     assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
     for make in (Scaled, Child, InInit):
@@ -327,12 +327,12 @@ class Short(nn.Module):
 
 
 class Silent:
-    """Is never called: `type.__call__` must not be taken for a call of its own."""
+    """Has no `__call__`; `type.__call__` must not count as one."""
 
 
 @traits(ref_emb=False)
 class Stated(Full):
-    """Says that it takes none."""
+    """States that it takes no reference set."""
 
 
 def gives_anything():
@@ -340,7 +340,7 @@ def gives_anything():
     return Full()
 
 
-def test_what_a_loss_takes_is_read_from_its_call():
+def test_the_signature_of_the_call_shows_what_a_loss_takes():
     for make, reference, miner in (
         (Full, True, True),
         (Short, False, False),

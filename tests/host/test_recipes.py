@@ -1,4 +1,4 @@
-"""Recipes: every problem at once, with its place; files that are none; `--set`, and TOML."""
+"""Recipes: every problem at once with its place, unreadable files, `--set`, and TOML."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ def with_changes(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 
 STEP = {"name": "StepLR", "options": {"step_size": 2}}
+TRANSFORM = {"augmentation": {"transforms": [{"name": "RandomAffine", "degree": 1, "degrees": 1}]}}
+MARGIN = {"name": "everything.margin", "scale": 1}
+NO_TRANSFORM = "[augmentation] transforms.0 name"
 MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
     ({"loss": {"name": "everything.items"}}, "[loss] name", ["'everything.items' is a dataset"]),
@@ -44,8 +47,11 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"phase": [{"train": ["heads"]}]}, "[[phase]] 0.train.0", ["Did you mean 'head'?"]),
     ({"phase": [{"train": []}]}, "[[phase]] train", ["at least one part"]),
     ({"train": {"precision": "bf61"}}, "[train] precision", ["Did you mean 'bf16'?"]),
+    ({"loss": {**MARGIN, "distance": object()}}, "[loss] distance", ["is of type object"]),
+    (TRANSFORM, "[augmentation] transforms.0 degree", ["Did you mean 'degrees'?"]),
+    ({"augmentation": {"transforms": ["RandAugmen"]}}, NO_TRANSFORM, ["'RandAugment'?"]),
 ]
-# entries of [evaluate] metrics: the last of a list is at fault
+# Entries of [evaluate] metrics; the last entry of each list is wrong.
 METRICS: list[tuple[list[Any], str, str]] = [
     (["everything.bst"], "", "'everything.best'?"),
     (["recall_at_0"], "", "is recall_at_1"),
@@ -62,7 +68,7 @@ MISTAKES += [
 def test_one_mistake_is_one_sentence(table, problems, changes, place, words):
     plugins = table["plugins"]
     merged = with_changes(table, changes)
-    if merged.get("plugins") != plugins:  # the names of its parts are unknown without it
+    if merged.get("plugins") != plugins:  # the table's names need the plugin
         names = {"data": "core.digits", "backbone": "core.convnet", "loss": "pml.multi_similarity"}
         merged |= {part: {"name": name} for part, name in names.items()}
     (problem,) = problems(merged)
@@ -79,7 +85,7 @@ COMBINER = {"combiner": {"name": "everything.cosine"}}
 GENERATOR = {"generator": {"name": "everything.middle"}}
 OWN = {**GENERATOR, "generator_optimizer": {"lr": 0.5}}
 FIXED = {"loss": {"name": "everything.fixed"}}
-DISTANCE = {"loss": {"name": "everything.margin", "scale": 1, "distance": "everything.euclidean"}}
+DISTANCE = {"loss": {**MARGIN, "distance": "everything.euclidean"}}
 LEARNER = {"loss": None, "learner": {"name": "everything.centre"}}
 FLIP = {"augmentation": {"horizontal_flip": 0.5}}
 FROZEN = {"backbone": {"name": "everything.same", "frozen": True}}
@@ -91,7 +97,13 @@ UNVALIDATED = {"split": {"by": "class", "validation": 0}}
 OWN_SIDES = {"generator_optimizer": BOTH_SIDES}
 HEAD_ONLY = {"phase": [{"train": ["head"], "generator_lr": 0.1}]}
 TRAINS_GENERATOR = {"phase": [{"train": ["generator"], "lr": 0.1}]}
+VIEWS: dict[str, Any] = {"positives": "item", "views": 2, "horizontal_flip": 0.5}
+ALONE = {"sampler": {"items": 1}}
 TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
+    ({"augmentation": {"views": 2}}, ["all views of an item are equal"]),
+    ({"augmentation": {**VIEWS, "views": 1}, **ALONE}, ["Set views to 2"]),
+    ({"augmentation": VIEWS}, ["[sampler] items = 4", "Set items = 1"]),
+    ({**MINER, "augmentation": {"mix": "cutmix"}}, ["[miner] needs one label per item"]),
     ({**COMBINER, **FIXED}, ["takes a `distance`, and everything.fixed", "everything.margin"]),
     ({**COMBINER, **several("margin", "fixed")}, ["everything.several takes none"]),
     ({**GENERATOR, **FIXED}, ["everything.fixed takes no `ref_emb`", "everything.margin"]),
@@ -125,7 +137,7 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), TOGETHER)
-def test_what_cannot_go_together(table, problems, changes, words):
+def test_tables_that_conflict(table, problems, changes, words):
     (problem,) = problems(with_changes(table, changes))
     assert all(word in problem for word in words), problem
 
@@ -147,21 +159,20 @@ def test_what_cannot_go_together(table, problems, changes, words):
         {"schedule": STEP},
     ],
 )
-def test_what_does_go_together(table, problems, changes):
+def test_tables_that_fit_together(table, problems, changes):
     assert problems(with_changes(table, changes)) == ()
 
 
-def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(table, problems):
+def test_a_wrong_table_neither_hides_nor_invents_problems_of_others(table, problems):
     wrong = {"head": {"identity": True, "hidden": 3}, "train": {"patience": 1, "epochs": 0}}
-    found = problems({**table, **COMBINER, **FIXED, **UNVALIDATED, **wrong})
-    assert len(found) == 5, found
-    item = {"positives": "item", "views": 2, "horizontal_flip": 0.5}
+    actual = problems({**table, **COMBINER, **FIXED, **UNVALIDATED, **wrong})
+    assert len(actual) == 5, actual
     for sampler in ({"classes": 1, "items": 1}, {"classes": 4, "items": 1, "batches": 0}):
-        assert len(problems({**table, "augmentation": item, "sampler": sampler})) == 1
+        assert len(problems({**table, "augmentation": VIEWS, "sampler": sampler})) == 1
     assert len(problems({**table, "loss": 3})) == 1
 
 
-def test_files_that_are_no_recipes(tmp_path):
+def test_unreadable_files(tmp_path):
     def refused(content: bytes, path: Path = tmp_path / "recipe.toml") -> str:
         (tmp_path / "recipe.toml").write_bytes(content)
         with pytest.raises(RecipeError) as caught:
@@ -178,18 +189,16 @@ def test_files_that_are_no_recipes(tmp_path):
     assert "Is a directory" in refused(b"", tmp_path)
 
 
-def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path):
+def test_a_byte_order_mark_and_windows_lines_are_read_and_dates_refused(tmp_path):
+    file = tmp_path / "recipe.toml"
     names = {"data": "core.digits", "backbone": "core.convnet", "loss": "pml.contrastive"}
     lines = ['\ufeffname = "é"', *(f'{part}.name = "{name}"' for part, name in names.items())]
-    (tmp_path / "recipe.toml").write_bytes("\r\n".join(lines).encode())
-    assert read_recipe(tmp_path / "recipe.toml").name == "é"
-
-
-def test_dates_have_no_place(tmp_path):
-    (tmp_path / "recipe.toml").write_text("name = 2024-01-01\n")
+    file.write_bytes("\r\n".join(lines).encode())
+    assert read_recipe(file).name == "é"
+    file.write_text("name = 2024-01-01\n")
     says = "name: is a date or time, which nothing here takes. If it is text, put it in quotes"
     with pytest.raises(RecipeError, match=says):
-        read_recipe(tmp_path / "recipe.toml")
+        read_recipe(file)
 
 
 def test_plugin_files_are_found_beside_the_recipe_then_here(tmp_path, table, monkeypatch):
@@ -204,7 +213,7 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(tmp_path, table, mon
     assert read_recipe(Path("sub/recipe.toml")).plugins == [str(tmp_path / "sub" / "beside.py")]
     recipe.write_text(text.format('plugins = ["here.py"]\n', p="here"))
     assert read_recipe(recipe).plugins == [str(tmp_path / "here.py")]
-    # given by --plugin as well as in the recipe: the same file once
+    # A plugin that both the recipe and the caller name is listed twice and loaded once.
     assert len(read_recipe(recipe, plugins=["here.py"]).plugins) == 2
     recipe.write_text(text.format("", p="here"))
     assert read_recipe(recipe, plugins=["here.py"]).plugins == [str(tmp_path / "here.py")]
@@ -216,7 +225,7 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(tmp_path, table, mon
     assert len(caught.value.problems) == 2
 
 
-def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table):
+def test_a_recipe_keeps_its_plugins_which_comparisons_ignore(table):
     recipe = check_recipe(table)
     loss = recipe.build("loss", features=3, embedding_size=2, classes=4)
     assert type(loss) is type(recipe.loaded.build("losses", table["loss"]))
@@ -230,7 +239,7 @@ def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table):
     assert tomllib.loads(to_toml(recipe)) == tomllib.loads(tomli_w.dumps(table))
 
 
-def test_frozen_is_the_host_s_and_never_the_backbone_s(table):
+def test_the_host_reads_frozen_and_the_backbone_does_not(table):
     recipe = check_recipe({**table, "backbone": {**table["backbone"], "frozen": True}})
     assert recipe.backbone.frozen and "frozen" not in recipe.backbone.table
     assert tomllib.loads(to_toml(recipe))["backbone"] == {**table["backbone"], "frozen": True}
@@ -317,12 +326,8 @@ def test_set(text, expected):
     apply_overrides(table, [text])
     for key, value in expected.items():
         assert table[key] == value and type(table[key]) is type(value)
-
-
-def test_the_last_set_of_a_key_counts():
-    table: dict[str, Any] = {}
-    apply_overrides(table, ["a.b=1", "a.c=2", "a.b=3"])
-    assert table == {"a": {"b": 3, "c": 2}}
+    apply_overrides(table, ["a.b=1", "a.c=2", "a.b=3"])  # the last change of a key counts
+    assert table["a"] == {"b": 3, "c": 2}
 
 
 @pytest.mark.parametrize(
@@ -335,7 +340,7 @@ def test_the_last_set_of_a_key_counts():
         ("phases.0.epochs=3", "the recipe has no list 'phases'."),
     ],
 )
-def test_set_that_fits_nowhere(text, problem):
+def test_a_change_that_cannot_be_applied(text, problem):
     table: dict[str, Any] = {"name": "run", "loss": {"name": "x"}, "phase": [{"epochs": 1}]}
     with pytest.raises(RecipeError) as caught:
         apply_overrides(table, ["seed=1", text, "no"])

@@ -58,7 +58,7 @@ def recipe(tmp_path, monkeypatch):
         (["schedule.name=StepLR"], "[schedule] options.step_size: is required"),
         (["schedule.name=StepLR", "schedule.step_size=3"], "write options.step_size."),
         (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file"),
-        (["sampler.classes=50"], "r.toml: [sampler] classes: a batch takes 50 classes, but only 5"),
+        (["sampler.classes=50"], "takes 50 classes, but only 5 train. Set classes = 5 or fewer."),
         (["data.name=core.image_folder", "data.folder=gone"], "[data] folder: gone is not a fold"),
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
