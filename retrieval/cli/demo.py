@@ -93,10 +93,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG files, and return the paths of the queries.
+    """Write the test digits as PNG files; return the paths of the queries.
 
-    The first digit of each class is a query and goes to `queries/CLASS`, the others go to
-    `images/CLASS`.
+    The first digit of each class is a query, in `queries/CLASS`; the others lie in `images/CLASS`.
     """
     import numpy as np
 

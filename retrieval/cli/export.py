@@ -143,7 +143,7 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, inputs: str) -> None:
-    """Print sizes and differences: of torch and ONNX Runtime, and of each variant and the encoder.
+    """Print the bundle's size and how far its vectors differ from torch's; the same of variants.
 
     `inputs` says on what torch and ONNX Runtime were compared.
     """

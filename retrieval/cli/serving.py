@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -323,6 +322,4 @@ def _table(name: str, hits: list[Hit]) -> str:
     rows += [(f"{n}", f"{h.distance:.4f}", h.label or "", h.id) for n, h in enumerate(hits, 1)]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{a:>{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
-    text = "\n".join([f"Nearest to {name}:", *lines])
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return "\n".join([f"Nearest to {name}:", *lines])
