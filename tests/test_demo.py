@@ -1,4 +1,4 @@
-"""`retrieval demo`, whole: what it leaves and prints, and that the next commands it names work."""
+"""`retrieval demo`: its files and output, and the next commands that it suggests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown
         assert (demo / file).is_file(), file
     assert (demo / "index/index.json").is_file()
     with Image.open(demo / "neighbours.png") as picture:
-        # ten rows, each a query with its ten neighbours
+        # Ten rows, each a query and its ten neighbours.
         assert picture.height > picture.width > 800
-    shown(demo / "neighbours.png", "neighbours.png", 30)  # the one in README and on the front page
+    shown(demo / "neighbours.png", "neighbours.png", 30)
     left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
     assert left == {str(digit): 1 for digit in range(10)}
     found = re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.out, re.MULTILINE)

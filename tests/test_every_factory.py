@@ -1,4 +1,4 @@
-"""Every installed loss and miner builds, runs both ways, and survives odd batches."""
+"""Every installed loss and miner builds, trains, and survives unusual batches and precisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def smallest(annotation: Any) -> Any:
 
 @functools.cache
 def teacher_file() -> Path:
-    """Return a file of a teacher's embeddings of twelve items, the only path that a loss takes."""
+    """Return a file with a teacher's embeddings of twelve items, for `core.distillation`."""
     path = Path(tempfile.mkdtemp()) / "teacher.npz"
     vectors = torch.randn(12, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(1))
     np.savez(path, vectors=vectors.numpy(), classes=np.arange(12) // 3)
@@ -71,9 +71,7 @@ def teacher_file() -> Path:
 
 
 class Weighted(Combiner):
-    """Squared differences, weighed by dimension: a combiner with parameters, in codes that are not
-    unit vectors.
-    """
+    """Weighted squared differences: a combiner with parameters, whose codes have any length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,10 +101,10 @@ def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reads(kind):
+def test_every_factory_is_documented(kind):
     for factory in PLUGINS.factories(kind).values():
         assert factory.summary.strip(), factory.name
-        assert not factory.hints, factory.hints  # ours are typed and documented
+        assert not factory.hints, factory.hints
         assert all(p.doc for p in factory.parameters), factory.name
 
 
@@ -115,7 +113,7 @@ class TestLoss:
     def test_trains_embeddings_and_own_parameters(self, name):
         torch.manual_seed(0)
         loss = build(PLUGINS, "losses", name)
-        for _ in range(2):  # some keep a state
+        for _ in range(2):  # some losses keep a state
             embeddings = batch()
             loss.zero_grad()
             value = loss(embeddings, LABELS)
@@ -158,7 +156,7 @@ class TestLoss:
         assert {key: tensor.dtype for key, tensor in loss.state_dict().items()} == before
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_is_of_the_embeddings_type(self, name, dtype):
+    def test_the_loss_has_the_type_of_the_embeddings(self, name, dtype):
         embeddings = batch().detach().to(dtype).requires_grad_()
         value = build(PLUGINS, "losses", name)(embeddings, LABELS)
         assert value.dtype == dtype
@@ -222,7 +220,7 @@ class TestLoss:
 def test_input_that_a_checked_loss_refuses(name):
     loss, broken = build(PLUGINS, "losses", name), batch().detach()
     if not isinstance(loss, CheckedLoss):
-        pytest.skip("wraps a loss that does")
+        pytest.skip("it wraps a loss, which checks the input")
     broken[2, 1] = math.nan
     with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 12 items"):
         loss(broken, LABELS)

@@ -1,4 +1,4 @@
-"""Every installed backbone, combiner and learner exports to what torch gives."""
+"""Every installed backbone, combiner and learner exports graphs that agree with torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from sklearn.datasets import load_digits, load_sample_images
 PLUGINS = load_plugins()
 DIGITS = load_digits()
 VECTORS: NDArray[np.float32] = DIGITS.data[:300].astype(np.float32)
-# Learners fit the sixteen pixels that vary most: some refuse constant columns, and a fit must be
-# quick.
+# Learners fit the sixteen pixels that vary most, because some learners refuse constant columns.
 FEW: NDArray[np.float32] = np.ascontiguousarray(
     VECTORS[:, np.sort(VECTORS.var(axis=0).argsort()[-16:])]
 )
 GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 
-# What a factory is built with where its defaults do not do, or would take long. A factory that
-# needs arguments and has no line here fails.
+# Arguments of factories whose defaults are missing or slow.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.convnet": {"width": 8, "size": 33, "channels": 3, "stem": 2},
     **{f"core.efficientnet_lite{i}": {"pretrained": False, "size": 64} for i in range(3)},
@@ -57,7 +55,7 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
 
 
 def photographs(preprocessing: Any, number: int = 20) -> NDArray[np.uint8]:
-    """Patches of scikit-learn's two photographs, through the backbone's own preprocessing."""
+    """Return preprocessed patches of scikit-learn's two photographs."""
     rng = np.random.default_rng(0)
     images = load_sample_images().images
     found = []
@@ -93,7 +91,7 @@ def test_backbone(name, tmp_path):
     model = Model(backbone, build_head(backbone.features, 32))
     items = VECTORS if backbone.preprocessing is None else photographs(backbone.preprocessing)
     with torch.no_grad():
-        for _ in range(2):  # batch statistics of real images, as a trained network has them
+        for _ in range(2):  # gives batch normalisation the statistics of real images
             model(torch.from_numpy(items))
     bundle = exported_agrees(model, items, tmp_path)
     assert bundle.encode(items[:5]).vector.shape == (5, 32) and not bundle.has_code

@@ -25,7 +25,7 @@ def test_the_recipe_is_valid_and_named_like_its_folder(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_card_has_measured_results_and_the_command_that_made_them(folder):
+def test_the_card_has_results_and_their_command(folder):
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert re.search(r"\| *(recall_at_1|map_at_r|Recall@1)", card), "no table of figures"
     assert re.search(r"(?<![\d.])0?\.\d{2,}", card), "no figure"
@@ -36,7 +36,7 @@ def test_the_card_has_measured_results_and_the_command_that_made_them(folder):
     ), "no command"
 
 
-def test_the_demos_recipe_is_the_one_in_models():
+def test_the_demo_trains_the_recipe_of_digits():
     assert (ROOT / "models" / "digits" / "recipe.toml").read_text() == (
         ROOT / "retrieval" / "cli" / "demo.toml"
     ).read_text()

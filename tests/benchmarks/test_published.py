@@ -1,4 +1,4 @@
-"""Figures that papers print stand in benchmarks/published.toml, and in no script."""
+"""Numbers from papers are in benchmarks/published.toml and in no script."""
 
 import ast
 import itertools
@@ -14,9 +14,7 @@ TABLES = tomllib.loads((SCRIPTS / "published.toml").read_text(encoding="utf-8"))
 
 
 def written(code: str) -> set[float]:
-    """Return the numbers of a script, also those that are text by themselves or stand in longer
-    text.
-    """
+    """Return the numbers in a script, including those in its texts."""
     found: set[float] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -27,9 +25,7 @@ def written(code: str) -> set[float]:
 
 
 def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
-    """Yield what nobody types by chance: a row of three figures or more, a column, or a column's
-    differences from another.
-    """
+    """Yield the rows and columns of the tables, and the differences of two columns."""
     for name, table in TABLES.items():
         rows = table["rows"]
         for row, values in rows.items():
@@ -43,7 +39,7 @@ def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
 
 
 def held(code: str) -> list[str]:
-    """Return the published rows, columns and differences that a script holds."""
+    """Return the published rows, columns and differences (of three numbers or more) in a script."""
     numbers = written(code)
     return [name for name, figures in sets_of_figures() if len(figures) > 2 and figures <= numbers]
 
@@ -54,13 +50,13 @@ def test_no_script_holds_a_published_table(script):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_each_table_says_where_it_is_from_and_is_rectangular(name):
+def test_each_table_has_a_source_and_is_rectangular(name):
     table = TABLES[name]
     assert "Table" in table["source"] and table["what"]
     assert {len(values) for values in table["rows"].values()} == {len(table["columns"])}
 
 
-def test_a_figure_that_is_not_there_is_a_sentence():
+def test_a_missing_number_gives_one_sentence():
     from bench import has, published
 
     assert published("aml_table_1", "vehicle", "AML") == TABLES["aml_table_1"]["rows"]["vehicle"][1]

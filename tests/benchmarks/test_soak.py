@@ -1,4 +1,4 @@
-"""A killed server loses nothing acknowledged: seconds of what `benchmarks/soak.py` does."""
+"""A short run of `benchmarks/soak.py`, which kills a server, and a check that it detects a loss."""
 
 import importlib
 import json
@@ -14,8 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for whom to kill")
-def test_what_clients_were_told_is_there_after_kills(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_kills_lose_nothing_acknowledged(tmp_path):
     words = ["--seconds", "20", "--pause", "2", "5", "--seed", "4", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "soak.py"), *words],
@@ -31,7 +31,7 @@ def test_what_clients_were_told_is_there_after_kills(tmp_path):
     assert "**Differences: 0.**" in (tmp_path / "soak.md").read_text(encoding="utf-8")
 
 
-def test_what_is_lost_is_seen(tmp_path):
+def test_a_loss_is_detected(tmp_path):
     soak: Any = importlib.import_module("soak")
     living: Any = importlib.import_module("retrieval.serving.index.index")
     path = soak.make_bundle(tmp_path / "bundle")
@@ -48,7 +48,7 @@ def test_what_is_lost_is_seen(tmp_path):
             index.upsert([said])
             record.told(id, value)
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
-    record.asked("c/1", None)  # without an answer both are right
+    record.asked("c/1", None)  # without an answer, both results are right
     record.asked("c/new", soak.Value(7, "x"))
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
     for id, value in (

@@ -1,7 +1,8 @@
-"""Resolves the extra `gpu` beside torch with pip, and records that all of it is of one CUDA.
+"""Resolve the extra `gpu` and torch with pip, and record that all packages use one CUDA version.
 
-python tests/host/resolve_gpu.py    on Linux, with pip 24.1 or newer and a package index; nothing is
-installed, and nothing is written if the packages do not fit together, or with --check
+python tests/host/resolve_gpu.py    on Linux, with pip 24.1 or newer and a package index
+
+Nothing is installed. With --check, or if the packages do not fit together, nothing is written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RUNTIME = ("nvidia-cuda-runtime", "cuda-toolkit")
 
 
 def wanted() -> list[str]:
-    """What a machine with a GPU asks for: the extra gpu, and torch beside it."""
+    """Return the requirements of the extra gpu, and that of torch last."""
     config = ConfigParser()
     config.read(HERE.parents[1] / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -41,7 +42,7 @@ def resolved(*given: str) -> list[dict[str, Any]]:
 
 
 def majors(package: dict[str, Any]) -> Iterator[str]:
-    """The CUDA majors of a package: by the endings of names, or the runtime's version."""
+    """Yield a package's CUDA versions, from names that end in -cuXX and the runtime's version."""
     lines = [line for line in package.get("requires_dist", []) if "extra ==" not in line]
     for needed in map(Requirement, (f"{package['name']}=={package['version']}", *lines)):
         if ending := re.search(r"-cu(\d\d)(-|$)", needed.name):

@@ -1,4 +1,4 @@
-"""What `deploy/` holds fits the code: options, extras, ports, addresses."""
+"""The files in `deploy/` fit the code: options, extras, ports, addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEPLOY = ROOT / "deploy"
 
 
 def takes(words: list[str]) -> dict[str, Any]:
-    """Return what `retrieval serve` makes of its arguments; it must take them."""
+    """Return the values that `retrieval serve` reads from its arguments, which must be valid."""
     with serve_command.make_context("serve", words, resilient_parsing=False) as context:
         return dict(context.params)
 
@@ -39,7 +39,7 @@ def stages() -> list[list[tuple[str, str]]]:
     return found[1:]
 
 
-def test_the_image_is_of_two_stages_and_not_roots():
+def test_the_image_is_built_in_two_stages_and_runs_without_root():
     build, final = stages()
     assert build[0][1].endswith(" AS build")
     said = dict(final)
@@ -53,7 +53,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True)
 
 
-def test_the_image_has_extras_that_there_are_and_no_torch():
+def test_the_image_installs_existing_extras_without_torch():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -69,7 +69,7 @@ def test_the_image_has_extras_that_there_are_and_no_torch():
     assert {f"!{word}" for word in copied} <= set(taken)
 
 
-def test_the_image_serves_with_options_that_there_are():
+def test_the_image_serves_with_valid_options():
     said = dict(stages()[1])
     given = takes(json.loads(said["CMD"]))
     assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
@@ -81,7 +81,7 @@ def test_the_image_serves_with_options_that_there_are():
     assert given["indexes"] == (said["VOLUME"],)
 
 
-def test_compose_mounts_what_there_is_and_gives_no_rights():
+def test_compose_mounts_existing_files_and_drops_all_rights():
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
     assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
@@ -96,7 +96,7 @@ def test_compose_mounts_what_there_is_and_gives_no_rights():
             assert source.startswith("${") or (DEPLOY / source).is_file(), source
     server = services["retrieval"]
     assert server["read_only"] and services["prometheus"]["read_only"] and "ports" not in server
-    # index and keys are files of one user, whom the containers that read them run as
+    # The containers that read the index and the keys run as the user who owns these files.
     assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
     built = DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
     assert built.resolve() == DEPLOY / "Dockerfile"
@@ -110,7 +110,7 @@ def test_compose_mounts_what_there_is_and_gives_no_rights():
     assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
 
 
-def test_the_unit_serves_with_options_that_there_are(tmp_path):
+def test_the_unit_serves_with_valid_options(tmp_path):
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
     command, verb, *words = shlex.split(line)
@@ -121,11 +121,11 @@ def test_the_unit_serves_with_options_that_there_are(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
-def test_the_unit_is_one_that_systemd_reads(tmp_path):
+def test_systemd_accepts_the_unit(tmp_path):
     unit = tmp_path / "retrieval.service"
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     unit.write_text(text.replace("/opt/retrieval/bin/retrieval", "/bin/true"), encoding="utf-8")
     done = run("systemd-analyze", "verify", unit)
     assert (done.returncode, done.stderr) == (0, "")
     rated = run("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
-    assert rated.returncode == 0, rated.stdout[-500:]  # exposure of at most 2.0 of 10
+    assert rated.returncode == 0, rated.stdout[-500:]  # exposure is at most 2.0 of 10

@@ -1,4 +1,4 @@
-"""A factory, a function or a class: its signature, its docstring and what a loss's call takes."""
+"""Factories are read by signature and docstring, check values, and build parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(make: Callable[..., Any]) -> str:
 
 
 def only(make: Callable[..., Any], **values: Any) -> str:
-    """The single problem that values have."""
+    """Return the only problem of some values."""
     _, problems = read(make).check(values, "[loss]")
     assert len(problems) == 1, problems
     return problems[0]
@@ -56,11 +56,11 @@ def everything(
     mode: Mode = Mode.SOFT,
     free: Any = None,
 ) -> Any:
-    """Take everything."""
+    """Return all arguments."""
     return locals()
 
 
-def test_values_arrive_in_the_types_that_were_asked_for():
+def test_values_arrive_in_the_annotated_types():
     values = {"count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9}
     values |= {"sizes": [1, 2], "span": [0, 0.5], "many": [1, 2, 3], "folder": "a/b"}
     values |= {"weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]}}
@@ -72,7 +72,7 @@ def test_values_arrive_in_the_types_that_were_asked_for():
     assert read(everything).build(checked)["folder"] == Path("a/b")
 
 
-def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
+def test_defaults_stay_with_the_factory():
     checked, problems = read(everything).check({"count": 3}, "[loss]")
     assert (checked, problems) == ({"count": 3}, [])
     built = read(everything).build(checked)
@@ -109,7 +109,7 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
         ({"name": ["x" * 200]}, 'name: should be text, not ["' + "x" * 75 + "…."),
     ],
 )
-def test_wrong_values_are_one_readable_sentence(values, sentence):
+def test_a_wrong_value_gives_one_readable_sentence(values, sentence):
     wrong = {"count": 1, **values} if values else {}
     assert only(everything, **wrong).startswith(f"[loss] {sentence}")
 
@@ -125,7 +125,7 @@ def test_no_word_of_pydantic_reaches_a_user():
                 assert not re.search("input|valid |array|object|pydantic|literal", problem, re.I)
 
 
-def test_unknown_and_given_parameters():
+def test_unknown_parameters_and_those_of_the_host_are_refused():
     def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
         """A loss."""
         return margin, embedding_size
@@ -137,7 +137,7 @@ def test_unknown_and_given_parameters():
     assert read(loss).parameters[1].default_text == "given by the host"
 
 
-def test_every_fault_of_a_signature_in_one_sentence():
+def test_one_sentence_lists_every_fault_of_a_signature():
     def bad(a: int, b: int, /, c: Annotated[Any, Part("reducer")]) -> Any:
         pass
 
@@ -150,7 +150,7 @@ def test_every_fault_of_a_signature_in_one_sentence():
         assert sentence.count(fault) == 1, sentence
 
 
-def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
+def test_missing_types_and_documentation_are_hints():
     def bare(b, c: int, *rest: int, **others: Any) -> Any:
         return b, c, rest, others
 
@@ -167,7 +167,7 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-def test_a_default_that_no_recipe_can_write_stays():
+def test_a_default_that_toml_cannot_express_stays():
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
         start: Tensor | None = None,
@@ -182,7 +182,7 @@ def test_a_default_that_no_recipe_can_write_stays():
     assert only(loss, start=3) == unwritable
 
 
-def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
+def test_unreadable_factories_are_refused():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
     def unresolved(x: Nowhere) -> None: ...  # noqa: F821
@@ -195,7 +195,7 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
         read(module).check({}, "[loss]")
 
 
-def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
+def test_parameters_may_have_names_that_pydantic_reserves(recwarn):
     def loss(copy: int, json=1, schema: int = 1, model_config: int = 1, _hidden=1, p0=1) -> Any:
         return copy, json, schema, model_config, _hidden, p0
 
@@ -206,7 +206,7 @@ def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
     assert not recwarn
 
 
-def test_a_factory_that_refuses_its_values():
+def test_a_factory_refuses_its_values_in_one_sentence():
     def loss(near: float = 0.1, far: float = 1.0) -> None:
         if near < -1:
             raise AssertionError
@@ -241,7 +241,7 @@ class Swallows(Passes):
         super().__init__(1.0)
 
 
-def test_kwargs_are_what_the_next_class_takes_and_was_not_given():
+def test_kwargs_pass_on_the_base_class_parameters():
     assert [p.name for p in read(ByName).parameters] == ["first", "second"]
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
@@ -287,11 +287,11 @@ class InInit(nn.Module):
         super().__init__()
 
 
-class Called(Protocol):
+class CallProtocol(Protocol):
     def __call__(self, embeddings: Tensor) -> Tensor: ...
 
 
-class FromProtocol(Called):
+class FromProtocol(CallProtocol):
     """Takes nothing."""
 
     def __call__(self, embeddings: Tensor) -> Tensor: ...
@@ -327,20 +327,20 @@ class Short(nn.Module):
 
 
 class Silent:
-    """Is never called: `type.__call__` must not be taken for a call of its own."""
+    """Has no call. `type.__call__` must not be read in its place."""
 
 
 @traits(ref_emb=False)
 class Stated(Full):
-    """Says that it takes none."""
+    """States that it takes no reference set."""
 
 
 def gives_anything():
-    """Give one."""
+    """Return a loss, without an annotation."""
     return Full()
 
 
-def test_what_a_loss_takes_is_read_from_its_call():
+def test_reference_set_and_miner_are_read_from_the_call():
     for make, reference, miner in (
         (Full, True, True),
         (Short, False, False),

@@ -1,4 +1,4 @@
-"""Who imports whom: down the floors, no circles, plugins without each other, and nothing early."""
+"""Imports go down the floors, without circles; plugins are independent; heavy imports are late."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ FLOORS = [
     {"plot", "plugin", "results"},
     {"__init__"},
 ]
-"""Lowest first. A module imports from lower floors and its own folder, in functions and for type
-checkers too.
+"""Floors, lowest first. A module imports only from lower floors and its own folder, which includes
+imports in functions and for type checkers.
 """
 
 PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 MOST_ENTRIES, MOST_INNER = 16, 10
-# A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is
-# here.
 INNER = {
     "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
@@ -46,26 +44,25 @@ INNER = {
     "retrieval.serving.index.sources": {"collect"},
     "retrieval.serving.store.place": {"retrieval_stores"},
 }
+"""Names that plugins import from other modules than `PUBLIC`."""
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every module below a folder, by its dotted name."""
+    """Yield every module below a folder: its dotted name and its path."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
         yield ".".join(parts).removesuffix(".__init__"), path
 
 
 def imports(path: Path, above: Path, of: Callable = lambda tree: tree) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports anywhere, and the name that it takes of each ("" for the
-    module itself).
-    """
+    """Yield each imported module of a file with the imported name ("" for the module itself)."""
     for node in ast.walk(of(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            # `from retrieval.run import checkpoint` imports a module, `from retrieval import
-            # hookimpl` a name
+            # `from retrieval.run import checkpoint` imports a module; `from retrieval.plugin import
+            # hookimpl` imports a name.
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()
@@ -79,7 +76,7 @@ def folder(module: str) -> str:
 
 
 def rising(package: Path) -> list[str]:
-    """The imports of a package that do not go down, each as a sentence."""
+    """Return the imports of a package that do not go down, each as a sentence."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     return [
         f"{module} imports {target}"
@@ -92,14 +89,14 @@ def rising(package: Path) -> list[str]:
 
 
 class Running(ast.NodeTransformer):
-    """Drops what only a type checker reads: a class may call functions that name it."""
+    """Drops the blocks that only type checkers read, where circles are allowed."""
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def circle(package: Path) -> list[str]:
-    """A circle of modules of a package that import each other when they run, if there is one."""
+    """Return a circle of a package's modules that import each other at run time, or []."""
     graph = {}
     for module, path in modules(package):
         targets = {target for target, _ in imports(path, package.parent, Running().visit)}
@@ -120,7 +117,7 @@ def test_imports_go_down():
     assert not rising(PACKAGE)
 
 
-def test_an_import_that_goes_up_is_found(tmp_path):
+def test_an_upward_import_is_detected(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     with (copy / "serving" / "merging.py").open("a") as file:
         file.write("\ndef late() -> None:\n    from retrieval.model.model import Model\n")
@@ -133,7 +130,7 @@ def test_no_modules_import_each_other_in_a_circle():
         assert not circle(PLUGINS / plugin)
 
 
-def test_a_circle_is_found(tmp_path):
+def test_a_circle_is_detected(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     with (copy / "recipe" / "tables.py").open("a") as file:
         file.write("\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n")
@@ -141,7 +138,6 @@ def test_a_circle_is_found(tmp_path):
 
 
 def plugins() -> set[str]:
-    """The bundled plugins."""
     return {path.name for path in PLUGINS.iterdir() if (path / "__init__.py").is_file()}
 
 
@@ -165,8 +161,8 @@ def test_plugins_import_the_face_and_what_is_listed():
     }
     allowed = {(module, name) for module, names in INNER.items() for name in names}
     assert len(allowed) <= MOST_INNER
-    assert not used - allowed, "import it from `retrieval.plugin`, or give it a place in INNER"
-    assert not allowed - used, "no plugin needs it any more"
+    assert not used - allowed, "import it from `retrieval.plugin`, or add it to INNER"
+    assert not allowed - used, "no plugin imports it; remove it from INNER"
 
 
 HEAVY = {"torch", "torchvision", "pytorch_metric_learning", "onnx", "onnxruntime", "faiss"}
@@ -176,6 +172,7 @@ SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
 def loaded(process: Callable[..., Any], code: str) -> set[str]:
+    """Return the modules that a new process has loaded after running some code."""
     done = process("-c", f"{code}\n{SHOW}")
     assert done.code == 0, done.err
     return set(json.loads(done.out.splitlines()[-1]))

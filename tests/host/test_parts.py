@@ -1,4 +1,4 @@
-"""Parts of a factory: other factories' products, nested and in lists."""
+"""Parameters that are parts made by other factories, nested and in lists."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
         assert problem.startswith(place) and words in problem
 
 
-def test_the_host_s_distance_goes_before_the_default(everything):
+def test_the_hosts_distance_replaces_the_default(everything):
     distance = LpDistance(p=7)
     table = {"name": "everything.margin", "scale": 1}
     assert everything.build("losses", table, {**GIVEN, "distance": distance}).distance is distance

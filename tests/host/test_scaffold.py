@@ -1,4 +1,4 @@
-"""`plugins new`: a package that installs, passes its own test, trains and exports."""
+"""`plugins new` writes a package that installs, passes its own test, trains and exports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from retrieval.errors import PluginError
 from retrieval.host.scaffold import EXAMPLES, package_files, write_package
 
-# what pip has a build backend do, for all packages in one process: starting it three times for each
-# took most of the time
+# Builds the wheels of all packages in one process, because starting pip for each takes long.
 BUILD = """
 import os, sys
 from setuptools import build_meta
@@ -21,7 +20,7 @@ for folder in folders:
     os.chdir(folder)
     build_meta.build_wheel(wheels)
 """
-# all tests and all calls in one process: importing torch takes most of the time of each
+# Runs all tests and commands in one process, because importing torch takes long.
 CALLS = """
 import json, sys
 import pytest
@@ -37,7 +36,7 @@ for call in calls:
 """
 
 
-def test_a_bad_name_or_a_folder_that_exists_writes_nothing(tmp_path, monkeypatch):
+def test_a_bad_name_or_an_existing_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("Acme", "a-b", "1a", "import", "é", "", "_x", "a.b", "pml"):
         with pytest.raises(PluginError):
@@ -52,12 +51,12 @@ def test_a_bad_name_or_a_folder_that_exists_writes_nothing(tmp_path, monkeypatch
 KINDS = list(EXAMPLES)
 
 
-def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, process, monkeypatch):
+def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monkeypatch):
     from PIL import Image
     from sklearn.datasets import load_digits
 
     monkeypatch.chdir(tmp_path)
-    made = cli("plugins", "new", "acme")  # a loss, unless another kind is said
+    made = cli("plugins", "new", "acme")  # a loss by default
     assert made.code == 0 and "retrieval plugins show acme.margin" in made.out
     package = tmp_path / "retrieval-acme"
     files = {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()}
@@ -72,7 +71,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, proc
     pip += ["--no-index", "--disable-pip-version-check", "--target", str(site)]
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    built = process("-c", BUILD, wheels, *folders[1:])  # the first is left to pip
+    built = process("-c", BUILD, wheels, *folders[1:])  # pip builds the first
     assert built.code == 0, built.err
     pip += [str(package), *map(str, wheels.iterdir())]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
@@ -87,7 +86,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, proc
     calls = [["plugins", "list"], ["plugins", "show", "acme.margin"]]
     for kind in trained:
         few = ["--set", "train.epochs=1", "--set", "sampler.batches=3"]
-        if kind not in ("backbone", "learner"):  # these recipes have another backbone
+        if kind not in ("backbone", "learner"):  # their recipes have another backbone
             few += ["--set", "backbone.size=8"]
         recipe = str(tmp_path / f"retrieval-my_{kind}" / "recipe.toml")
         calls += [["train", recipe, *few, "--output", f"run_{kind}"], ["evaluate", f"run_{kind}"]]
@@ -118,9 +117,3 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, proc
     assert "30 items" in done.out and '"id": "8.png"' in done.out
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert '"id": "7.png"' in done.out and "my_index.matrix" in done.out
-
-
-def test_a_kind_that_is_none_is_refused(cli):
-    outcome = cli("plugins", "new", "acme", "--kind", "reducer")
-    assert outcome.code == 2 and "'loss'" in outcome.err
-    assert "'reducer' is not one of" in outcome.err

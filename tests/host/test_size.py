@@ -1,4 +1,4 @@
-"""No file and no function is longer than a reader can hold in mind."""
+"""No file and no function is too long."""
 
 import ast
 from pathlib import Path
@@ -13,8 +13,9 @@ FILES = [
 
 
 def long_functions(text: str, most: int) -> dict[str, int]:
-    """Return the lines of code of each function that has more than `most`: docstrings, comments and
-    blank lines do not count.
+    """Return each function with more than `most` lines of code, and its number of lines.
+
+    Docstrings, comments and blank lines do not count.
     """
     tree, lines = ast.parse(text), text.splitlines()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)

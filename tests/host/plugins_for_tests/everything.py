@@ -1,4 +1,4 @@
-"""One small, working thing for every factory hook, which recipes of the tests name."""
+"""One small, working factory for almost every hook, for the tests' recipes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Margin(nn.Module):
 
 @traits(ref_emb=False, miner=False)
 class Fixed(nn.Module):
-    """A loss with a distance of its own, and no use for references or a miner."""
+    """A loss that accepts neither a reference set nor a miner's indices."""
 
     def __init__(self, classes: int, embedding_size: int) -> None:
         super().__init__()
