@@ -1,14 +1,14 @@
-"""Verification of pairs, the paper's Figure 4, on sets at hand: ROC and AUC of distances under each
-metric, for classes that were never seen.
+"""Verification of pairs after the paper's Figure 4: ROC and AUC under each metric, for unseen
+classes.
 
     python benchmarks/aml_roc.py
 
-The paper has faces (PubFig, LFW) and patches (MVS), whose features are not to be had here. Instead:
-the pixels of scikit-learn's digits and 3,000 of Fashion-MNIST's images as 64 principal components
-of the training classes. Five classes are learned from, pairs of items of the other five are judged:
-same class or not, 10,000 pairs, half of each. Five choices of the classes. GMML's t is chosen by
-AUC among three of the five classes when learning from the other two, and again with the two
-exchanged for others; AML has α = β = 1, as the paper's Figure 5 advises, at the same t (AML_t) and
+The paper's features of faces (PubFig, LFW) and patches (MVS) are not available. This script uses
+the pixels of scikit-learn's digits and of 3,000 images of Fashion-MNIST, as 64 principal components
+of the training classes. Five classes train; 10,000 pairs of items of the other five classes are
+judged as same or different, half of each. There are five choices of the classes. GMML's t is the
+one with the best AUC on three of the training classes after learning from the other two, averaged
+over two such choices. AML has α = β = 1, as the paper's Figure 5 advises, at the same t (AML_t) and
 at .5. ITML and LMNN are metric-learn's.
 """
 
@@ -44,7 +44,7 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
 
 
 def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
-    """Return both rows of each pair, and whether they are of one class; half of them are."""
+    """Return the rows of both items of each pair, and whether they are of one class (half are)."""
     random = np.random.default_rng(seed)
     a, b = random.integers(0, len(y), (2, 60 * PAIRS))
     a, b = a[a != b], b[a != b]
@@ -54,7 +54,7 @@ def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
 
 
 def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
-    """Return AUC and the ROC of a learner's distances."""
+    """Return AUC and ROC of a learner's distances."""
     codes = x if learner is None else learner.transform(x)
     a, b, same = drawn(y, seed)
     far = ((codes[a] - codes[b]) ** 2).sum(1)
@@ -62,7 +62,7 @@ def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
 
 
 def best_t(x: Floats, y: Any, classes: Any) -> float:
-    """Return GMML's t by AUC among training classes that it did not learn from."""
+    """Return GMML's t with the best AUC on training classes that it did not learn from."""
     total = dict.fromkeys(TS, 0.0)
     for known in (classes[:2], classes[3:]):
         inside, outside = np.isin(y, known), np.isin(y, classes) & ~np.isin(y, known)
@@ -73,7 +73,7 @@ def best_t(x: Floats, y: Any, classes: Any) -> float:
 
 
 def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield the AUC of each method; of the first repeat with its curve."""
+    """Yield the AUC of each method; for the first repeat also the curve."""
     classes = np.random.default_rng(repeat).permutation(10)[:5]
     seen = np.isin(y, classes)
     z = PCA(64, random_state=0).fit(x[seen]).transform(x) if name != "digits" else x
@@ -125,7 +125,6 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw the first repeat's curves."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")

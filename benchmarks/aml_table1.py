@@ -1,20 +1,21 @@
-"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour error of GMML, AML and their
-rivals, beside the paper's figures.
+"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour errors of GMML, AML and others,
+beside the paper's.
 
-    python benchmarks/aml_table1.py                     # what is not measured yet, then the tables
-    python benchmarks/aml_table1.py --fresh --sets vehicle              # a part, in half a minute
+    python benchmarks/aml_table1.py           # measures missing results, then prints the tables
+    python benchmarks/aml_table1.py --fresh --sets vehicle      # a part, in half a minute
 
-Each result is kept at once, in `results/raw/aml_table1.jsonl`: a run that stops goes on where it
-was. About six minutes of one core, the packages that `uci.py` names, and metric-learn.
+Each result is kept at once in `results/raw/aml_table1.jsonl`, so an interrupted run resumes.
+Everything takes about six minutes of one core. It needs metric-learn and the packages that `uci.py`
+names.
 
-Protocol: random 80/20 splits, 20 (5 for letter); features standardised on the training part; all
-pairs. Tuned t: the best of 0, .1, … 1 by 5-fold cross-validation on the training part (letter: one
-fold, of 4,000 of its items). Tuned α, β: likewise, from {.01, .1, 1, 10, 100}². ITML: metric-learn,
+Protocol: 20 random 80/20 splits (5 for letter); features standardised on the training part; all
+pairs. Tuned t: the best of 0, .1, … 1 by 5-fold cross-validation on the training part (for letter
+one fold, of 4,000 items). Tuned α and β: likewise, from {.01, .1, 1, 10, 100}². ITML: metric-learn,
 at most 100 iterations, not on letter.
 
-The second table asks whether *any* α, β helps: all of the paper's grid {10⁻³, …, 10³}², judged on
-the *test* part, under the ways that the paper can be read: its sampled pairs, its sums in place of
-means, raw features. 5 splits (1 for letter).
+The second table asks whether *any* α and β help: all values of the paper's grid {10⁻³, …, 10³}²,
+judged on the *test* part, in each way to read the paper: with its sampled pairs, with sums in place
+of means, with raw features. It uses 5 splits (1 for letter).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def candidates(method: str) -> list[Any]:
 
 
 def choose(found: list[Any], x: Floats, y: Ints) -> Any:
-    """Return the candidate with the least error in cross-validation; of equals the first."""
+    """Return the candidate with the smallest error in cross-validation; ties go to the first."""
     if len(found) == 1:
         return found[0]
     large = len(x) > 5000
@@ -153,7 +154,7 @@ def measured_errors(rows: list[Row], names: list[str]) -> str:
 
 
 def beside_paper(rows: list[Row], names: list[str]) -> str:
-    """Return the paper's figures, and differences of ours on the same splits."""
+    """Return the paper's errors, and the differences of our errors on the same splits."""
     lines = []
     pairs = {"ours: AML − GMML(.5)": ("aml", "gmml"), "ours: AML, α, β tuned": ("aml_ab", "gmml")}
     pairs["ours: AML_t − GMML, t tuned"] = ("aml_t", "gmml_t")
@@ -171,7 +172,7 @@ def beside_paper(rows: list[Row], names: list[str]) -> str:
 
 
 def grids(rows: list[Row], names: list[str]) -> tuple[str, int, int]:
-    """Return the table of all α, β; how many fits there were, and how many of them converged."""
+    """Return the table of all α and β, the number of fits, and how many converged."""
     lines, fits, converged = [], 0, 0
     for name, reading in itertools.product(names, READINGS):
         own = chosen(rows, set=name, method=f"grid: {reading}")

@@ -1,14 +1,14 @@
-"""Alter or cut off files of a living index, one at a time, and see whether it answers, says that it
-is damaged, or is silently wrong.
+"""Damage files of a living index, one at a time, and record whether it answers, reports the damage,
+or is silently wrong.
 
     # writes results/raw/damage.json and results/damage.md
     python benchmarks/damage.py --count 2000 --seed 0
 
-The index is one whose writer was killed: with a write-ahead log, a structure, kept originals and
-two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or its end is
-cut off. A child opens the copy and compares everything with a model in memory. It may refuse, with
-an error of the package; what it answers must be right. A structure that is damaged must not be
-used.
+The writer of the index was killed, so the index has a write-ahead log; it also has a structure,
+kept originals and two generations. In a copy of the index, one file gets a changed bit, byte or run
+of bytes, or loses its end. A child opens the copy and compares everything with a model in memory.
+The index may refuse with an error of the package, but every answer must be right. A damaged
+structure must not be used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = ("bit", "byte", "bytes", "zeros", "cut", "emptied")
 
 
 def make(folder: Path) -> tuple[living.State, list[Bundle]]:
-    """Write an index whose writer is killed; return what it holds."""
+    """Write an index whose writer is killed; return its content."""
     bundles = living.make_bundles(folder)
 
     def added(numbers: range, factor: int, more: int = 0) -> living.Call:
@@ -74,7 +74,7 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
-    """Alter a file."""
+    """Damage a file."""
     content = bytearray(path.read_bytes())
     at = draw.randrange(len(content))
     if kind == "bit":
@@ -90,7 +90,7 @@ def damage(path: Path, kind: str, draw: random.Random) -> None:
 
 
 def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) -> tuple[str, str]:
-    """Return what an index does after damage, and what it says."""
+    """Return how an index behaves after damage, and its message."""
     try:
         with open_index(folder, threads=1) as index:
             if not isinstance(index, Index):
@@ -109,7 +109,7 @@ def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) ->
 
 
 def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
-    """Damage an index so many times; return what each time came of it."""
+    """Damage an index `count` times; return the outcomes."""
     state, bundles = make(folder)
     index, copy = folder / "index", folder / "copy"
     paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]

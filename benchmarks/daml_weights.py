@@ -1,16 +1,17 @@
-"""How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small
+"""The influence of λ₁, λ₂, λ and μ: Tables XII and XIII and Figure 7 of DAML's paper, on a small
 set.
 
-    python benchmarks/daml_weights.py # what is not measured yet, then the page and the picture
-    python benchmarks/daml_weights.py --write    # from what is kept
+    python benchmarks/daml_weights.py    # measures missing runs, then writes page and picture
+    python benchmarks/daml_weights.py --write    # writes both from the kept runs
 
-letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features
-of unit length, a hidden layer of 128 and 32 dimensions, the N-pair loss as in the paper's tables,
-DAML's three phases with 240 batches of the metric, five seeds. Like the paper, λ₁ varies at λ₂ = 50
-and λ₂ at λ₁ = 1; besides, λ of Eq 7 (`loss_weight`) with both objectives flowing everywhere, the
-one case in which Adam lets it matter, and μ of Eq 15 with K = 4 and 60 items of each searched
-class. The held-out classes are looked at by every row: this shows how flat the curves are, and
-chooses nothing. An earlier page had more values, most of them of one seed.
+The set is letter, whose package `uci.py` names: A–M train, N–Z are searched. Features are
+standardised and of unit length. The net has a hidden layer of 128 and 32 dimensions; the loss is
+N-pair as in the paper's tables; DAML's three phases have 240 batches of the metric, with five
+seeds. As in the paper, λ₁ varies at λ₂ = 50, and λ₂ at λ₁ = 1. Further sweeps vary λ of Eq 7
+(`loss_weight`), with gradients of both objectives flowing everywhere (the only case where λ has an
+effect under Adam), and μ of Eq 15 with K = 4 and 60 items of each searched class. Every row is
+judged on the searched classes: the page shows how flat the curves are, and chooses nothing. An
+earlier page had more values, most of them with one seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import uci
 
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
-"""Items of each searched class for μ, whose distance is weighed for every pair."""
+"""Items of each searched class for μ, whose distance is computed for every pair."""
 SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "lambda1": ("λ₁, at λ₂ = 50", (0.1, 1.0, 50.0, 1000.0)),
     "lambda2": ("λ₂, at λ₁ = 1", (0.1, 5.0, 50.0, 1000.0)),
@@ -37,7 +38,7 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, Any]:
-    """Return the recipe of one run; without a value, of the loss alone."""
+    """Return the recipe of one run; without a value, that of the loss alone."""
     weights = {"lambda_reg": 1.0, "lambda_adv": 50.0}
     if sweep in ("lambda1", "lambda2"):
         weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
@@ -69,7 +70,7 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
         made["combiner"] |= {"mu": value, "rho": 5.0}
     if sweep == "lambda":
         made["train"] |= {"coupling": "joint", "loss_weight": value}
-    if value is None:  # for as many batches
+    if value is None:  # for the same number of batches
         for part in ("generator", "generator_optimizer", "phase"):
             del made[part]
         made["train"]["epochs"] = 4
@@ -77,7 +78,7 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
 
 
 def letters(folder: Path) -> dict[bool, Path]:
-    """Write letter; return its file, and by True that with few items of each searched class."""
+    """Write letter; return the file, and under True one with few items of each searched class."""
     x, y = uci.load("letter")
     x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
@@ -92,7 +93,7 @@ def letters(folder: Path) -> dict[bool, Path]:
 
 
 def measure(kept: bench.Kept) -> None:
-    """Run what is missing; keep each run at once."""
+    """Train what is missing; keep each run at once."""
     import torch
 
     torch.set_num_threads(1)
@@ -118,14 +119,14 @@ def collected(rows: list[dict[str, Any]]) -> dict[str, dict[Any, list[float]]]:
 
 
 def paper(sweep: str) -> list[float]:
-    """Return what the paper has of a sweep, in %; [] if it has nothing."""
+    """Return the paper's values of a sweep in %; [] if it has none."""
     grid = [f"{value:g}" for value in SWEEPS[sweep][1]]
     known = bench.has("daml_table_12", sweep, grid[0])
     return [bench.published("daml_table_12", sweep, value) for value in grid] if known else []
 
 
 def spread(values: list[float]) -> str:
-    """Return the mean and the standard deviation over seeds."""
+    """Return mean and standard deviation over seeds."""
     return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}"
 
 
@@ -158,7 +159,6 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw the four sweeps."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")

@@ -4,9 +4,9 @@
     python benchmarks/evaluation.py --items 2000          # smaller; nothing is kept
 
 "Images" are Fashion-MNIST's training images as 128 principal components of unit length, in ten
-classes, so that MAP@R needs the nearest tenth of the gallery. "Small classes" are 15 items each:
-Gaussian clouds on the unit sphere. Each item is searched for among all others. Each contestant runs
-in a process of its own on one thread, after a call on a small set.
+classes, so MAP@R needs the nearest tenth of the gallery. "Small classes" have 15 items each:
+Gaussian clouds on the unit sphere. Each item searches among all others. Each contestant runs in a
+new process on one thread, after a warm-up on a small set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SETS, CALLS = ("images", "small classes"), 3
 
 
 def items_of(name: str, count: int) -> tuple[Any, Any]:
-    """Return embeddings (count, 128) float32 of unit length and labels (count,)."""
     random = np.random.default_rng(0)
     if name == "images":
         from retrieval.data.idx import read_idx
@@ -46,7 +45,7 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
 
 
 def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
-    """Return Recall@1 and MAP@R as a contestant computes them."""
+    """Return a contestant's Recall@1 and MAP@R."""
     if name == OURS:
         from retrieval.evaluation.evaluation import evaluate
 
@@ -63,7 +62,7 @@ def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
 
 
 def contestant(name: str, data: str, count: int) -> dict[str, Any]:
-    """Return a contestant's figures, its CPU seconds, and the memory that it added, in MB."""
+    """Return a contestant's metrics, CPU seconds, and additional memory in MB."""
     bench.one_thread()
     embeddings, labels = items_of(data, count)
     figures_of(name, embeddings[:300], labels[:300])
@@ -95,7 +94,6 @@ def measure(counts: list[int]) -> list[dict[str, Any]]:
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     lines, apart = [], 0.0
     for row in raw["rows"]:
         ours = bench.chosen(raw["rows"], set=row["set"], items=row["items"])[0]

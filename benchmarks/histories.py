@@ -1,17 +1,17 @@
-"""Recorded histories: threads and processes read a living index while another thread writes to it;
-every answer is compared.
+"""Threads and processes read a living index while another thread writes to it; every answer is
+compared.
 
     python benchmarks/histories.py --seconds 60 --seeds 3        # writes results/histories.md
 
-One writer adds, changes and deletes items, compacts, and serves another bundle now and then; so few
-dead rows are allowed that compaction goes on all the while. Its operations are numbered. A reader
-notes the last operation that was acknowledged before it asked, and the last one that had begun when
-it was answered: its answer must be, in every digit, that of one state between these two (the
-history is linearizable: M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one
-writer, whose operations are in order, this is all there is to look for).
+One writer adds, changes and deletes items, compacts, and sometimes serves another bundle. So few
+dead rows are allowed that compaction runs all the time. The writer's operations are numbered. A
+reader notes the last operation that was acknowledged before its question, and the last operation
+that had begun when its answer came. The answer must equal, in every digit, that of one state
+between these two: the history is linearizable (M. Herlihy and J. Wing, Linearizability, ACM TOPLAS
+12(3), 1990). With a single writer, nothing else needs to be compared.
 
-Vectors are of whole numbers, so that every distance is exact and the expected answer has no
-rounding of its own.
+Vectors consist of whole numbers, so that every distance is exact and the expected answer has no
+rounding.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ from living_model import board_of, run_arguments
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
 QUERIES = np.random.default_rng(77).integers(-9, 10, (12, NUMBERS)).astype(np.float32)
-SMALL = 24  # dead rows at which compaction begins
+SMALL = 24  # number of dead rows at which compaction begins
 Change = tuple[str, Any]
 
 
 class Answer(NamedTuple):
-    """An answer to a reader, in plain values: `about` is a query's number or ids, `after` the last
-    operation acknowledged before the question, `until` the last one begun before the answer.
+    """An answer to a reader.
+
+    Attributes:
+        about: a query's number, or ids.
+        after: the last operation acknowledged before the question.
+        until: the last operation begun before the answer.
     """
 
     after: int
@@ -60,18 +64,18 @@ class Answer(NamedTuple):
 
 
 BEGUN, ACKNOWLEDGED, STOP, READY = range(4)
-"""Places on the board: operations, whether to stop, and from there on which processes read."""
+"""Places on the board: operations, whether to stop, and from READY on which processes read."""
 
 
 @dataclass
 class State:
-    """What the index should hold after so many operations."""
+    """The items of the index after a number of operations."""
 
     bundle: int = 0
     items: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # features, price
 
     def apply(self, change: Change) -> None:
-        """Take an operation in."""
+        """Apply an operation."""
         kind, what = change
         if kind == "upsert":
             self.items.update(what)
@@ -84,7 +88,7 @@ class State:
             self.bundle = what
 
     def answer(self, kind: str, about: Any, maps: list[Any]) -> Any:
-        """Return what a reader should be told."""
+        """Return the right answer to a reader."""
         if kind == "get":
             return {id: self.items[id][1] for id in about if id in self.items}
         cheap = {id: one for id, one in self.items.items() if one[1] < 3}
@@ -103,7 +107,7 @@ class State:
 
 
 def read(index: Index, board: Any, seed: int) -> list[Answer]:
-    """Ask until told to stop; return what was answered."""
+    """Ask until told to stop; return the answers."""
     random = np.random.default_rng(seed)
     kinds = ["search", "search", "search cheap", "count", "count cheap", "get"]
     answers = []
@@ -125,7 +129,7 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
 
 
 def read_apart(folder: Path, number: int, processes: int, seed: int) -> list[Answer]:
-    """Do the same in a process of its own."""
+    """Do `read` in another process."""
     board = board_of(folder / "board", READY + processes)
     with busy_upkeep(), open_index(folder / "index", threads=1) as index:
         board[READY + number] = 1
@@ -180,7 +184,7 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 
 def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list[Answer]:
-    """Return the answers that are of no state between their asking and their answering."""
+    """Return the answers that match no state between question and answer."""
     state, at, bad = State(), 0, []
     for answer in sorted(answers, key=lambda one: one.after):
         while at < answer.after:
@@ -199,7 +203,7 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def busy_upkeep() -> Iterator[None]:
-    """Have compaction go on all the while, and filters be looked up."""
+    """Make compaction run all the time, and filters read columns in memory instead of SQL."""
     with patch.object(upkeep, "_MIN_DEAD_ROWS", SMALL), patch.object(masks, "_SMALL", 0):
         yield
 
@@ -207,7 +211,7 @@ def busy_upkeep() -> Iterator[None]:
 def run(
     folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2
 ) -> dict[str, Any]:
-    """Record one history and compare it; return what there was, and each answer that is wrong."""
+    """Record and compare one history; return counts and all wrong answers."""
     bundles = [make_bundle(folder / f"bundle {number}", seed=number) for number in range(2)]
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
     maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
@@ -228,7 +232,7 @@ def run(
             board[ACKNOWLEDGED] = len(history)
 
         try:
-            write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # so that the field price is known
+            write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # makes the field `price` known
             apart = [
                 others.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
                 for number in range(processes)

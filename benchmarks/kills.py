@@ -1,16 +1,16 @@
-"""Kill a process that writes to a living index, again and again, and compare what is left with what
-it had been told is written.
+"""Kill a process that writes to a living index, again and again, and compare the index with what
+was acknowledged.
 
     # writes results/raw/kills.json and results/kills.md
     python benchmarks/kills.py --count 1000 --seed 0
 
-A child does random calls of a store and says over a pipe which one it begins and which one has
-returned. It is killed by SIGKILL: either by this process, after a drawn time, so that it stops
-within SQLite or the system, or by itself, at a drawn line of Python of the store. Another child
-then opens the index and compares everything with a model in memory: all that was acknowledged, and
-of the call that ran, all or nothing. The next child goes on with what is left.
+A child makes random calls of a store and reports over a pipe which call begins and which has
+returned. SIGKILL ends it: this process sends it after a random time, so that it hits SQLite or the
+system, or the child kills itself at a random line of the store's Python. Another child then opens
+the index and compares everything with a model in memory. Everything acknowledged must be there, and
+the running call must have had its whole effect or none. The next child continues with that index.
 
-Modelled: a process that dies. The system lives, and loses nothing of what it was given to write.
+Only the process dies. The system lives, and keeps everything that it was given to write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTCOMES = ("there", "not there", "same either way")
 
 
 class Life:
-    """An index that is written to, killed and looked at."""
+    """An index that is written to, killed and compared."""
 
     def __init__(self, folder: Path, bundles: list[Bundle], seed: int) -> None:
         self.folder, self.bundles = folder / "index", bundles
@@ -47,7 +47,7 @@ class Life:
         create_local(self.folder, bundles[0], widths_of(bundles[0], features=living.WIDTH))
 
     def kill(self) -> living.Row:
-        """Kill one writer, and return what is left of its work."""
+        """Kill one writer; return the row of its outcome."""
         seed, lines = self.random.randrange(1 << 40), self.random.random() < 0.5
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
@@ -75,7 +75,7 @@ class Life:
         return row | {"how": how}
 
     def _listen(self, process: int, pipe: int, kill: bool) -> list[Any]:
-        """Read what a child tells until it is dead; kill it a drawn time after its first call."""
+        """Read a child's reports until it is dead; kill it some time after its first call."""
         told: list[Any] = []
         rest, deadline = b"", None
         while True:
@@ -93,7 +93,7 @@ class Life:
                 deadline = time.monotonic() + self.random.expovariate(4)
 
     def _look(self, told: list[Any]) -> living.Row:
-        """Compare the index with what its writer told before it was killed."""
+        """Compare the index with its writer's reports."""
         model = living.Told(self.state)
         for what, call in told:
             model.take(what, call)
@@ -122,7 +122,7 @@ class Life:
 
 
 def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
-    """Kill so many writers, on as many indexes as it takes; return what each left."""
+    """Kill `count` writers, on as many indexes as that needs; return their rows."""
     bundles = living.make_bundles(folder)
     rows: list[living.Row] = []
     while len(rows) < count:

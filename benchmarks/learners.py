@@ -1,17 +1,16 @@
-"""Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and
-scikit-learn's, in time, memory and growth.
+"""Time, memory and growth of learners with many classes: LANML, GMML, AML, OAHU and `oahu.warm`
+beside metric-learn's and scikit-learn's.
 
-    python benchmarks/learners.py # what is not measured yet, then the page
-    # measured again, beside what is kept
+    python benchmarks/learners.py           # measures what is missing, then writes the page
+    # measures again, beside the kept results
     python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250
 
-Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian,
-and spread differently along each of 100 random directions: along a few of them classes lie far
-apart, along others items of one class do, which is what a learner has to find. Each fit runs in a
-process of its own on one thread, with a limit of CPU time and of memory; a learner that was stopped
-at one size is not tried at a larger one. metric-learn's estimators run by way of the plugin's
-adapter, without which they fail under a current scikit-learn, and which changes nothing of what
-they compute.
+There are ten items a class, 100 features, and 6,250 to 50,000 items in 625 to 5,000 classes.
+Classes are Gaussian, with different spreads along 100 random directions: along some the classes lie
+far apart, along others the items of one class do. A learner has to find out which. Each fit runs in
+a new process on one thread, with limits of CPU time and memory. A learner that was stopped at one
+size is not tried at a larger one. metric-learn's estimators run through the plugin's adapter,
+because they fail with a current scikit-learn; the adapter does not change their results.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import bench
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
 LONGER = {"LANML": 900}
-"""CPU seconds of who may take longer, so that its growth can be seen."""
+"""CPU seconds of learners that may take longer, to show their growth."""
 SIZES = (6_250, 12_500, 25_000, 50_000)
 WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000
 OURS = {"GMML": "GMML()", "AML": "AML()", "Warm": "Warm()", "OAHU": "OAHU()", "LANML": "LANML()"}
@@ -48,7 +47,7 @@ Floats = NDArray[np.float64]
 
 
 def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Return features (items, 100) and labels to fit, and `CHECKED` items of other classes."""
+    """Return features (items, 100) and labels for the fit, and `CHECKED` items of other classes."""
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
     between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))
@@ -67,11 +66,11 @@ def first(codes: Floats, labels: NDArray[np.int64]) -> float:
 
 
 def one(title: str, items: int) -> dict[str, Any]:
-    """Fit one learner in this process, which is held to the limits."""
+    """Fit one learner in this process, within the limits."""
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-    import metric_learn  # noqa: F401  (before the clock starts, as the others)
+    import metric_learn  # noqa: F401  (imported before the clock starts)
     from retrieval_aml import AML, GMML
     from retrieval_anml import LANML
     from retrieval_metric_learn.learners import adapted
@@ -84,7 +83,7 @@ def one(title: str, items: int) -> dict[str, Any]:
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
     if title in OURS or "LDA" in title:
-        learner_of_few.fit(x[:200], y[:200] % 10)  # imports and first calls, of the quick ones
+        learner_of_few.fit(x[:200], y[:200] % 10)  # imports and first calls of the fast learners
     began, limit = time.process_time(), LONGER.get(title, LIMIT)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit, int(began) + limit + 60))
@@ -100,7 +99,7 @@ def one(title: str, items: int) -> dict[str, Any]:
     told["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit + 55, int(began) + limit + 60))
     told["iterations"] = getattr(learner, "n_iter_", None)
-    # metric-learn's own `transform` checks its input as a current scikit-learn no longer lets it
+    # metric-learn's own `transform` checks its input in a way that a current scikit-learn rejects
     codes = others @ learner.components_.T if title in ADAPTED else learner.transform(others)
     told["recall"] = first(np.real(codes), truth)
     told["recall_before"] = first(others, truth)
@@ -108,7 +107,7 @@ def one(title: str, items: int) -> dict[str, Any]:
 
 
 def measure(title: str, items: int) -> dict[str, Any]:
-    """Return a row of one fit in a process of its own."""
+    """Return the row of one fit in a new process."""
     before = bench.load()
     try:
         row = bench.alone(one, title, items)
@@ -122,7 +121,7 @@ def measure(title: str, items: int) -> dict[str, Any]:
 
 
 def growth(rows: dict[int, dict[str, Any]]) -> str:
-    """Return p of time ∝ itemsᵖ, by least squares of the logarithms, from three sizes on."""
+    """Return p of time ∝ itemsᵖ by least squares of the logarithms, for three sizes or more."""
     seen = [(items, row["cpu"]) for items, row in rows.items() if "cpu" in row]
     if len(seen) < 3:
         return "–"

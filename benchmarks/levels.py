@@ -1,13 +1,13 @@
-"""Several levels of a frozen ImageNet net, beside its last layer and raw pixels, on classes that
-nothing was fitted to.
+"""Several levels of a frozen ImageNet net beside its last layer and raw pixels, on unseen classes.
 
     python benchmarks/levels.py            # chooses, then measures
-    python benchmarks/levels.py --write     # the page alone, from what is kept
+    python benchmarks/levels.py --write     # writes the page from the kept results
 
-Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of
-Fashion-MNIST's classes. Each candidate is fitted to three of the training classes and judged by
-MAP@R on the other two, for every such pair; the classes to search are loaded once that choice is
-kept. The chosen recipes are `models/digits-levels` and `models/fashion-levels`: a test compares.
+The sets are scikit-learn's digits, and 200 images of each of Fashion-MNIST's classes. Classes 0-4
+train and choose, classes 5-9 are searched. Each candidate is fitted to three training classes and
+judged by MAP@R on the other two, for every such pair. The searched classes are loaded only after
+the choice is kept. The chosen recipes are `models/digits-levels` and `models/fashion-levels`; a
+test compares them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Metrics = dict[str, float]
 
 
 def items(name: str, searched: bool) -> Items:
-    """Return images (N, H, W) and labels (N,) of the classes to search, or of all the others."""
+    """Return images (N, H, W) and labels (N,) of the searched classes, or of all others."""
     images, labels = digits() if name == "digits" else fashion()
     held = np.isin(labels, HELD_OUT)
     return images[held == searched], labels[held == searched]
@@ -58,7 +58,6 @@ def items(name: str, searched: bool) -> Items:
 def features(
     backbone: dict[str, Any], images: NDArray[np.uint8], labels: NDArray[np.str_]
 ) -> NDArray[np.float32]:
-    """Return a frozen backbone's features (N, F)."""
     import torch
     from retrieval.data.datasets import ArrayDataset
     from retrieval.data.features import backbone_features
@@ -70,16 +69,14 @@ def features(
 
 
 def metrics_of(vectors: NDArray[Any], labels: NDArray[np.str_]) -> Metrics:
-    """Return the metrics of vectors (N, C) by distance, each item searched for among all."""
+    """Return the metrics of vectors (N, C) by distance; each item searches among all others."""
     from retrieval.evaluation.evaluation import evaluate
 
     return dict(evaluate(vectors, labels, metrics=METRICS).values)
 
 
 def choose(name: str) -> list[dict[str, Any]]:
-    """Return the candidates, as tables of a recipe, with their mean MAP@R on pairs of classes left
-    out, the best first.
-    """
+    """Return the candidates' recipe tables with mean MAP@R on left-out classes, best first."""
     images, labels = items(name, searched=False)
     pairs = list(itertools.combinations(np.unique(labels).tolist(), 2))
     tried = []
@@ -99,7 +96,7 @@ def choose(name: str) -> list[dict[str, Any]]:
 
 
 def measure(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a recipe and of both baselines on the classes to search."""
+    """Return the metrics of a recipe and of both baselines on the searched classes."""
     fit, fit_labels = items(name, searched=False)
     images, labels = items(name, searched=True)
     learner = create("learner", **chosen["learner"])

@@ -1,5 +1,5 @@
-"""What the scripts that stop a writer of a living index share: random calls, a model of what the
-index should hold after them, the comparison of the two, processes that are killed, and the page.
+"""Helpers of the scripts that interrupt a writer of a living index: random calls, a model of the
+index, comparison, killed processes, and pages.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ Row = dict[str, Any]
 
 @dataclass
 class State:
-    """What an index should hold.
+    """The expected content of an index.
 
     Attributes:
-        items: version of each item, by id; all else of an item follows from the two.
-        generations: of each, by number: which bundle, the ids that it leaves out with their
-            versions, and its state.
+        items: the version of each item by id. Id and version determine everything else of an item.
+        generations: by number: the bundle, the ids left out with their versions, and the state.
     """
 
     items: dict[str, int] = field(default_factory=dict)
@@ -61,7 +60,7 @@ class State:
     )
 
     def after(self, call: Call) -> State:
-        """Return what it should hold after a call."""
+        """Return the state after a call."""
         items, name = dict(self.items), call["call"]
         all_ = {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()}
         if name in ("upsert", "large"):
@@ -84,7 +83,7 @@ class State:
 
     @property
     def served(self) -> int:
-        """The number of the generation that is searched."""
+        """The number of the searched generation."""
         return next(number for number, (*_, state) in self.generations.items() if state == "served")
 
 
@@ -97,7 +96,7 @@ def _features(id: str, version: int) -> np.ndarray:
 
 
 def item_of(id: str, version: int, bundle: int) -> Item:
-    """Return the item that an id and its version stand for, as a bundle embeds it."""
+    """Return the item of an id and a version, as a bundle embeds it."""
     features = _features(id, version)
     original = f"{id} {version}".encode() * (version % 40)
     return Item(
@@ -112,16 +111,19 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 
 
 def small() -> None:
-    """Have few rows and pages start the upkeep, so that every kind of work happens often."""
+    """Let a few rows and pages start the upkeep, so that all its work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
     structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
 
 
 class Writing:
-    """Does random calls of an index that holds `state`. `tell` takes what is begun and what has
-    returned; `first` is a call that was cut short, to be done again; `background` says whether
-    upkeep has a thread (None: drawn).
+    """Makes random calls of an index that holds `state`.
+
+    Attributes:
+        tell: called with each call before and after it.
+        first: a call that was interrupted, to be made again.
+        background: whether upkeep has a thread (None: random).
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Writing:
         self.store = LocalStore(folder, upkeep=self.background)
 
     def run(self) -> None:
-        """Do calls until this process is killed."""
+        """Make calls until this process is killed."""
         while True:
             call = self.first or self.draw()
             self.first = None
@@ -153,7 +155,7 @@ class Writing:
                 self.state = self.state.after(call)
 
     def draw(self) -> Call | None:
-        """Return a call that can be made now; None where the drawn one cannot."""
+        """Return a random call, or None if it cannot be made now."""
         (name,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         call: Call = {"call": name}
         others = [number for number in self.state.generations if number != self.state.served]
@@ -197,7 +199,7 @@ class Writing:
         return next(one for one in self.store.generations() if one.number == number)
 
     def do(self, call: Call) -> None:
-        """Do a call."""
+        """Make a call."""
         store, name = self.store, call["call"]
         served = self.state.generations[self.state.served][0]
         if name in ("upsert", "large"):
@@ -242,13 +244,15 @@ class Writing:
 
 
 Copies = dict[str, tuple[State, bool]]
-"""What each snapshot holds, and whether it must be there."""
+"""State of each snapshot, and whether the snapshot must exist."""
 
 
 class Told:
-    """What an index should hold after what its writer told: states that are right, and snapshots.
-    `moments` has for each message its time, the states that are right from then on, what each
-    snapshot holds and whether it must be there, and the call that runs.
+    """What an index should hold according to its writer's messages: right states and snapshots.
+
+    Attributes:
+        moments: for each message its time, the states that are right from then on, the snapshots
+            (with whether each must exist), and the running call.
     """
 
     def __init__(self, state: State, running: Call | None = None) -> None:
@@ -257,11 +261,11 @@ class Told:
 
     @property
     def again(self) -> Call | None:
-        """The call that ran, if it may be done again where it did not come about."""
+        """The running call, if it may be made again after it had no effect."""
         return self.running if self.running and self.running["call"] != "begin" else None
 
     def take(self, what: str, call: Any, when: int = 0) -> None:
-        """Take in what a process told."""
+        """Take in a message."""
         state = self.states[0]
         if what == "begin":
             self.states, self.running = [state, state.after(call)], call
@@ -276,7 +280,7 @@ class Told:
 
 
 def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: int) -> list[str]:
-    """Return in what an opened index differs from what it should hold."""
+    """Return the differences of an open index from its expected state."""
     wrong = []
     number = state.served
     bundle, left_out, _ = state.generations[number]
@@ -315,7 +319,7 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
 def _searches(
     store: LocalStore, items: list[Item], all_: dict[str, Item], sha256: str, seed: int
 ) -> list[str]:
-    """Compare neighbours with brute force, with a filter and without."""
+    """Compare neighbours with brute force, with and without a filter."""
     wrong = []
     queries = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
     for price in (None, 3, 7):
@@ -354,7 +358,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 def check(
     folder: Path, states: list[State], copies: Copies, bundles: list[Bundle], seed: int
 ) -> dict[str, Any]:
-    """Return which of some states an index is in, and what is wrong with it and its snapshots."""
+    """Return which of some states an index has, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
         which = next((at for at, fault in enumerate(faults) if not fault), None)
@@ -375,7 +379,7 @@ def check(
 
 
 def make_bundles(folder: Path) -> list[Bundle]:
-    """Write bundles, and open them."""
+    """Write and open bundles."""
     for number in range(BUNDLES):
         make_bundle(folder / f"bundle{number}", WIDTH, number + 1.0)
     return [Bundle.open(folder / f"bundle{number}", threads=1) for number in range(BUNDLES)]
@@ -385,7 +389,7 @@ def make_bundles(folder: Path) -> list[Bundle]:
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Do work in a child; return its process and the end of a pipe that it writes to."""
+    """Run `work` in a child; return its process id and the reading end of its pipe."""
     reading, writing = os.pipe()
     process = os.fork()
     if process:
@@ -396,13 +400,13 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
         work(writing)
         os._exit(0)
     except BaseException:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the reader has gone
             os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
         os._exit(1)
 
 
 def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
-    """Return the JSON objects that work writes in a child, and the child's wait status."""
+    """Return the JSON objects that `work` writes in a child, and the child's wait status."""
     process, pipe = forked(work)
     lines = []
     with os.fdopen(pipe) as file:
@@ -413,7 +417,7 @@ def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
 
 
 def kill_at_line(count: int) -> None:
-    """Have this process kill itself when it has executed so many lines of the store."""
+    """Make this process kill itself after executing so many lines of the store."""
     left = [count]
     here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
 
@@ -432,14 +436,14 @@ def kill_at_line(count: int) -> None:
 
 
 def board_of(path: Path, size: int) -> Any:
-    """Return whole numbers that all processes see, in a file that they map."""
+    """Return an array of whole numbers that processes share, in a mapped file."""
     if not path.exists():
         path.write_bytes(bytes(8 * size))
     return np.memmap(path, np.int64, "r+", shape=(size,))
 
 
 def unsound(index: Path) -> list[str]:
-    """Return what `retrieval index check` says of an index, unless it is whole."""
+    """Return the findings of `retrieval index check`, or nothing."""
     line = [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)]
     done = subprocess.run(line, capture_output=True, text=True)
     whole = not done.returncode and "is whole" in done.stdout
@@ -455,7 +459,7 @@ def system() -> str:
 
 
 def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
-    """Return a parser of how many or how long, of which seed, and of the folder of results."""
+    """Return a parser for the count or duration, the seed, and the folder of results."""
     parser = arguments(doc)
     for name, default in most.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -465,7 +469,7 @@ def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
 
 
 def summary(what: str, rows: Sequence[Row], seed: int, *keys: str) -> Row:
-    """Return what is kept of a run: how many rows have the same values of some keys."""
+    """Return the results of a run: counts of rows with the same values of some keys."""
     python = f"Python {platform.python_version()}, apsw {version('apsw')}"
     return {
         "seed": seed,
@@ -477,7 +481,7 @@ def summary(what: str, rows: Sequence[Row], seed: int, *keys: str) -> Row:
 
 
 def cells_of(rows: Sequence[Row], *keys: str) -> list[list[Any]]:
-    """Return the values of some keys, and how many rows have them."""
+    """Return the combinations of values of some keys, with their counts."""
     counts = Counter(tuple(row[key] for key in keys) for row in rows)
     return [[*values, count] for values, count in sorted(counts.items())]
 
@@ -496,12 +500,12 @@ def counts_table(
 
 
 def show(number: int, row: Row) -> None:
-    """Print a row that is wrong, and each fiftieth."""
+    """Print a wrong row, and every fiftieth row."""
     if row["wrong"] or number % 50 == 0:
         print(number, row, flush=True)
 
 
 def conclude(name: str, raw: Row, text: str, folder: Path = RESULTS) -> None:
-    """Keep a run and its page, and end with status 1 if anything was wrong."""
+    """Keep the results and the page; exit with code 1 if anything was wrong."""
     finish(name, raw, text, folder=folder)
     sys.exit(bool(raw["wrong"]))

@@ -1,17 +1,16 @@
-"""The losses and miners of `pml` that compute for themselves, beside pytorch-metric-learning's own
-of the same parameters: time and memory.
+"""Time and memory of the losses and miners that `pml` computes itself, beside
+pytorch-metric-learning's.
 
-    python benchmarks/pml_losses.py # cases that are not measured yet, then the page
-    # measured again; nothing is kept
+    python benchmarks/pml_losses.py    # measures missing cases, then writes the page
+    # measures again; nothing is kept
     python benchmarks/pml_losses.py --fresh --only triplet_margin
 
-All other losses and miners of `pml` are pytorch-metric-learning's classes, and as fast. A loss is
-called forward and backward, a miner once, on one thread. Both sides are called in turn in one
-process; the median CPU time of the rounds is kept. Memory is how far the process's peak rises
-during a first call over what it holds before, each side in a process of its own, which may take 3
-GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its
-class's random vector plus one and a half times as much noise. Cases are kept in
-raw/pml_losses.json.
+All other losses and miners of `pml` are pytorch-metric-learning's classes, and equally fast. A call
+of a loss is a forward and a backward pass; a call of a miner is one pass. Both sides take turns in
+one process with one thread, and the median CPU time of the rounds is kept. Memory is the rise of
+the process's peak during a first call, for each side in a new process, which may take 3 GB and a
+minute. A side that needs more is reported without times. A batch has 8 items a class: the class's
+random vector, plus noise of one and a half times its size. Cases are kept in raw/pml_losses.json.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ CASES = [
     *(("miners", name) for name in ("multi_similarity", "triplet_margin", "angular")),
     *(("recipe", name) for name in ("multi_similarity", "triplet_margin")),
 ]
-"""Kind and name; a recipe is a loss with the miner of the same name."""
+"""Kind and name. A recipe is a loss with the miner of the same name."""
 
 
 def part(kind: str, name: str, ours: bool) -> Any:
-    """Return a loss or miner: the plugin's, or upstream's class of the same parameters."""
+    """Return a loss or miner of the plugin, or upstream's class with the same parameters."""
     import pytorch_metric_learning as upstream
     import torch
 
@@ -64,7 +63,7 @@ def part(kind: str, name: str, ours: bool) -> Any:
 
 
 def call(kind: str, name: str, ours: bool) -> Callable[[Any, Any], Any]:
-    """Return a function of embeddings and labels that gives a loss or a miner's indices."""
+    """Return a function of embeddings and labels that returns a loss or a miner's indices."""
     if kind == "recipe":
         loss, miner = part("losses", name, ours), part("miners", name, ours)
         return lambda x, y: loss(x, y, miner(x, y))
@@ -75,7 +74,7 @@ def call(kind: str, name: str, ours: bool) -> Callable[[Any, Any], Any]:
 
 
 class Side:
-    """One side of a case, ready to be called."""
+    """One side of a case, ready for calls."""
 
     def __init__(self, kind: str, name: str, ours: bool, items: int) -> None:
         import torch
@@ -86,10 +85,10 @@ class Side:
         centres = torch.randn(items // EACH, WIDTH)
         self.x = centres[self.labels] + 1.5 * torch.randn(items, WIDTH)
         self.x.requires_grad_()
-        self.once(64)  # what is set up once
+        self.once(64)  # set up once, before the measured calls
 
     def once(self, rows: int | None = None) -> tuple[float, float | None]:
-        """Call it, and return CPU seconds and the loss."""
+        """Make one call; return CPU seconds and the loss."""
         self.x.grad = None
         x, y = self.x[:rows], self.labels[:rows]
         start = time.process_time()
@@ -101,7 +100,7 @@ class Side:
 
 
 def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
-    """Return a first call's memory in MB and CPU seconds, and the loss; or why there are none."""
+    """Return memory in MB, CPU seconds and the loss of a first call, or why it failed."""
     size = bench.status("VmSize") + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
@@ -121,14 +120,14 @@ def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
 
 
 def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
-    """Return the median CPU seconds of each side, called in turn."""
+    """Return the median CPU seconds of each side; the sides take turns."""
     made = [Side(kind, name, ours, items) for ours in sides]
     taken = [[side.once()[0] for side in made] for _ in range(rounds)]
     return [median(side) for side in zip(*taken, strict=True)]
 
 
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
-    """Return a case's figures."""
+    """Return the row of a case."""
     kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": bench.load()}
     for side in ("theirs", "ours"):
         try:
@@ -201,7 +200,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     bench.one_thread()
-    # imported here, before the processes are copied
+    # imported before processes are forked
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners  # noqa: F401
     import torch

@@ -1,14 +1,15 @@
-"""Cut the power of a machine that writes to a living index, at a thousand moments, and compare what
+"""Cut the power of a machine that writes to a living index at a thousand moments, and compare what
 a disk may then hold with what was acknowledged.
 
     # writes results/raw/power_cuts.json and results/power_cuts.md; needs strace
     python benchmarks/power_cuts.py --count 1000 --seed 0
 
-A process makes an index and does random calls of a store, or is killed in their midst and another
-goes on; `strace` records every system call that changes a file or a name. Of drawn moments of that
-record a disk is built as a power cut may leave it (`power_disk.py`): of what was not synced any
-part is missing. An opened index is then compared with a model in memory: all that was acknowledged
-is there, the call that ran is there or not, no open is refused, and the index goes on.
+A process creates an index and makes random calls of a store. Sometimes it is killed during a call,
+and another process continues. `strace` records every system call that changes a file or a name. For
+random moments of that record, `power_disk.py` builds a disk as a power cut may leave it: any part
+of what was not synced is missing. The script then opens the index and compares it with a model in
+memory. Everything acknowledged must be there, the running call must have had its whole effect or
+none, the index must open, and it must accept further calls.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from bench import page
 from power_disk import MODES, Disk, strace
 
 LIVES, CALLS, CUTS = 3, 12, 40
-"""Processes of one record, calls of each, and cuts of one record."""
+"""Processes in one record, calls of each process, and cuts of one record."""
 FAULTS = ("commits", "folders")
-"""What a store can be made not to sync, to see that it would be found out."""
+"""Syncs that a store can leave out, to show that the script detects it."""
 CREATE: living.Call = {"call": "create"}
 
 
-# The process that is recorded
+# The recorded process
 
 
 class _Enough(Exception):
-    """So many calls were done."""
+    """Raised after the wanted number of calls."""
 
 
 def forget(fault: str) -> None:
-    """Have this process leave out syncs."""
+    """Make this process leave out syncs."""
     sync, opened = os.fsync, Record._open
     if fault == "commits":
 
@@ -68,10 +69,11 @@ def forget(fault: str) -> None:
 
 
 def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
-    """Make an index, or go on with one, and tell what begins and what has returned.
+    """Create or continue an index, and report the begin and the end of each call.
 
-    A process that is killed ("line", "sync") has no thread for upkeep, and one that ends by itself
-    waits for it: so no other call is under way, of which the trace would not say how far it came.
+    A process that is killed ("line", "sync") has no thread for upkeep, and a process that ends
+    normally waits for its upkeep. So no other call is running whose progress the trace would not
+    show.
     """
     living.small()
     if fault is not None:
@@ -120,13 +122,13 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
         os._exit(0)
 
 
-# What it leaves
+# The index after a power cut
 
 
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
 ) -> tuple[Disk, living.Told]:
-    """Have processes make an index and work on it; return the record of it, and what they told."""
+    """Run processes that create an index and work on it; return the trace and their reports."""
     root = folder / "disk"
     root.mkdir()
     disk, told, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
@@ -148,7 +150,7 @@ def record(
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
-    """Return the files of a record's end that differ from the system's: a whole record has none."""
+    """Return the files that differ between the end of a trace and the system; none should."""
     disk.write(folder, disk.time, "all", "all", random.Random(0))
     there, made = (
         {
@@ -165,7 +167,7 @@ def same(disk: Disk, folder: Path) -> list[str]:
 def cut(
     disk: Disk, told: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
-    """Cut the power at a drawn moment of a drawn call; return what an index is like afterwards."""
+    """Cut the power at a random moment of a random call; return the state of the index."""
     ends = [when for when, *_ in told.moments[1:]] + [disk.time]
     within = [
         (moment, times)
@@ -197,7 +199,7 @@ def look(
     bundles: list[Bundle],
     draw: random.Random,
 ) -> tuple[str, list[str]]:
-    """Return what became of the call that ran, and all that is wrong."""
+    """Return the outcome of the running call, and everything that is wrong."""
     index = folder / "index"
     if running == CREATE and not index.exists():
         return "not there", []
@@ -219,7 +221,7 @@ def look(
 
 
 def cuts(options: Any, folder: Path) -> list[living.Row]:
-    """Cut the power as often as the options say; return what each cut left."""
+    """Cut the power as often as the options say; return one row per cut."""
     bundles = living.make_bundles(folder)
     rows: list[living.Row] = []
     while len(rows) < options.count:
@@ -276,7 +278,7 @@ def main() -> None:
         folder, seed, killed, *faults = sys.argv[2:]
         live(Path(folder), int(seed), killed, faults[0] if faults else None)
     parser = living.run_arguments(__doc__, count=1000)
-    parser.add_argument("--lives", type=int, default=LIVES, help="processes of one record")
+    parser.add_argument("--lives", type=int, default=LIVES, help="processes in one record")
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     less = "have the store leave out these syncs; losses are then expected"
     parser.add_argument("--without", choices=FAULTS, help=less)

@@ -1,4 +1,4 @@
-"""A bundle whose encoder costs nothing, and an index of vectors."""
+"""A bundle whose encoder costs nothing, and an index of given vectors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
 
 
 def make_index(folder: Path, bundle: Path, vectors: Any, structure: str = "flat") -> None:
-    """Make an index of vectors (N, D), whose ids are row numbers and which have ten labels."""
+    """Create an index of vectors (N, D), with row numbers as ids and ten labels."""
     opened, widths = Bundle.open(bundle, threads=1), {"vector": vectors.shape[1]}
     create_local(folder, opened, widths, structure=StructureChoice(structure), replace=True)
     with LocalStore(folder, upkeep=False) as store:

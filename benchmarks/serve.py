@@ -1,13 +1,13 @@
-"""The server beside ONNX Runtime and FAISS called by hand, and beside a bare ASGI application.
+"""The server beside ONNX Runtime and FAISS called directly, and beside a minimal ASGI application.
 
     python benchmarks/serve.py # indexes in benchmarks/work/serve; writes results/serve.md
-    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1 # a part of it, which is not kept
+    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1 # a part, which is not kept
 
-Each contestant is a process of its own; they take turns in each round. A figure is the median over
-rounds of the CPU time, user and system, that all processes of a server took for a request. "By
-hand" is a loop without a server, which decodes with Pillow. "Bare" is an ASGI application under the
-same uvicorn that reads the upload and answers as many bytes. Requests come from this process, over
-connections that are kept.
+Each contestant is a new process; they take turns in each round. The measure is the CPU time (user
+and system) of all processes of a server per request, the median over rounds. "By hand" is a loop
+without a server that decodes with Pillow. "Bare" is an ASGI application under the same uvicorn that
+reads the upload and answers with as many bytes. This process sends the requests over kept
+connections.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ HEAD = b'--q\r\nContent-Disposition: form-data; name="image"; filename="q"\r\n\r
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of every contestant.
+    """The work of every contestant.
 
     Attributes:
         folder: has `index` (ours), `vectors.npy` (the same vectors, for FAISS) and `queries`.
-        bundle: the encoder's folder; None where queries are vectors.
+        bundle: the encoder's folder; None if the queries are vectors.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Task:
         return [path.read_bytes() for path in sorted((self.folder / "queries").iterdir())]
 
     def requests(self) -> list[bytes]:
-        """Return whole HTTP requests."""
+        """Return complete HTTP requests."""
         made = []
         for query in self.queries():
             body, kind = b'{"vector":%s,"k":%d}' % (query, K), "application/json"
@@ -75,12 +75,11 @@ class Task:
 
 
 def command(*words: object) -> None:
-    """Run a command of retrieval."""
     subprocess.run([sys.executable, "-m", "retrieval.cli", *map(str, words)], check=True)
 
 
 def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> None:
-    """Make an index of vectors, the vectors as a matrix, and queries."""
+    """Write an index of vectors, the vectors as a matrix, and the queries."""
     make_index(folder / "index", bundle, vectors)
     np.save(folder / "vectors.npy", vectors)
     (folder / "queries").mkdir(exist_ok=True)
@@ -89,7 +88,7 @@ def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> 
 
 
 def of_images(folder: Path, bundle: Path, items: list[Path], queries: list[Path]) -> Task:
-    """Make an index of images."""
+    """Write an index of images."""
     if not (folder / "queries").is_dir():
         vectors = Bundle.open(bundle).encode_images([str(path) for path in items], progress=False)
         prepared(folder, bundle, vectors, [path.read_bytes() for path in queries])
@@ -97,7 +96,7 @@ def of_images(folder: Path, bundle: Path, items: list[Path], queries: list[Path]
 
 
 def digits(work: Path) -> Task:
-    """Return the demo's small net over its digits, asked with PNGs of 16 × 16."""
+    """Return the demo's small net on its digits; queries are PNGs of 16 × 16."""
     demo = work / "demo"
     if not demo.is_dir():
         command("demo", "--output", demo)
@@ -106,7 +105,7 @@ def digits(work: Path) -> Task:
 
 
 def photos(work: Path) -> Task:
-    """Return EfficientNet-Lite0 over crops of scikit-learn's photographs, asked with JPEGs."""
+    """Return EfficientNet-Lite0 on crops of scikit-learn's photographs; queries are JPEGs."""
     from sklearn.datasets import load_sample_images
 
     crops, bundle = work / "crops", work / "lite0"
@@ -127,7 +126,7 @@ def photos(work: Path) -> Task:
 
 
 def vectors(work: Path) -> Task:
-    """Return 50,000 vectors, asked with vectors."""
+    """Return 50,000 vectors; queries are vectors."""
     from search import vectors_of
 
     folder = work / "vectors"
@@ -147,7 +146,7 @@ TASKS: dict[str, Callable[[Path], Task]] = {
 
 
 def pixels(image: bytes, said: dict[str, Any]) -> Any:
-    """Return an image (1, C, H, W) as a manifest's `preprocessing` says, by Pillow alone."""
+    """Return an image (1, C, H, W) after a manifest's `preprocessing`, by Pillow alone."""
     opened = Image.open(io.BytesIO(image)).convert("L" if said["channels"] == 1 else "RGB")
     (height, width), method = said["size"], Image.Resampling[said["interpolation"].upper()]
     if said["resize"] is None:
@@ -164,7 +163,7 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
 
 @functools.cache
 def by_hand(task: Task) -> tuple[Any, Callable[[Any], Any], list[Any]]:
-    """Return FAISS's index, the encoder of a query, and the queries."""
+    """Return FAISS's index, a function that encodes a query, and the queries."""
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
@@ -188,7 +187,7 @@ def nearest_by_hand(task: Task) -> list[str]:
 
 
 def cpu_by_hand(task: Task, seconds: float) -> float:
-    """Search in a loop for so long; return CPU milliseconds a query."""
+    """Search in a loop for some seconds; return CPU milliseconds per query."""
     index, encode, queries = by_hand(task)
     end, count, cpu = time.monotonic() + seconds, 0, time.process_time()
     while time.monotonic() < end:
@@ -198,7 +197,7 @@ def cpu_by_hand(task: Task, seconds: float) -> float:
 
 
 def run_bare() -> None:
-    """Serve an application that reads the upload and answers as many bytes as ours."""
+    """Serve an application that reads the upload and answers with as many bytes as our server."""
     import uvicorn
 
     content = json.dumps({"read": "x" * (ANSWER - 12)}).encode()
@@ -221,7 +220,7 @@ def run_bare() -> None:
 
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python in a process of its own; yield it and the first line that it prints."""
+    """Run Python in a new process; yield it and the first line that it prints."""
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -235,7 +234,7 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def cpu_of(process: subprocess.Popen[str]) -> float:
-    """Return the CPU seconds of a process and of those that it started."""
+    """Return the CPU seconds of a process and its child processes."""
     top = psutil.Process(process.pid)
     times = [one.cpu_times() for one in (top, *top.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -268,7 +267,7 @@ async def ask(port: int, requests: list[bytes], connections: int, seconds: float
 
 
 def nearest(port: int, request: bytes) -> str:
-    """Return the id of the first answer."""
+    """Return the id of the nearest hit."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(request.replace(b"Host", b"Connection: close\r\nHost", 1))
         body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")[2]
@@ -278,7 +277,7 @@ def nearest(port: int, request: bytes) -> str:
 def measure(
     name: str, work: Path, seconds: float, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Return what each contestant took, a row for each round."""
+    """Return the measurements of each contestant, a row per round."""
     task = TASKS[name](work)
     requests, found = task.requests(), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
@@ -340,7 +339,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=WORK / "serve", help="folder of indexes and queries"
     )
-    parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
+    parser.add_argument("--only", help="a word of the task's name; the results are not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

@@ -1,16 +1,16 @@
-"""Read and write an index over HTTP while its server is killed again and again, and compare what is
-left with what the clients were told.
+"""Read and write an index over HTTP while its server is killed repeatedly, and compare the index
+with what the clients were told.
 
     # writes results/raw/soak.json and results/soak.md
     python benchmarks/soak.py --seconds 600 --seed 0
 
-Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a
-time, search, and look at items. Each keeps its own record: of every id, what the server has
-acknowledged last, and what it was asked for since without an answer. Every answer to a read is
-compared with it at once. Meanwhile SIGKILL ends the whole server, or one of its two processes,
-every few seconds; a server that was killed as a whole is started again, with one process and with
-two in turns. At the end the index is checked, and compared with the records: ids, labels, metadata,
-vectors, and searches with exact search by NumPy.
+Several clients of `retrieval.client` put, relabel and delete their own items, one or many at a
+time, search, and read items. Each client records for every id what the server acknowledged last,
+and which later requests had no answer. It compares every answer to a read with this record at once.
+Meanwhile, SIGKILL ends the whole server, or one of its two processes, every few seconds. A killed
+server is started again, alternately with one process and with two. At the end the index is checked
+and compared with the records: ids, labels, metadata, vectors, and searches with exact search by
+NumPy.
 """
 
 from __future__ import annotations
@@ -44,55 +44,55 @@ from bench import page
 from living_model import conclude, run_arguments, system, unsound
 
 IDS = 150
-"""Of each client: few enough that most writes meet an item that is there."""
+"""Ids of each client, so few that most writes change an existing item."""
 RETRIES = Retries(times=40, seconds=30.0, first=0.05, longest=0.5)
 MANY, K, SEARCHES = 8, 10, 100
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an item is: of which features, with which label."""
+    """The features and the label of an item."""
 
     features: int
     label: str
 
     def numbers(self) -> list[float]:
-        """Return the features: whole numbers, so that vectors and distances are exact."""
+        """Return the features as whole numbers, so that vectors and distances are exact."""
         drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
         return list(map(float, drawn))
 
     def as_item(self) -> dict[str, Any]:
-        """Return what the client is given."""
+        """Return the client's item."""
         about = {"made": self.features}
         return {"vector": self.numbers(), "label": self.label, "metadata": about}
 
 
 def value_of(item: Any) -> Value:
-    """Return what an item, or a hit, is."""
+    """Return the value of an item or a hit."""
     return Value(item.metadata["made"], item.label or "")
 
 
 @dataclass
 class Record:
-    """By id what an item may be: one value if the last write was acknowledged; None: not there."""
+    """The possible values of each id: one after an acknowledged write; None means no item."""
 
     known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
 
     def may_be(self, id: str) -> tuple[Value | None, ...]:
-        """Return what an item may be."""
+        """Return the possible values of an item."""
         return self.known.get(id, (None,))
 
     def asked(self, id: str, value: Value | None) -> None:
-        """Note a write that is under way: until it is acknowledged, both are right."""
+        """Note a write that has begun: until it is acknowledged, old and new value are right."""
         self.known[id] = (*self.may_be(id), value)
 
     def told(self, id: str, value: Value | None) -> None:
-        """Note a write that was acknowledged."""
+        """Note an acknowledged write."""
         self.known[id] = (value,)
 
 
 class Worker:
-    """A client, which writes items of its own (`name/…`) and compares what it reads."""
+    """A client that writes its own items (`name/…`) and compares what it reads."""
 
     def __init__(self, name: str, url: str, seed: int, stop: threading.Event) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class Worker:
         self.thread = threading.Thread(target=self._run, name=name)
 
     def _run(self) -> None:
-        """Do something after the other."""
+        """Make one call after the other."""
         with Client(self._url, retries=RETRIES, timeout=10.0) as client:
             while not self._stop_.is_set():
                 does = self._random.choices(
@@ -130,7 +130,7 @@ class Worker:
 
     @contextmanager
     def _written(self, values: Mapping[str, Value | None]) -> Iterator[None]:
-        """Note a write before it is asked for, and once it is acknowledged."""
+        """Note a write before its request and after its acknowledgement."""
         for id, value in values.items():
             self.record.asked(id, value)
         yield
@@ -144,7 +144,7 @@ class Worker:
             client.put(id, **value.as_item())
 
     def _relabel(self, client: Client) -> None:
-        """Change label and metadata of an item that is surely there; keep its vector."""
+        """Change label and metadata of an item that surely exists; keep its vector."""
         known = {id: values[0] for id, values in self.record.known.items() if len(values) == 1}
         if there := [(id, value) for id, value in known.items() if value]:
             id, before = self._random.choice(there)
@@ -174,7 +174,7 @@ class Worker:
             self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
-        """Search for an own item: it is the nearest, unless it may be gone."""
+        """Search for an own item, which must be the nearest unless it may be deleted."""
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()
@@ -192,7 +192,7 @@ class Worker:
 
 @contextmanager
 def _not_found() -> Iterator[list[ServerError]]:
-    """Catch the answer 404, and put it into the list."""
+    """Catch the answer 404 and add it to the list."""
     faults: list[ServerError] = []
     try:
         yield faults
@@ -203,7 +203,7 @@ def _not_found() -> Iterator[list[ServerError]]:
 
 
 class Server:
-    """A server of an index that is killed; what it writes goes to `log`."""
+    """A server that is killed; its output goes to `log`."""
 
     def __init__(self, index: Path, log: Path) -> None:
         with socket.socket() as free:
@@ -215,7 +215,7 @@ class Server:
         self.start(2)
 
     def start(self, processes: int) -> None:
-        """Start it in a group of processes; its clients wait for it by themselves."""
+        """Start the server in a new process group; its clients wait for it themselves."""
         self.processes = processes
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -227,7 +227,7 @@ class Server:
             )
 
     def answers(self, end: float) -> None:
-        """Wait until it answers, or a time by `time.monotonic`."""
+        """Wait until the server answers, or until a time by `time.monotonic`."""
         while time.monotonic() < end:
             with (
                 suppress(OSError),
@@ -237,7 +237,7 @@ class Server:
             time.sleep(0.05)
 
     def members(self) -> list[psutil.Process]:
-        """Return its processes; decoders, which end by themselves, are none."""
+        """Return the server's processes, without decoders, which end by themselves."""
         members = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):
@@ -245,7 +245,7 @@ class Server:
         return members
 
     def kill(self) -> None:
-        """Kill all of it at once, and wait until all of it is gone."""
+        """Kill all processes at once, and wait until they are gone."""
         group = psutil.Process(self.process.pid).children(recursive=True)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -253,7 +253,7 @@ class Server:
             time.sleep(0.01)
 
     def end(self) -> int:
-        """Have it end in good order; return its exit code."""
+        """Stop the server normally; return its exit code."""
         self.process.terminate()
         return self.process.wait(30)
 
@@ -265,7 +265,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
-    """Kill the server or one of its processes repeatedly; return how often each was."""
+    """Kill the server or one of its processes repeatedly; return the number of kills of each."""
     drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     names = ("first process", "second process")
     while time.monotonic() < end:
@@ -287,7 +287,7 @@ def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: i
 def differences(
     index: Path, bundle: Bundle, records: list[Record], seed: int
 ) -> tuple[int, list[str]]:
-    """Return how many items there are, and what in the index is not as the clients were told."""
+    """Return the number of items, and the differences of the index from the clients' records."""
     wrong = unsound(index)
     known = {id: values for record in records for id, values in record.known.items()}
     with Index.open(index, threads=1) as opened:
@@ -320,7 +320,7 @@ def differences(
 def soak(
     folder: Path, seconds: float, clients: int, pause: tuple[float, float], seed: int
 ) -> dict[str, Any]:
-    """Do all of it in a folder; return the counts and the differences."""
+    """Run everything in a folder; return the counts and the differences."""
     index = folder / "soak.index"
     bundle = make_bundle(folder / "bundle")
     create_index(index, bundle, progress=False)

@@ -1,18 +1,18 @@
-"""Our local store beside others that are embedded: time, memory and disk of the same few verbs.
+"""Our local store beside other embedded stores: time, memory and disk of the same few operations.
 
     python benchmarks/store.py                                         # writes results/store.md
-    # a part of it, which is not kept
+    # a part, which is not kept
     python benchmarks/store.py --rows 2000 --only "local flat" FAISS
-    pip install qdrant-client lancedb chromadb # the peers; who is missing is left out
+    pip install qdrant-client lancedb chromadb # the others; a missing one is left out
 
-Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their
-pixels; queries are test images. Each item has a number as its id and one field, `share`, evenly
-spread over 0 to 99. Each system runs in a process of its own on one thread, as it comes. Writes are
-judged by wall time, since they wait for the disk; searches by CPU time, since others may share the
+Vectors are Fashion-MNIST's training images as 64 principal components of their pixels; queries are
+test images. Each item has a number as its id, and one field, `share`, evenly spread over 0 to 99.
+Each system runs with its defaults in a new process on one thread. Writes are measured in wall time,
+because they wait for the disk, and searches in CPU time, because other programs may share the
 cores.
 """
 
-# ruff: noqa: D102  System says what each verb is
+# ruff: noqa: D102  (System documents the methods)
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ Floats, Numbers = NDArray[np.float32], NDArray[np.int64]
 
 
 def shares(ids: Numbers) -> Numbers:
-    """Return each item's field: `share < 10` matches a tenth of all items."""
+    """Return each item's field; `share < 10` matches a tenth of all items."""
     return ids * 61 % 100
 
 
 class System:
-    """A store of vectors in a folder: `open` (made where it is not there), `add` new items until
-    the system says that they are written, `delete` items, and `search` for the ids nearest to each
-    query, of all items or of those whose share is below a number.
+    """A store of vectors in a folder.
+
+    `open` opens or creates the store, `add` adds items and returns when the system says that they
+    are written, and `delete` deletes items. `search` returns the ids nearest to each query, among
+    all items or among those whose share is below a number.
     """
 
     open: Callable[[], None]
@@ -55,17 +57,17 @@ class System:
         self.folder = folder
 
     def begin_load(self) -> None:
-        """Prepare for a load, which need not be durable at each step."""
+        """Prepare for a load whose steps need not be durable."""
 
     def loaded(self) -> None:
-        """Bring a loaded store into the form that its searches want."""
+        """Prepare a loaded store for searches."""
 
     def close(self) -> None:
         """Close it."""
 
 
 class Local(System):
-    """Ours, without a server or an encoder."""
+    """Our store, without a server or an encoder."""
 
     structure = "flat"
 
@@ -111,7 +113,7 @@ class Local(System):
 
 
 class LocalHNSW(Local):
-    """Ours, with FAISS's HNSW."""
+    """Our store with FAISS's HNSW."""
 
     structure = "hnsw"
 
@@ -163,7 +165,7 @@ class Qdrant(System):
             self.client.create_collection("items", vectors_config=vectors)
 
     def begin_load(self) -> None:
-        # It syncs after every point: 50,000 would take half an hour. The page says so.
+        # A sync after each of 50,000 points would take half an hour. The page says so.
         connection = self.client._client.collections["items"].storage.storage
         connection.execute("pragma synchronous = off")
         connection.execute("pragma journal_mode = memory")
@@ -267,11 +269,11 @@ SYSTEMS: dict[str, tuple[type[System], str, str]] = {
     "LanceDB": (Lance, "lancedb", "lancedb"),
     "Chroma": (Chroma, "chromadb", "chromadb"),
 }
-"""Each system's class, the package whose version is named, and its module."""
+"""Each system's class, its package, and its module."""
 
 
 def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, float]:
-    """Call something with 0, 1, … for so long; return wall and CPU milliseconds of a call."""
+    """Call a function with 0, 1, … for some seconds; return wall and CPU milliseconds per call."""
     count, wall, cpu = 0, time.perf_counter(), time.process_time()
     while count < most and (not count or time.perf_counter() - wall < seconds):
         call(count)
@@ -281,7 +283,7 @@ def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, fl
 
 
 def measure(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Return what the verbs of a system cost in an empty folder."""
+    """Return the cost of a system's operations in an empty folder."""
     one_thread()
     vectors, queries = vectors_of(rows, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
@@ -306,7 +308,7 @@ def measure(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any
         parts = lambda n: queries[n * batch % QUERIES :][:batch]  # noqa: E731
         return timed(lambda n: system.search(parts(n), below), seconds, QUERIES)
 
-    system.search(queries[:1], 10)  # reads the fields for the first time
+    system.search(queries[:1], 10)  # the first filter reads the fields
     found["search 1"], found["search 32"] = search(1, None), search(32, None)
     found["search 1, filtered"] = search(1, 10)
     away = ((vectors[:, None] - queries[None, :20]) ** 2).sum(2)
@@ -368,7 +370,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", help="systems whose names have these words; nothing is kept"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of call, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="most seconds for each kind of call"
+    )
     options = parser.parse_args()
     one_thread()
     names = [
