@@ -149,9 +149,9 @@ def render(rows: list[dict[str, Any]]) -> str:
         # AML, GMML and LANML⁺ on held-out sets
 
         `python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in %,
-        {len(splits)} random split{"s" if len(splits) > 1 else ""}; {len(sets)} sets chosen by a
-        rule, of which {", ".join(SEEN)} had been measured for Table 1 before. Differences are
-        paired by split, averaged over splits, and ± is Student's 95 % interval over sets.
+        {len(splits)} random split{"s" if len(splits) > 1 else ""}; {len(sets)} sets that a rule
+        chose, of which {", ".join(SEEN)} had been measured earlier for Table 1. Differences are
+        paired by split and averaged over splits; ± is Student's 95 % interval over sets.
 
         ## All of the training part (at most 1,000 items)
 

@@ -113,12 +113,12 @@ def render(rows: list[dict[str, Any]]) -> str:
     return bench.page(f"""
         # Verification of pairs (Figure 4 of AML)
 
-        `python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that
-        were not learned from; mean ± Student's 95 % interval over five choices of classes.
+        `python benchmarks/aml_roc.py` measures AUC over pairs of five unseen classes; mean ±
+        Student's 95 % interval over five choices of classes.
 
         {bench.markdown(["", *methods], body)}
 
-        Paired by choice of classes:
+        Differences, paired by choice of classes:
 
         {bench.markdown(["", *names], gaps)}
     """)

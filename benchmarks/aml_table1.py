@@ -213,7 +213,7 @@ def render(rows: list[Row]) -> str:
 
         {measured_errors(rows, names)}
 
-        The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:
+        The paper's errors, where AML beats GMML, and our errors less GMML's on the same splits:
 
         {beside_paper(rows, names)}
 
@@ -222,9 +222,9 @@ def render(rows: list[Row]) -> str:
         ## Does any α, β help?
 
         The whole grid {{10⁻³, …, 10³}}² judged on the *test* part, on the first 5 splits (letter
-        1), under other readings of the paper. `best pair` is the least mean error that one α, β for
-        all splits reaches; `best in each split` takes another one for every split. Both are too
-        good by construction, more so the second.
+        1), under other readings of the paper. `best pair` is the smallest mean error of one α, β
+        for all splits; `best in each split` takes the best α, β of every split. Both are too
+        optimistic, the second more so.
 
         {table}
 
@@ -234,7 +234,7 @@ def render(rows: list[Row]) -> str:
 
         {seconds(rows, names)}
 
-        Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included.
+        Measured in {minutes:.0f} minutes of CPU time, including the searches for parameters.
     """)
 
 

@@ -252,10 +252,10 @@ def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
 
         Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random
         70/30 splits (10; 3 for letter and penbased). `benchmarks/anml_table2.py` states the
-        protocol. ITML, SCML and GMML were measured later than the others, on other machines: do not
-        compare their seconds with the rest. "> {BUDGET // 60} min": a split had not ended after so
-        much CPU time; "fails": metric-learn could not be fitted on those splits, and a mean of the
-        rest would be of other splits than its neighbours; –: not measured.
+        protocol. ITML, SCML and GMML were measured later and on other machines, so their seconds
+        cannot be compared with the rest. "> {BUDGET // 60} min": a split exceeded this CPU time.
+        "fails": metric-learn could not be fitted on these splits, and a mean over the other splits
+        could not be compared. –: not measured.
 
         ## Parameters and k chosen on the training part
 

@@ -161,13 +161,13 @@ def render(raw: living.Row) -> str:
 
         `python benchmarks/damage.py --count {raw["cases"]} --seed {raw["seed"]}`; {raw["machine"]}.
 
-        {raw["cases"]:,} times one file of a living index, whose writer had been killed, was altered
-        or cut off. Then an opened index was compared with a model in memory: ids, labels, metadata,
-        arrays, originals, counts, generations, filters and neighbours.
+        {raw["cases"]:,} times one file of a living index, whose writer had been killed, was changed
+        or cut off. The index was then opened and compared with a model in memory: ids, labels,
+        metadata, arrays, originals, counts, generations, filters and neighbours.
 
-        **Wrong answers without a word: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused
-        with a sentence: {totals["refused"]:,}. All answers right, since what was altered is not
-        used, or is made again: {totals["right"]:,}.
+        **Silently wrong answers: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused with a
+        sentence: {totals["refused"]:,}. Right answers only, because the damaged part is unused or
+        rebuilt: {totals["right"]:,}.
 
         {living.counts_table(["file", "damage"], hows, raw["cells"])}
 

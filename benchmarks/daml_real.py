@@ -233,20 +233,20 @@ def render(rows: list[dict[str, Any]]) -> str:
     return page(f"""
         # Several metrics against one on real data (DAMML)
 
-        `python benchmarks/daml_real.py` says what is trained, and how margin and learning rate were
-        chosen, on items that are not searched here. Figures in %, mean ± standard deviation of
+        `python benchmarks/daml_real.py` describes the training. Margin and learning rate were
+        chosen on items that are not searched here. Values are in %, mean ± standard deviation of
         {len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95 % interval
-        of the mean. The splits share items, so that the intervals are somewhat too narrow, and
-        there are several of them: read one that just leaves out 0 as none.
+        of the mean. The splits share items, so the intervals are somewhat too narrow, and there
+        are several of them: an interval that barely excludes 0 shows no gain.
 
         {markdown(head, lines)}
 
-        Learned weights minus even ones:
+        Learned weights minus equal weights:
 
         {markdown(["set", "Recall@1", "MAP@R"], weighed)}
 
-        Items searched in the first split: {searched}. The rate that was chosen lies at an end of
-        those tried in {"; ".join(ends) or "no row"}.
+        Items searched in the first split: {searched}. The chosen learning rate is the smallest or
+        largest of the candidates in {"; ".join(ends) or "no row"}.
     """)
 
 

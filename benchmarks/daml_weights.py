@@ -150,9 +150,9 @@ def render(kept: list[dict[str, Any]]) -> str:
     return bench.page(f"""
         # Weights of DAML: λ₁, λ₂, λ and μ
 
-        `python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes
-        N–Z, mean ± standard deviation over seeds; the loss alone, without generator and combiner:
-        {spread(found["alone"][None])}. The paper's figures are of Cars196.
+        `python benchmarks/daml_weights.py` describes the training. Recall@1 in % on letter's
+        classes N–Z, mean ± standard deviation over seeds; the loss alone, without generator and
+        combiner: {spread(found["alone"][None])}. The paper's values are for Cars196.
 
         {parts}
     """)

@@ -112,17 +112,17 @@ def render(raw: dict[str, Any]) -> str:
     return bench.page(f"""
         # Evaluation: Recall@1 and MAP@R
 
-        `python benchmarks/evaluation.py`. Each item is searched for among all others. *Images* are
+        `python benchmarks/evaluation.py`. Each item searches among all others. *Images* are
         Fashion-MNIST's as 128 principal components of unit length, 10 classes; *small classes* have
-        15 items each. `retrieval` measures in double precision and orders ties by row.
+        15 items each. `retrieval` computes in double precision and orders ties by row.
 
-        {raw["machine"]}, one thread, each contestant in a process of its own; {raw["versions"]};
-        load average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
-        memory is how far the process's peak rose.
+        {raw["machine"]}, one thread, each contestant in a new process; {raw["versions"]}; load
+        average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
+        memory is the rise of the process's peak.
 
         {bench.markdown(head, lines)}
 
-        Figures of contestants on the same items differ by {apart:.0e} at most.
+        The contestants' metrics on the same items differ by at most {apart:.0e}.
     """)
 
 

@@ -281,9 +281,9 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         `python benchmarks/histories.py`. One thread writes, {kept[0]["threads"]} threads and
         {kept[0]["processes"]} processes read. Each answer (the ids, distances and metadata of the
-        ten nearest, with a filter or without; counts; items by id) is compared with the exact one
-        of every state that the index had between question and answer. Compaction begins at {SMALL}
-        dead rows, so that it goes on all the while.
+        ten nearest, with a filter or without; counts; items by id) is compared with the exact
+        answer in every state of the index between question and answer. Compaction begins at
+        {SMALL} dead rows, so it runs all the time.
 
         **{total:,} answers, {sum(len(one["wrong"]) for one in kept)} of them wrong.**
 

@@ -145,15 +145,14 @@ def render(raw: living.Row) -> str:
 
         {raw["kills"]:,} writers of a living index were killed by SIGKILL after
         {raw["acknowledged"]:,} acknowledged calls. After each kill another process opened the index
-        and compared ids, labels, metadata, arrays, originals, counts, generations, filters and
-        neighbours with a model in memory, and the files with what the record names; snapshots that
-        were there were compared too.
+        and compared ids, labels, metadata, arrays, originals, counts, generations, filters,
+        neighbours and snapshots with a model in memory, and the files with the index's record.
 
         **Differences: {len(raw["wrong"])}.**
 
-        How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of Python of
-        the store. The call that ran was wholly there afterwards, or not at all; or it changes
-        nothing that can be seen.
+        How: at a random time (within SQLite, NumPy or the system), or at a random line of the
+        store's Python. Afterwards the running call had had its whole effect ("there") or none ("not
+        there"); some calls change nothing visible.
 
         {living.counts_table(["call that ran", "how"], OUTCOMES, raw["cells"])}
 

@@ -155,15 +155,14 @@ def render(kept: list[dict[str, Any]]) -> str:
     return bench.page(f"""
         # Learners at many classes: time, memory, growth
 
-        `python benchmarks/learners.py`. One fit, as the learner comes unless the row says
-        otherwise: CPU seconds on one thread, and what the fit added to its process's peak resident
-        size. {WIDTH} features, Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items
-        are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a process of its own, stopped after
-        {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses, and then
-        not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more
-        were done. The last column, Recall@1 of 2,000 items of other classes at the largest size
-        done, says that the fit did something: without any learner it is {min(before):.3f} to
-        {max(before):.3f}.
+        `python benchmarks/learners.py`. One fit with the learner's defaults, unless the row says
+        otherwise: CPU seconds on one thread, and the rise of the process's peak memory. There are
+        {WIDTH} features and Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items are
+        {sizes[-1] // OF_A_CLASS:,} classes. Each fit runs in a new process, which is stopped after
+        {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses. A stopped
+        learner is not tried at larger sizes. Growth is p of time ∝ itemsᵖ, for three sizes or more.
+        The last column is Recall@1 of 2,000 items of other classes at the largest completed size.
+        Without a learner it is {min(before):.3f} to {max(before):.3f}.
 
         Machine: {kept[0]["machine"]}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared
         the cores.
@@ -172,10 +171,9 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         {reasons}
 
-        *Not tried*: stopped at a smaller size. OAHU and Warm learn from triplets, 10,000 at most
-        whatever the number of items, so their time hardly grows; LANML asks 5,000 items at most,
-        each among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it
-        takes them to be.
+        *Not tried*: stopped at a smaller size. OAHU and Warm learn from at most 10,000 triplets, so
+        their time hardly grows. LANML uses at most 5,000 items as queries, each among all items.
+        scikit-learn's LDA has an advantage: it assumes Gaussian classes, and these are Gaussian.
     """)
 
 

@@ -118,20 +118,20 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # Several levels of a frozen net
 
-        `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. A recipe
-        without training: `core.efficientnet_lite0` with `levels`, its ImageNet weights frozen, and
-        a learner in closed form. Nothing in it is random, so there are no seeds and no intervals;
-        queries of five classes are all that stands behind a figure.
+        `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. The
+        recipe needs no training: it has `core.efficientnet_lite0` with `levels`, frozen ImageNet
+        weights, and a learner in closed form. Nothing in it is random, so there are no seeds and no intervals.
+        Each number rests on the queries of five classes only.
 
-        Chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels; {len(LEVELS)} sets
-        of levels; {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes
-        that a candidate was not fitted to; `results/raw/levels.json` has all that was tried.
-        Candidates were thought of while looking at training classes only.
+        The recipe was chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels;
+        {len(LEVELS)} sets of levels; {len(LEARNERS)} learners) by mean MAP@R over all ten pairs of
+        left-out training classes; `results/raw/levels.json` has all candidates. Only training
+        classes were looked at when the candidates were defined.
 
-        **The classes to search were seen once before.** A first run measured by angle, while a
-        learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451 on
-        Fashion-MNIST) was read before that was mended. The choice was then made anew by the same
-        rule, from training classes alone.
+        **Results of the searched classes were seen once before.** A first run measured by angle,
+        although a learner's recipe is searched by distance. Its held-out MAP@R (.683 on digits,
+        .451 on Fashion-MNIST) was read before this was corrected. Then the choice was made again by
+        the same rule, from training classes alone.
 
         {"".join(section(name, **kept) for name, kept in raw["sets"].items())}
     """)

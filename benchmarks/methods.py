@@ -394,21 +394,21 @@ def render(raw: Kept) -> str:
 
         **The budget is small**: `core.convnet` from scratch (three stages of a convolution, the
         first {WIDTH} channels wide; 32 numbers an item), {EPOCHS} epochs of {BATCHES} batches, no
-        augmentation, a constant rate. The page says what a method does with little, not what papers
-        measure with pretrained nets and long training. Where a claim turns out the other way round,
-        it does so at this budget.
+        augmentation, a constant rate. The page shows methods at a small budget; papers measure them
+        with pretrained nets and long training. A claim that is not confirmed here is not confirmed
+        at this budget.
 
         ± is Student's 95 % interval over the splits, each the mean over its seeds; p values are
         corrected by Holm's method within each table. Splits of ten classes overlap, so the
         intervals of digits and Fashion-MNIST are too narrow. *Folds' ρ* is the mean rank
-        correlation of the trials' scores between the two folds: near 0, the search could not tell
-        settings apart. Rows in italics are baselines.
+        correlation of the trials' scores between the two folds; near 0, the search could not
+        distinguish the settings. Rows in italics are baselines.
 
         **What differs**: learners (GMML, LANML, OAHU) are fitted to pixels and have no epochs.
-        "Triplet" takes semi-hard negatives; AML confusion, DAML and DAMML add a generator or a
-        combiner to it. The first epoch of DAML and DAMML trains the metric alone. Proxies and class
-        weights learn 100 times faster than the net. **Barlow Twins has no labels**: it sees two
-        views of each image, turned, moved, scaled and sheared a little.
+        "Triplet" uses semi-hard negatives; AML confusion, DAML and DAMML add a generator or a
+        combiner to this loss. The first epoch of DAML and DAMML trains the metric alone. Proxies
+        and class weights learn 100 times faster than the net. **Barlow Twins has no labels**: it
+        sees two views of each image, which are turned, moved, scaled and sheared a little.
 
         {summary(sets)}
         {rankings(sets)}
@@ -417,9 +417,9 @@ def render(raw: Kept) -> str:
         ![Rates that a search of {TRIALS} trials draws for each net](methods_search.png)
 
         The rates of {TRIALS} trials for each net on the first split of digits; bars mark the first
-        four. Left: as an earlier search drew them, which made a new sampler for each trial, so that
-        nets shared their second to fourth rate (computed when it was replaced, with scores that
-        fall with the distance from the rate chosen now). Right: as the search draws them now.
+        four. Left: an earlier search made a new sampler for each trial, so the nets shared their
+        second to fourth rate. (Its rates were computed later, with scores that fall with the
+        distance from today's choice.) Right: the current search.
         {"".join(section(name, sets[name]) for name in SETS)}
     """)
 

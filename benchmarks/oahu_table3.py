@@ -196,25 +196,25 @@ def render(rows: list[dict[str, Any]]) -> str:
         # OAHU and its baselines on Fashion-MNIST
 
         5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random
-        triplets and 5,000 that follow from them; mean ± standard deviation of three repeats. In
-        brackets what the paper's Table 3 prints. `python benchmarks/oahu_table3.py` states the
+        triplets and 5,000 that follow from them; mean ± standard deviation of three repeats. The
+        values of the paper's Table 3 are in brackets. `python benchmarks/oahu_table3.py` states the
         protocol.
 
         {bench.markdown(head, body)}
 
-        How η .01 and τ 1.9 were chosen was not recorded.
+        There is no record of how η .01 and τ 1.9 were chosen.
 
         ## Retrieval, class-disjoint
 
-        Learned on five classes, searched in 5,000 images of the other five, each asking for the
-        others. The two ways to search an OAHU model:
+        Learned on five classes; each of 5,000 images of the other five classes searches among the
+        rest. The two ways to search an OAHU model:
 
         {bench.markdown(["", "Recall@1", "Recall@5", "Recall@10", "Precision@10"], retrieval)}
 
         Their first ten answers agree by {agreement}: neither is an approximation of the other.
 
         Measured in {sum(row.get("cpu", 0) for row in rows) / 60:.0f} minutes of CPU time, one
-        thread, with two cores shared by other work.
+        thread, on two cores that other programs shared.
     """)
 
 

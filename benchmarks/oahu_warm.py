@@ -188,9 +188,9 @@ def render(rows: list[Row]) -> str:
     return page(f"""
         # `oahu.warm` along its stream
 
-        Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no
-        triplet. `python benchmarks/oahu_warm.py` says how, and what *below beyond noise* means;
-        `benchmarks/uci.py` names the sets, by a rule that was fixed first.
+        Gain on Euclid in 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that are in no
+        triplet. `python benchmarks/oahu_warm.py` states the protocol and defines *below beyond
+        noise*; `benchmarks/uci.py` names the sets, by a rule that was fixed first.
 
         {tables}
 

@@ -73,11 +73,11 @@ def render(raw: dict[str, Any]) -> str:
         # Photos without labels
 
         `python benchmarks/photos_without_labels.py`, {raw["date"]}. {GALLERY:,} images of
-        Fashion-MNIST indexed by `retrieval {raw["command"]}`, nothing trained; their classes only
-        judge. Of the first {QUERIES} test images the nearest is of the same class for
-        {raw["nearest"]}; of all {NEAREST * QUERIES} answers ({NEAREST} each), {raw["all"]} are, and
-        at random {raw["random"]:.0f} would be. EfficientNet-Lite0 was trained on photographs, which
-        small grey pictures of clothes are not.
+        Fashion-MNIST were indexed by `retrieval {raw["command"]}`, without training; their classes
+        only judge the results. For {raw["nearest"]} of the first {QUERIES} test images, the nearest
+        image is of the same class. Of all {NEAREST * QUERIES} hits ({NEAREST} for each),
+        {raw["all"]} are of the same class; random hits would give {raw["random"]:.0f}.
+        EfficientNet-Lite0 was trained on photographs, not on small grey pictures of clothes.
     """)
 
 

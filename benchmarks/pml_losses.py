@@ -161,15 +161,16 @@ def render(raw: dict[str, Any]) -> str:
     return bench.page(f"""
         # Losses and miners of `pml` beside pytorch-metric-learning's own
 
-        `python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread;
-        median CPU time, both sides in turn; peak memory of a call. {EACH} items a class, {WIDTH}
-        dimensions. All other losses and miners of `pml` are pytorch-metric-learning's classes, and
-        as fast.
+        `python benchmarks/pml_losses.py`: median CPU time and peak memory of a loss's forward and
+        backward pass, or a miner's call, on one thread; both sides take turns. {EACH} items a
+        class, {WIDTH} dimensions. All other losses and miners of `pml` are
+        pytorch-metric-learning's classes, and equally fast.
 
         {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
 
-        The peer gives nothing within 3 GB and a minute in {gone} of {len(kept)} cases. Values
-        differ where the factory's description says how: {", ".join(apart) or "none"}.
+        pytorch-metric-learning does not finish within 3 GB and a minute in {gone} of {len(kept)}
+        cases. These losses have other values, as their descriptions explain:
+        {", ".join(apart) or "none"}.
 
         {bench.markdown([*head, "times faster"], lines)}
     """)

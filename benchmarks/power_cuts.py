@@ -243,29 +243,29 @@ def render(raw: living.Row) -> str:
     outcomes = ("there", "not there", "same either way", "wrong", "refused", "crash")
     order = sorted(raw["modes"], key=lambda cell: MODES.index(cell[0]))
     wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
-    verdict = """Everything that was acknowledged was there; the call that ran was wholly there, or
-        not at all; no index was refused."""
+    verdict = """Everything acknowledged was there, the running call had had its whole effect or
+        none, and every index opened."""
     return page(f"""
         # Power cuts
 
         `python benchmarks/power_cuts.py --count {raw["cuts"]} --seed {raw["seed"]}`;
         {raw["machine"]}.
 
-        Processes made a living index and did random calls; some were killed, at a drawn line of
-        Python or as they entered a sync, and others went on. `strace` recorded each system call
-        that changed a file or a name. {raw["cuts"]:,} times a disk was built from the record as a
-        power cut at a drawn moment may leave it: of what was not synced by then, any part is
-        missing. An index was then opened and compared with a model in memory: ids, labels,
-        metadata, arrays, originals, counts, generations, filters, neighbours, snapshots, and the
-        files with what the record names. Then it was written to and opened again.
+        Processes created a living index and made random calls. Some were killed, at a random line
+        of Python or when they entered a sync, and others continued. `strace` recorded each system
+        call that changed a file or a name. {raw["cuts"]:,} times a disk was built from the record
+        as a power cut at a random moment may leave it: any part of what was not synced by then is
+        missing. The index was then opened and compared with a model in memory: ids, labels,
+        metadata, arrays, originals, counts, generations, filters, neighbours and snapshots, and the
+        files with the index's record. Then the index was written to and opened again.
 
         **Differences: {len(raw["wrong"])}.** {"" if raw["wrong"] else verdict}
 
         {living.counts_table(["call that ran"], outcomes, raw["cells"])}
 
-        What had become of changes that were not synced, and how often it was drawn. Prefix: those
-        before a drawn moment are there, the next one in part. Any: each change of a name, and each
-        sector of 512 or 4,096 bytes, is there or not.
+        Unsynced changes that reached the disk, and how often each case was drawn. Prefix: the
+        changes before a random moment, and a part of the next one. Any: a random choice of changed
+        names and of sectors of 512 or 4,096 bytes.
 
         {living.counts_table(["names"], MODES, order, prefix="bytes: ")}
 

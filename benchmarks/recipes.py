@@ -577,9 +577,9 @@ def render(raw: Sequence[Tables]) -> str:
         # Which recipe
 
         `python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±
-        standard deviation over class splits, and CPU seconds of training with one thread, the
-        frozen net's features included. The pretrained net is `core.efficientnet_lite0` at 64
-        pixels. {raw[0]["machine"]}; {raw[0]["versions"]}.
+        standard deviation over class splits, and CPU seconds of training with one thread, including
+        the frozen net's features. The pretrained net is `core.efficientnet_lite0` at 64 pixels.
+        {raw[0]["machine"]}; {raw[0]["versions"]}.
 
         The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0
         train the same net with the same augmentation, for the seconds of *fine-tuned*. A student's
@@ -591,13 +591,13 @@ def render(raw: Sequence[Tables]) -> str:
 
         {beside_frozen(raw)}
 
-        Both runs of a split start from the same weights: where both kept the start, they are the
-        same. Of digits and fashion only two classes validate, too few: a run's end says so.
+        Both runs of a split start from the same weights, so they are equal if both kept the start.
+        Only two classes of digits and fashion are validation, which is too few; training says so.
 
         ## Students on {STUDENTS}
 
-        The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files of
-        images.
+        The first split, {SEEDS} seeds; the bundles read image files and run in ONNX Runtime with
+        one thread.
 
         {students_table(raw)}
     """)

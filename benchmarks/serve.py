@@ -323,12 +323,13 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # The server beside the same work by hand
 
-        `python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes
-        of a server, the median of {raw["rounds"]} rounds of {raw["seconds"]:g} s, contestants in
-        turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow,
-        without a server or JSON. *Bare* is an ASGI application under uvicorn that only reads the
-        same upload. {K} nearest by exact search. {raw["machine"]}, {raw["versions"]}; load average
-        {raw["load"]} at the start: others and the client share the cores.
+        `python benchmarks/serve.py`: CPU milliseconds (user and system) of all processes of a
+        server per request, the median of {raw["rounds"]} rounds of {raw["seconds"]:g} s; the
+        contestants take turns. *By hand* is ONNX Runtime and FAISS in a loop with one thread,
+        decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under uvicorn
+        that only reads the same upload. {K} nearest by exact search. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the start: the client and other programs
+        share the cores.
 
         {markdown(head, lines)}
     """)

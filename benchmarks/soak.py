@@ -371,12 +371,12 @@ def render(raw: dict[str, Any]) -> str:
 
         For {raw["seconds"] / 60:.3g} minutes {raw["clients"]} clients read and wrote an index over
         HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
-        {raw["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once),
-        {raw["reads"]:,} reads were answered and compared with what the client that read had been
-        told; {raw.get("unanswered", 0):,} requests were given up without an answer after their
-        retries. At the end the index had {raw["items"]:,} items, of which {raw["unknown"]:,} ids
-        had a last write that nobody had answered; `retrieval index check` read all of it;
-        {raw["searches compared"]} searches were compared with exact search.
+        {raw["writes"]:,} writes (of one item, or of {MANY} at once) were acknowledged.
+        {raw["reads"]:,} reads were answered and compared with the client's record.
+        {raw.get("unanswered", 0):,} requests had no answer after their retries. At the end the
+        index had {raw["items"]:,} items; the last write of {raw["unknown"]:,} ids had no answer.
+        `retrieval index check` read the whole index, and {raw["searches compared"]} searches were
+        compared with exact search.
 
         **Differences: {len(raw["wrong"])}.**
 
@@ -384,8 +384,8 @@ def render(raw: dict[str, Any]) -> str:
         |---|--:|
         {kills}
 
-        The whole: the supervisor and all processes at once, or the one process. Either process
-        answers searches and writes.
+        The whole: the supervisor and all processes at once, or the only process. Each of two
+        processes answers searches and writes.
     """)
 
 

@@ -352,13 +352,13 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # The local store and others that are embedded
 
-        `python benchmarks/store.py`. {raw["rows"]:,} vectors of {WIDTH} numbers of images, {K}
-        nearest, one thread, each system in a process of its own, as it comes. {raw["machine"]},
-        {raw["versions"]}; load average {raw["load"]} at the start: others share the cores and the
-        disk, so read ratios. Searches are CPU milliseconds of a call; the rest is wall time. Ours
-        returns whole items with their vectors, the others ids. FAISS keeps no fields and rewrites
-        its file with every write; qdrant-client syncs after every point, which was turned off while
-        it was loaded.
+        `python benchmarks/store.py`. {raw["rows"]:,} vectors of images with {WIDTH} numbers, {K}
+        nearest, one thread, each system with its defaults in a new process. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the start: other programs share the cores
+        and the disk, so compare ratios. Searches are CPU milliseconds of a call; the rest is wall
+        time. Our store returns whole items with their vectors, the others return ids. FAISS keeps
+        no fields and rewrites its file with every write. qdrant-client syncs after every point,
+        which was turned off for the load.
 
         {markdown(["", *COLUMNS], lines)}
     """)

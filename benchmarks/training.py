@@ -260,15 +260,16 @@ def render(raw: dict[str, Any]) -> str:
 
         `python benchmarks/training.py`. {raw["machine"]}, one thread, {raw["versions"]}; load
         average {raw["load"]} at the start. Fashion-MNIST at {SIZE} px, {BATCHES} batches of
-        {CLASSES} × {ITEMS}, {raw["repeats"]} epochs of each in turn after one to warm up. Where no
-        net is named it is a small one (`core.convnet` of width {SMALL["width"]}, one convolution a
-        stage), so that the trainer's own cost shows. Aim: {AIM} × the CPU seconds of the loop by
+        {CLASSES} × {ITEMS}, {raw["repeats"]} epochs of each side in turn after a warm-up. Rows
+        without a net have a small one (`core.convnet` of width {SMALL["width"]}, one convolution a
+        stage), which shows the trainer's own cost. Aim: {AIM} × the CPU seconds of the loop by
         hand.
 
         {markdown(head, lines)}
 
-        A transform by name draws from a generator of its own, so that a resumed run draws the same;
-        an image file is read, bounded and then decoded. By hand neither is done.
+        The trainer does two things that the loop by hand does not: a named transform draws from its
+        own generator, so a resumed run draws the same, and an image file's size is checked before
+        it is decoded.
     """)
 
 

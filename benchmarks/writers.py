@@ -209,8 +209,8 @@ def render(raw: dict[str, Any]) -> str:
         For {raw["seconds"] / 60:.3g} minutes {WRITERS} processes wrote to one index
         ({raw["writes"]:,} acknowledged writes of {SIZE} items each: {of_each}) and {READERS}
         processes searched it ({raw["answers"]:,} answers). SIGKILL ended a writer {raw["kills"]:,}
-        times. Every answer had to be one state of a group, between the last one acknowledged before
-        the question and the last one begun before the answer.
+        times. Every answer had to show one state of a group, between the last state acknowledged
+        before the question and the last state begun before the answer.
 
         **Wrong answers, half transactions, lost writes: {raw["wrong"]}.**
     """)
