@@ -120,8 +120,8 @@ def render(raw: dict[str, Any]) -> str:
 
         `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. The
         recipe needs no training: it has `core.efficientnet_lite0` with `levels`, frozen ImageNet
-        weights, and a learner in closed form. Nothing in it is random, so there are no seeds and no intervals.
-        Each number rests on the queries of five classes only.
+        weights, and a learner in closed form. Nothing in it is random, so there are no seeds and no
+        intervals. Each number rests on the queries of five classes only.
 
         The recipe was chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels;
         {len(LEVELS)} sets of levels; {len(LEARNERS)} learners) by mean MAP@R over all ten pairs of
