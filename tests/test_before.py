@@ -22,10 +22,10 @@ def before(tmp_path):
 def test_an_old_run_has_the_same_metrics(cli, before, name):
     done = cli("evaluate", before / name)
     assert done.code == 0, done.err
-    found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))
+    result = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))
     # On another processor, neighbours whose distances differ in the last digit may be swapped.
     figures = EXPECTED["figures"][name]["trained"]
-    assert found["metrics"]["trained"] == pytest.approx(figures, abs=0.02)
+    assert result["metrics"]["trained"] == pytest.approx(figures, abs=0.02)
 
 
 def test_an_old_run_resumes(cli, before):
@@ -50,5 +50,5 @@ def test_an_old_bundle_is_indexed_and_searched(cli, tmp_path):
     assert done.code == 0, done.err
     done = cli("search", tmp_path / "index", BEFORE / "query.png", "--json")
     assert done.code == 0, done.err
-    [found] = json.loads(done.out)[0]["results"]
-    assert (found["id"], found["label"], found["distance"]) == ("3/query.png", "3", 0.0)
+    [result] = json.loads(done.out)[0]["results"]
+    assert (result["id"], result["label"], result["distance"]) == ("3/query.png", "3", 0.0)

@@ -31,16 +31,16 @@ def names(kind: str) -> list[str]:
 
 def values(plugins: Plugins, factory: Factory) -> dict[str, Any]:
     """Return a value for each parameter that a recipe must set."""
-    made: dict[str, Any] = {"name": factory.name}
+    table: dict[str, Any] = {"name": factory.name}
     for p in factory.parameters:
         if not p.required:
             continue
         if p.part:
             part = PARTS.get(p.part) or next(iter(plugins.factories(p.part)))
-            made[p.name] = [part] if p.many else part
+            table[p.name] = [part] if p.many else part
         else:
-            made[p.name] = smallest(p.annotation)
-    return made
+            table[p.name] = smallest(p.annotation)
+    return table
 
 
 def smallest(annotation: Any) -> Any:
@@ -89,8 +89,10 @@ def build(plugins: Plugins, kind: str, name: str) -> Any:
 
 
 def batch(dtype: torch.dtype = torch.float32, items: int = 12) -> Tensor:
-    made = torch.randn(items, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(0))
-    return made.to(dtype).requires_grad_()
+    vectors = torch.randn(
+        items, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(0)
+    )
+    return vectors.to(dtype).requires_grad_()
 
 
 def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
@@ -235,7 +237,7 @@ class TestMiner:
         torch.manual_seed(0)
         return build(PLUGINS, "miners", name)(batch().detach(), LABELS, **reference)
 
-    def check(self, indices: tuple[Tensor, ...], others: Tensor, by_label: bool = True) -> None:
+    def check(self, indices: tuple[Tensor, ...], labels: Tensor, by_label: bool = True) -> None:
         pairs = [(indices[0], indices[1], True)]
         assert len(indices) in (3, 4)
         pairs.append((indices[-2] if len(indices) == 4 else indices[0], indices[-1], False))
@@ -243,7 +245,7 @@ class TestMiner:
             assert anchor.dtype == other.dtype == torch.int64 and anchor.shape == other.shape
             assert anchor.ndim == 1
             if by_label:
-                assert ((LABELS[anchor] == others[other]) == same).all()
+                assert ((LABELS[anchor] == labels[other]) == same).all()
 
     def test_indices_are_of_the_stated_kind(self, name):
         by_label = "already_packaged" not in name
@@ -252,10 +254,10 @@ class TestMiner:
         assert (indices[0] != indices[1]).all()
 
     def test_reference_set_as_stated(self, name):
-        others = torch.arange(20) % 4
-        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": others}
+        labels = torch.arange(20) % 4
+        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": labels}
         if PLUGINS.find("miners", name).supports_ref_emb:
-            self.check(self.indices(name, **reference), others)
+            self.check(self.indices(name, **reference), labels)
         else:
             with pytest.raises(ValueError):
                 self.indices(name, **reference)
@@ -269,9 +271,9 @@ class TestMiner:
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
     def test_batch_without_triplets(self, name, labels):
-        found = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
-        if len(found) == 3 and "already_packaged" not in name:
-            assert all(len(x) == 0 for x in found)
+        indices = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
+        if len(indices) == 3 and "already_packaged" not in name:
+            assert all(len(x) == 0 for x in indices)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_and_autocast(self, name, dtype):

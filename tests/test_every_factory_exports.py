@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 NEEDS = dict.fromkeys(["core.timm", *(f"core.efficientnet_lite{i}" for i in range(3))], "timm")
 
 
-def build(kind: str, name: str, given: dict[str, Any]) -> Any:
+def build(kind: str, name: str, values: dict[str, Any]) -> Any:
     factory: Factory = PLUGINS.find(kind, name)
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}")
@@ -51,18 +51,18 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
         f"{name} needs {lacking}: add a line to ARGUMENTS, so that its export is tested"
     )
     torch.manual_seed(0)
-    return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, given)
+    return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, values)
 
 
 def photographs(preprocessing: Any, number: int = 20) -> NDArray[np.uint8]:
     """Return preprocessed patches of scikit-learn's two photographs."""
     rng = np.random.default_rng(0)
     images = load_sample_images().images
-    found = []
+    patches = []
     for index in range(number):
         y, x = rng.integers(0, 200), rng.integers(0, 400)
-        found.append(preprocessing(from_array(images[index % 2][y : y + 200, x : x + 200])))
-    return np.stack(found)
+        patches.append(preprocessing(from_array(images[index % 2][y : y + 200, x : x + 200])))
+    return np.stack(patches)
 
 
 def exported_agrees(model: Model, items: NDArray[Any], folder: Path) -> Bundle:
@@ -108,13 +108,13 @@ def test_combiner(name, tmp_path):
 
 @pytest.mark.parametrize("name", PLUGINS.factories("learners"))
 def test_learner(name, tmp_path):
-    given = GIVEN | {"features": FEW.shape[1]}
-    learner = build("learners", name, given)
+    values = GIVEN | {"features": FEW.shape[1]}
+    learner = build("learners", name, values)
     learner.fit(FEW[:200].astype(np.float64), DIGITS.target[:200])
     head, combiner = learner.to_model_parts()
-    features = PLUGINS.build("backbones", {"name": "core.features"}, given)
+    features = PLUGINS.build("backbones", {"name": "core.features"}, values)
     bundle = exported_agrees(Model(features, head, combiner), FEW[200:], tmp_path)
     if combiner is None:
         codes = learner.transform(FEW[200:].astype(np.float64))
-        found = bundle.encode(FEW[200:]).vector
-        assert np.abs(found - codes).max() < 1e-4 * np.linalg.norm(codes, axis=1).mean()
+        vectors = bundle.encode(FEW[200:]).vector
+        assert np.abs(vectors - codes).max() < 1e-4 * np.linalg.norm(codes, axis=1).mean()

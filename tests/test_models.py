@@ -20,8 +20,8 @@ def test_there_are_models():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_recipe_is_valid_and_named_like_its_folder(folder):
-    made = read_recipe(folder / "recipe.toml")
-    assert made.name == folder.name
+    recipe = read_recipe(folder / "recipe.toml")
+    assert recipe.name == folder.name
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

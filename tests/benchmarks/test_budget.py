@@ -19,8 +19,8 @@ def test_only_the_cpu_limit_counts_as_running_out_of_time(number, error):
 def test_a_cell_shows_a_stopped_or_failed_method():
     import anml_table2
 
-    def row(split, **found):
-        return {"set": "penbased", "method": "scml", "split": split, **found}
+    def row(split, **results):
+        return {"set": "penbased", "method": "scml", "split": split, **results}
 
     fine = {"honest": 99.0, "best": 99.5, "fit_seconds": 2.0}
     for rows, cell in (

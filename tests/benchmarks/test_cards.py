@@ -19,8 +19,8 @@ def test_the_card_shows_the_kept_runs(name):
     import cards
 
     text = (MODELS / name / "README.md").read_text(encoding="utf-8")
-    found = cards.BLOCK.search(text)
-    assert found is not None and found[0] == cards.block(name)
+    block = cards.BLOCK.search(text)
+    assert block is not None and block[0] == cards.block(name)
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -48,8 +48,8 @@ def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
     """Have a script read a command line, without running it."""
     whole = argparse.ArgumentParser.parse_args
 
-    def parse_args(self, *given):
-        whole(self, *given)
+    def parse_args(self, *values):
+        whole(self, *values)
         raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)

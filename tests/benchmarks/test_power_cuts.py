@@ -107,13 +107,13 @@ def test_only_synced_data_survives_a_power_cut(tmp_path):
         left = {path.name: path.read_bytes() for path in target.iterdir()}
         content = left.pop("a")  # the folder was synced after the rename
         assert len(content) == 4000 and all(
-            content[at : at + 512] in (old[at : at + 512], new[at : at + 512])
-            for at in range(0, 4000, 512)
+            content[start : start + 512] in (old[start : start + 512], new[start : start + 512])
+            for start in range(0, 4000, 512)
         )
         assert left in ({}, {"b": old}, {"b.tmp": old})
         seen.add((content == old, content == new, *left))
-    assert {one[:2] for one in seen} == {(True, False), (False, True), (False, False)}
-    assert {one[2:] for one in seen} == {(), ("b",), ("b.tmp",)}
+    assert {outcome[:2] for outcome in seen} == {(True, False), (False, True), (False, False)}
+    assert {outcome[2:] for outcome in seen} == {(), ("b",), ("b.tmp",)}
 
 
 COMPACT = """

@@ -15,13 +15,13 @@ TABLES = tomllib.loads((SCRIPTS / "published.toml").read_text(encoding="utf-8"))
 
 def written(code: str) -> set[float]:
     """Return the numbers in a script, including those in its texts."""
-    found: set[float] = set()
+    numbers: set[float] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            found.add(round(float(node.value), 4))
+            numbers.add(round(float(node.value), 4))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= {round(float(text), 4) for text in re.findall(r"\d*\.\d+", node.value)}
-    return found
+            numbers |= {round(float(text), 4) for text in re.findall(r"\d*\.\d+", node.value)}
+    return numbers
 
 
 def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
@@ -33,12 +33,14 @@ def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
         columns = list(zip(*rows.values(), strict=True))
         for title, values in zip(table["columns"], columns, strict=True):
             yield f"{name}, {title}", set(values)
-        for one, other in itertools.combinations(range(len(columns)), 2):
-            gaps = {round(abs(b - a), 4) for a, b in zip(columns[one], columns[other], strict=True)}
-            yield f"{name}, {table['columns'][other]} less {table['columns'][one]}", gaps
+        for first, second in itertools.combinations(range(len(columns)), 2):
+            gaps = {
+                round(abs(b - a), 4) for a, b in zip(columns[first], columns[second], strict=True)
+            }
+            yield f"{name}, {table['columns'][second]} less {table['columns'][first]}", gaps
 
 
-def held(code: str) -> list[str]:
+def copied(code: str) -> list[str]:
     """Return the published rows, columns and differences (of three numbers or more) in a script."""
     numbers = written(code)
     return [name for name, figures in sets_of_figures() if len(figures) > 2 and figures <= numbers]
@@ -46,7 +48,7 @@ def held(code: str) -> list[str]:
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
 def test_no_script_holds_a_published_table(script):
-    assert not held(script.read_text(encoding="utf-8"))
+    assert not copied(script.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -25,9 +25,9 @@ def test_kills_lose_nothing_acknowledged(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads((tmp_path / "raw" / "soak.json").read_text(encoding="utf-8"))
-    assert made["wrong"] == [] and sum(made["kills"].values()) >= 3
-    assert min(made["writes"], made["reads"], made["items"]) > 10
+    result = json.loads((tmp_path / "raw" / "soak.json").read_text(encoding="utf-8"))
+    assert result["wrong"] == [] and sum(result["kills"].values()) >= 3
+    assert min(result["writes"], result["reads"], result["items"]) > 10
     assert "**Differences: 0.**" in (tmp_path / "soak.md").read_text(encoding="utf-8")
 
 
@@ -42,10 +42,10 @@ def test_a_loss_is_detected(tmp_path):
     with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]
-            said = items(
+            item = items(
                 id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector}
             )
-            index.upsert([said])
+            index.upsert([item])
             record.told(id, value)
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
     record.asked("c/1", None)  # without an answer, both results are right

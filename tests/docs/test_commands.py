@@ -49,8 +49,8 @@ def test_commands_in_blocks_parse(command):
 
 def test_commands_in_sentences_parse(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for found in re.findall(r"`retrieval\s+([^`]+)`", text):
-        words = [word for word in shlex.split(found) if word not in ("…", "--help")]
+    for arguments in re.findall(r"`retrieval\s+([^`]+)`", text):
+        words = [word for word in shlex.split(arguments) if word not in ("…", "--help")]
         with contextlib.suppress(click.MissingParameter):  # a sentence may leave out arguments
             parse(words or ["plugins", "list"])  # `retrieval --help` names no command
 

@@ -48,8 +48,8 @@ def test_the_page_names_every_metric_stage_and_check(reader, root, blocks, capfd
             shown[name.removesuffix("_total")] = set(re.findall(r"`(\w+)`", labels))
     assert set(shown) == set(families)
     for name, family in families.items():
-        given = {label for sample in family.samples for label in sample.labels} - {"le"}
-        assert given <= shown[name] and (given == shown[name] or not family.samples), name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels <= shown[name] and (labels == shown[name] or not family.samples), name
     assert [stage for (stage, *_) in rows(text, "### Stages")] == [f"`{stage}`" for stage in STAGES]
     checks = [check.strip("`") for (check, _) in rows(text, "## Health")]
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/readyz") as answer:

@@ -188,12 +188,12 @@ def test_the_migration_tables_name_existing_functions(root):
 
 
 def test_the_notebook_is_the_executed_python_page(root):
-    made = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
+    cells_of = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
     file = root / "docs" / "python.ipynb"
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     own = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
     page = (root / "docs" / "python.md").read_text(encoding="utf-8")
-    assert own == made(page), "python.md changed: run python docs/notebook.py"
+    assert own == cells_of(page), "python.md changed: run python docs/notebook.py"
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     shown = [output for cell in code for output in cell["outputs"]]

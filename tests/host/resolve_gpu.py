@@ -33,10 +33,10 @@ def wanted() -> list[str]:
     return [*extras["gpu"].split(), *torch]
 
 
-def resolved(*given: str) -> list[dict[str, Any]]:
+def resolved(*requirements: str) -> list[dict[str, Any]]:
     """Return the metadata of the packages that pip would install."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    command += ["--only-binary=:all:", "--report", "-", *given]
+    command += ["--only-binary=:all:", "--report", "-", *requirements]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [entry["metadata"] for entry in json.loads(done.stdout)["install"]]
 
@@ -64,8 +64,8 @@ def main() -> None:
         names = [name for name in ("torch", *FAISS, *ONNXRUNTIME) if name in versions]
         print(*(f"{name} {versions[name]}" for name in names), sep="\n")
         return
-    found = {"wanted": wanted(), "cuda": cuda[0], "versions": dict(sorted(versions.items()))}
-    KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    resolution = {"wanted": wanted(), "cuda": cuda[0], "versions": dict(sorted(versions.items()))}
+    KEPT.write_text(json.dumps(resolution, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

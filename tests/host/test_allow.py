@@ -87,10 +87,10 @@ def test_python_asks_once_or_names_the_environment_variable(stranger, monkeypatc
     advice = "in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
     with pytest.raises(PluginError, match=advice):
         read_recipe(stranger / "recipe.toml")
-    asked: list[str] = []
-    with answering(lambda brings: not asked.append(brings)):
+    questions: list[str] = []
+    with answering(lambda brings: not questions.append(brings)):
         assert read_recipe(stranger / "recipe.toml") and read_recipe(stranger / "recipe.toml")
-    assert len(asked) == 1
+    assert len(questions) == 1
     monkeypatch.setenv("RETRIEVAL_ALLOW_PLUGINS", "1")
     assert read_recipe(stranger / "recipe.toml")
 

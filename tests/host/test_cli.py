@@ -88,8 +88,8 @@ def test_a_plugin_adds_commands(command):
     assert listed.code == 0 and "Say WORD loudly." in listed.out
     assert listed.out.index("serve") < listed.out.index("shout")
     assert "Did you mean 'shout'?" in sentence(command("shuot"))
-    gone = command("shout", "hello", RETRIEVAL_BLOCK="shout")
-    assert "There is no command 'shout'." in sentence(gone)
+    blocked = command("shout", "hello", RETRIEVAL_BLOCK="shout")
+    assert "There is no command 'shout'." in sentence(blocked)
 
 
 @pytest.mark.parametrize(

@@ -80,17 +80,17 @@ def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     limit_threads(half)
     assert os.environ["OMP_NUM_THREADS"] == "8"
     assert default_threads() == 8
-    for said, threads in (("3", 3), ("4,2", 4), (" 5 ", 5)):
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    for setting, threads in (("3", 3), ("4,2", 4), (" 5 ", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
         limit_threads(half)
-        assert os.environ["OMP_NUM_THREADS"] == said
+        assert os.environ["OMP_NUM_THREADS"] == setting
         assert default_threads() == threads
     for nonsense in ("", "0", "-1", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
         assert default_threads() == cores()
 
 
-def asked(code: str, *, one_core: bool = True) -> Any:
+def result_of(code: str, *, one_core: bool = True) -> Any:
     """Run code in a child where `os.cpu_count` returns 64; return the JSON that it prints."""
     pin = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" if one_core else ""
     code = f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"
@@ -102,7 +102,7 @@ def asked(code: str, *, one_core: bool = True) -> Any:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_every_default_follows_the_affinity():
-    found = asked("""
+    numbers = result_of("""
 import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
@@ -127,13 +127,13 @@ print(json.dumps({
     "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
 """)  # noqa: E501
-    assert found.pop("explicit session") == 3 and found == dict.fromkeys(found, 1)
+    assert numbers.pop("explicit session") == 3 and numbers == dict.fromkeys(numbers, 1)
 
 
 @pytest.mark.skipif(cores() < 2, reason="one core: a quota limits nothing")
 def test_torch_faiss_and_blas_follow_the_quota(tmp_path):
     tree(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
-    found = asked(
+    numbers = result_of(
         f"""
 from pathlib import Path
 from retrieval.host.cores import limit_threads
@@ -144,11 +144,11 @@ print(json.dumps([torch.get_num_threads(), faiss.omp_get_max_threads(), *(p["num
 """,  # noqa: E501
         one_core=False,
     )
-    assert set(found) == {1}
+    assert set(numbers) == {1}
 
 
 def test_no_other_module_counts_cores():
     counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
-    found = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
-    assert found == [ROOT / "retrieval/host/cores.py"]
+    users = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
+    assert users == [ROOT / "retrieval/host/cores.py"]

@@ -31,22 +31,22 @@ def stages() -> list[list[tuple[str, str]]]:
     text = re.sub(r"(?m)^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     instructions = [line.split(None, 1) for line in lines if line.strip()]
-    found: list[list[tuple[str, str]]] = [[]]
+    groups: list[list[tuple[str, str]]] = [[]]
     for name, rest in instructions:
         if name == "FROM":
-            found.append([])
-        found[-1].append((name, rest))
-    return found[1:]
+            groups.append([])
+        groups[-1].append((name, rest))
+    return groups[1:]
 
 
-def test_the_image_is_built_in_two_stages_and_runs_without_root():
+def test_the_image_is_built_in_two_groupsand_runs_without_root():
     build, final = stages()
     assert build[0][1].endswith(" AS build")
-    said = dict(final)
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", said["USER"])
-    assert said["COPY"].startswith("--from=build")
+    final_stage = dict(final)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", final_stage["USER"])
+    assert final_stage["COPY"].startswith("--from=build")
     assert "pip install" not in " ".join(rest for _, rest in final)
-    assert json.loads(said["ENTRYPOINT"]) == ["retrieval", "serve"]
+    assert json.loads(final_stage["ENTRYPOINT"]) == ["retrieval", "serve"]
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -58,32 +58,32 @@ def test_the_image_installs_existing_extras_without_torch():
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
     (installs,) = [rest for name, rest in stages()[0] if name == "RUN"]
-    (wanted,) = re.findall(r'"\.\[([\w,-]+)\]"', installs)
-    packages = " ".join(extras[extra] for extra in wanted.split(","))
-    assert {"cpu", "serve"} <= set(wanted.split(",")) and "torch" not in packages
+    (installed,) = re.findall(r'"\.\[([\w,-]+)\]"', installs)
+    packages = " ".join(extras[extra] for extra in installed.split(","))
+    assert {"cpu", "serve"} <= set(installed.split(",")) and "torch" not in packages
     copied = [word for name, rest in stages()[0] if name == "COPY" for word in rest.split()[:-1]]
     assert all((ROOT / word).exists() for word in copied)
     roots = {root for root in config["options"]["package_dir"].split() if root.isidentifier()}
     assert roots <= set(copied)
-    taken = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
-    assert {f"!{word}" for word in copied} <= set(taken)
+    lines = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{word}" for word in copied} <= set(lines)
 
 
 def test_the_image_serves_with_valid_options():
-    said = dict(stages()[1])
-    given = takes(json.loads(said["CMD"]))
-    assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
-    assert given["host"] == "0.0.0.0" and given["log_format"] == "json"
-    check = said["HEALTHCHECK"]
-    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check
+    final_stage = dict(stages()[1])
+    values = takes(json.loads(final_stage["CMD"]))
+    assert final_stage["EXPOSE"].split() == [str(values["port"]), str(values["health_port"])]
+    assert values["host"] == "0.0.0.0" and values["log_format"] == "json"
+    check = final_stage["HEALTHCHECK"]
+    assert f"http://127.0.0.1:{values['health_port']}/readyz" in check
     (words,) = re.findall(r"CMD (\[.*\])", check)
     compile(json.loads(words)[2], "HEALTHCHECK", "exec")
-    assert given["indexes"] == (said["VOLUME"],)
+    assert values["indexes"] == (final_stage["VOLUME"],)
 
 
 def test_compose_mounts_existing_files_and_drops_all_rights():
-    said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
-    services = said["services"]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    services = compose["services"]
     assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"]
@@ -100,13 +100,13 @@ def test_compose_mounts_existing_files_and_drops_all_rights():
     assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
     built = DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
     assert built.resolve() == DEPLOY / "Dockerfile"
-    given = takes(server["command"])
-    assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
+    values = takes(server["command"])
+    assert values["proxies"] == (compose["networks"]["front"]["ipam"]["config"][0]["subnet"],)
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))
     (job,) = scraped["scrape_configs"][0]["static_configs"]
-    assert job["targets"] == [f"retrieval:{given['health_port']}"]
+    assert job["targets"] == [f"retrieval:{values['health_port']}"]
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
-    assert f"server retrieval:{given['port']};" in proxy
+    assert f"server retrieval:{values['port']};" in proxy
     assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
 
 
@@ -115,8 +115,8 @@ def test_the_unit_serves_with_valid_options(tmp_path):
     (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
     command, verb, *words = shlex.split(line)
     assert Path(command).name == "retrieval" and verb == "serve"
-    given = takes(words)
-    assert given["log_format"] == "json" and given["host"] == "127.0.0.1"
+    values = takes(words)
+    assert values["log_format"] == "json" and values["host"] == "127.0.0.1"
     assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > GRACE_SECONDS
 
 

@@ -132,8 +132,8 @@ def test_unknown_parameters_and_those_of_the_host_are_refused():
 
     unknown = "[loss] margn: acme.thing has no such parameter (it has: margin)."
     assert only(loss, margn=1).startswith(f"{unknown} Did you mean 'margin'?")
-    given = "[loss] embedding_size: is given by the host (width of the codes); remove it."
-    assert only(loss, embedding_size=1) == given
+    message = "[loss] embedding_size: is given by the host (width of the codes); remove it."
+    assert only(loss, embedding_size=1) == message
     assert read(loss).parameters[1].default_text == "given by the host"
 
 
@@ -151,8 +151,8 @@ def test_one_sentence_lists_every_fault_of_a_signature():
 
 
 def test_missing_types_and_documentation_are_hints():
-    def bare(b, c: int, *rest: int, **others: Any) -> Any:
-        return b, c, rest, others
+    def bare(b, c: int, *rest: int, **more: Any) -> Any:
+        return b, c, rest, more
 
     factory = read(bare)
     assert [p.name for p in factory.parameters] == ["b", "c"]
@@ -214,8 +214,8 @@ def test_a_factory_refuses_its_values_in_one_sentence():
             raise ValueError("near must be below far.\nIt is not.")
 
     text = refusal(RecipeError, read(loss).build, {"near": 2.0})
-    says = "acme.thing refuses its parameters: near must be below far. It is not."
-    assert text.endswith(f" 1 problem:\n  - {says}")
+    message = "acme.thing refuses its parameters: near must be below far. It is not."
+    assert text.endswith(f" 1 problem:\n  - {message}")
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
 

@@ -48,8 +48,8 @@ def write(folder: Path, value: int) -> str:
     return f"{folder}/"
 
 
-def refused(item: Path | str, says: str) -> None:
-    with pytest.raises(PluginError, match=says):
+def refused(item: Path | str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         load_plugins([str(item)])
 
 
@@ -115,8 +115,10 @@ def test_a_file_is_copied_alone(tmp_path):
 def test_absolute_imports_of_neighbours_are_explained(tmp_path):
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
-    says = r"its neighbour.*Make a folder.*alone\.py as its __init__\.py.*`from \. import helpers_"
-    refused(tmp_path / "alone.py", says)
+    message = (
+        r"its neighbour.*Make a folder.*alone\.py as its __init__\.py.*`from \. import helpers_"
+    )
+    refused(tmp_path / "alone.py", message)
     for line in ("import shapes.parts_inside", "from parts_inside import x"):
         (tmp_path / "shapes").mkdir(exist_ok=True)
         (tmp_path / "shapes" / "__init__.py").write_text(line)

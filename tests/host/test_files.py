@@ -95,15 +95,15 @@ def test_permissions(tmp_path):
 
 
 def test_a_folder_appears_whole(tmp_path):
-    target, taken = tmp_path / "new" / "folder", DataError("taken")
-    with files.whole_folder(target, replace=False, exists_error=taken) as temporary:
+    target, occupied = tmp_path / "new" / "folder", DataError("taken")
+    with files.whole_folder(target, replace=False, exists_error=occupied) as temporary:
         (temporary / "below").mkdir()
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
     with pytest.raises(DataError, match="taken"):
         write(target)
-    replacing = partial(files.whole_folder, target, replace=True, exists_error=taken)
+    replacing = partial(files.whole_folder, target, replace=True, exists_error=occupied)
     with pytest.raises(ZeroDivisionError), replacing():
         _ = 1 / 0
     assert names(target) == ["below"]
@@ -273,7 +273,7 @@ def test_any_content_of_the_lock_file_is_accepted(left, tmp_path):
 
 
 def test_only_one_thread_holds_the_lock(tmp_path):
-    inside, most, taken = [], [0], [0]
+    inside, most, count = [], [0], [0]
 
     def work():
         end = time.monotonic() + 1.5
@@ -282,7 +282,7 @@ def test_only_one_thread_holds_the_lock(tmp_path):
                 with hold(tmp_path / "out", "x"):
                     inside.append(1)
                     most[0] = max(most[0], len(inside))
-                    taken[0] += 1
+                    count[0] += 1
                     inside.pop()
             except RetrievalError:
                 continue
@@ -290,7 +290,7 @@ def test_only_one_thread_holds_the_lock(tmp_path):
     with ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(work) for _ in range(6)]:
             done.result()
-    assert most[0] == 1 and taken[0] > 10
+    assert most[0] == 1 and count[0] > 10
 
 
 def test_a_lock_file_deleted_while_waiting_is_created_again(tmp_path, monkeypatch):

@@ -109,8 +109,8 @@ def circle(package: Path) -> list[str]:
 
 
 def test_every_folder_is_a_floor():
-    found = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
-    assert found == set().union(*FLOORS) and len(found) <= MOST_ENTRIES
+    names = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
+    assert names == set().union(*FLOORS) and len(names) <= MOST_ENTRIES
 
 
 def test_imports_go_down():
@@ -124,7 +124,7 @@ def test_an_upward_import_is_detected(tmp_path):
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_namesimport_each_other_in_a_circle():
     assert not circle(PACKAGE)
     for plugin in plugins():
         assert not circle(PLUGINS / plugin)
@@ -204,20 +204,20 @@ for call in calls:
 
 
 def test_the_serving_side_never_imports_the_training_side(process):
-    names = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
-    assert len(names) > 12
-    found = loaded(process, "\n".join(f"import {name}" for name in names))
+    low = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
+    assert len(low) > 12
+    names = loaded(process, "\n".join(f"import {name}" for name in low))
     training = {"torch", "torchvision", "pytorch_metric_learning", "sklearn", "accelerate"}
-    assert not found & {*training, "matplotlib"}
-    assert not {folder(m) for m in found if m.startswith("retrieval.")} & {*TRAINING, "cli"}
-    assert not {m for m in found if m.startswith("retrieval_")}
+    assert not names & {*training, "matplotlib"}
+    assert not {folder(m) for m in names if m.startswith("retrieval.")} & {*TRAINING, "cli"}
+    assert not {m for m in names if m.startswith("retrieval_")}
 
 
 def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
     modules = "retrieval.recipe.read, retrieval.host.describe, retrieval.host.scaffold"
-    found = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
-    assert {"retrieval_core", "retrieval_pml"} <= found
-    assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
+    names = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
+    assert {"retrieval_core", "retrieval_pml"} <= names
+    assert not names & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in names
 
 
 def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process):
@@ -226,6 +226,6 @@ from retrieval.serving.index.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):
     assert type(make_backend(name, {})) is type(make_backend(f"core.{name}", {})), name
 """
-    found = loaded(process, code)
-    assert "retrieval.serving.index.backends" in found
-    assert not {m for m in found if m.startswith("retrieval_")} and not found & {"torch", "sklearn"}
+    names = loaded(process, code)
+    assert "retrieval.serving.index.backends" in names
+    assert not {m for m in names if m.startswith("retrieval_")} and not names & {"torch", "sklearn"}

@@ -27,11 +27,11 @@ def config():
 
 def folders() -> dict[str, Path]:
     """Return the folder of every package by its import name."""
-    found = {}
+    packages = {}
     for root in (ROOT, ROOT / "plugins"):
         for init in root.glob("retrieval*/**/__init__.py"):
-            found[".".join(init.parent.relative_to(root).parts)] = init.parent
-    return found
+            packages[".".join(init.parent.relative_to(root).parts)] = init.parent
+    return packages
 
 
 def test_setup_lists_every_package(config):
@@ -105,7 +105,7 @@ INITS = (ROOT / "plugins").glob("*/__init__.py")
 LAZY = [path.parent.name for path in INITS if " = lazy(" in path.read_text("utf-8")]
 
 
-def told(plugin: str) -> set[tuple[str, str]]:
+def exported(plugin: str) -> set[tuple[str, str]]:
     """Return the exported names that a plugin's `__init__.py` imports, with their modules."""
     path = ROOT / "plugins" / plugin / "__init__.py"
     return {
@@ -122,11 +122,11 @@ def test_lazy_names_match_those_for_type_checkers(plugin):
     package = importlib.import_module(plugin)
     unloaded = set(package.__dir__()) - set(vars(package))
     partly = plugin in ("retrieval_core", "retrieval_sets")  # these export only some names
-    assert partly or unloaded <= {name for _, name in told(plugin)}
+    assert partly or unloaded <= {name for _, name in exported(plugin)}
     values = {name: getattr(package, name) for name in dir(package)}
     loads = {(getattr(value, "__module__", None), name) for name, value in values.items()}
     loads = {(home, name) for home, name in loads if str(home).startswith(f"{package.__name__}.")}
-    assert told(plugin) <= loads if partly else loads == told(plugin)
+    assert exported(plugin) <= loads if partly else loads == exported(plugin)
     assert loads
     for home, name in loads:
         assert values[name] is getattr(importlib.import_module(home), name)

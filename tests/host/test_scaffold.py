@@ -56,15 +56,15 @@ def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monk
     from sklearn.datasets import load_digits
 
     monkeypatch.chdir(tmp_path)
-    made = cli("plugins", "new", "acme")  # a loss by default
-    assert made.code == 0 and "retrieval plugins show acme.margin" in made.out
+    outcome = cli("plugins", "new", "acme")  # a loss by default
+    assert outcome.code == 0 and "retrieval plugins show acme.margin" in outcome.out
     package = tmp_path / "retrieval-acme"
     files = {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()}
     assert files == set(package_files("acme"))
     for kind in KINDS:
-        made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
-        assert made.code == 0
-        assert f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
+        outcome = cli("plugins", "new", f"my_{kind}", "--kind", kind)
+        assert outcome.code == 0
+        assert f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in outcome.out
     site = tmp_path / "site"
     folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -85,11 +85,14 @@ def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monk
     trained = [kind for kind in KINDS if kind not in ("index", "store")]
     calls = [["plugins", "list"], ["plugins", "show", "acme.margin"]]
     for kind in trained:
-        few = ["--set", "train.epochs=1", "--set", "sampler.batches=3"]
+        options = ["--set", "train.epochs=1", "--set", "sampler.batches=3"]
         if kind not in ("backbone", "learner"):  # their recipes have another backbone
-            few += ["--set", "backbone.size=8"]
+            options += ["--set", "backbone.size=8"]
         recipe = str(tmp_path / f"retrieval-my_{kind}" / "recipe.toml")
-        calls += [["train", recipe, *few, "--output", f"run_{kind}"], ["evaluate", f"run_{kind}"]]
+        calls += [
+            ["train", recipe, *options, "--output", f"run_{kind}"],
+            ["evaluate", f"run_{kind}"],
+        ]
     recipe = str(package / "recipe.toml")
     calls.append(["train", recipe, "--set", "train.epochs=1", "--output", "run"])
     images, by = [f"{row}.png" for row in range(30)], ["--bundle", "bundle"]
@@ -104,8 +107,8 @@ def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monk
     settings = {"path": site, "cwd": tmp_path, "seconds": 300, "OMP_NUM_THREADS": "1"}
     done = process("-c", CALLS, json.dumps(calls), json.dumps(own), **settings)
     assert done.code == 0, done.out + done.err
-    for said in ("retrieval-acme 0.1.0", "  acme.margin ", "  pml.margin ", "near: number = 0.2"):
-        assert said in done.out
+    for text in ("retrieval-acme 0.1.0", "  acme.margin ", "  pml.margin ", "near: number = 0.2"):
+        assert text in done.out
     assert (tmp_path / "run" / "summary.json").is_file()
     for kind in trained:
         recipe = (tmp_path / f"run_{kind}" / "recipe.toml").read_text()

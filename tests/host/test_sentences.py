@@ -119,14 +119,14 @@ def test_a_folder_of_another_kind_gets_advice(tmp_path):
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
     export = f"retrieval export {run} (in Python run.export())"
     create = "'retrieval index create' (in Python retrieval.Index.create)."
-    for folder, other, says in (
+    for folder, other, message in (
         (run, "bundle", f"It is a run. Create its bundle with: {export}"),
         (bundle, "run", "It is a bundle. Name the run that it was exported from."),
         (bundle, "index", "It is a bundle. Create an index with: retrieval index"),
         (tmp_path, "index", f"Create one with {create}"),
         (index, "run", "It is an index. Name the run that its bundle was exported from."),
     ):
-        assert instead(folder, other).startswith(f" {says}")
+        assert instead(folder, other).startswith(f" {message}")
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)
@@ -160,12 +160,12 @@ def test_a_wrong_host_and_a_taken_port_get_their_own_advice():
 
     text = refusal(StoreError, listen, "203.0.113.1", 0, "port")
     assert "use 127.0.0.1" in text and "another port" not in text
-    says = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
-    with pytest.raises(StoreError, match=says):
+    message = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
+    with pytest.raises(StoreError, match=message):
         listen("no.such.host.invalid", 0, "port")
-    says = "Choose another port with port"
-    with listen("127.0.0.1", 0, "port") as taken, pytest.raises(StoreError, match=says):
-        listen("127.0.0.1", taken.getsockname()[1], "port")
+    message = "Choose another port with port"
+    with listen("127.0.0.1", 0, "port") as listener, pytest.raises(StoreError, match=message):
+        listen("127.0.0.1", listener.getsockname()[1], "port")
 
 
 def test_ctrl_c_prints_the_command_that_resumes(recipe, tmp_path):

@@ -25,15 +25,15 @@ def long_functions(text: str, most: int) -> dict[str, int]:
         if isinstance(node, (*kinds, ast.ClassDef)) and ast.get_docstring(node) is not None
         for number in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
-    found = {}
+    functions = {}
     for node in ast.walk(tree):
         if isinstance(node, kinds):
             own = set(range(node.lineno, (node.end_lineno or 0) + 1)) - prose
             code = [line for number in own if (line := lines[number - 1].strip())]
             count = sum(line[0] != "#" for line in code)
             if count > most:
-                found[f"{node.name} (line {node.lineno})"] = count
-    return found
+                functions[f"{node.name} (line {node.lineno})"] = count
+    return functions
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES])

@@ -76,18 +76,18 @@ def test_kwargs_pass_on_the_base_classes_parameters(styles):
 
 
 def test_a_refused_untyped_value_gives_one_sentence(styles):
-    def said(**values: Any) -> str:
+    def problem_of(**values: Any) -> str:
         with pytest.raises(RecipeError) as caught:
             styles.build("losses", values, {"classes": 3, "embedding_size": 4})
         (problem,) = caught.value.problems
         return str(problem)
 
-    assert said(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
-    few = said(name="styles.contrastive", contrast_mode="few")
-    assert few == "styles.contrastive refuses its parameters: Unknown mode: few."
-    text = said(name="styles.proxies", nb_classes="x", sz_embed=3)
+    assert problem_of(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
+    mode = problem_of(name="styles.contrastive", contrast_mode="few")
+    assert mode == "styles.contrastive refuses its parameters: Unknown mode: few."
+    text = problem_of(name="styles.proxies", nb_classes="x", sz_embed=3)
     assert "styles.proxies refuses its parameters: " in text
-    huge = said(name="styles.proxies", nb_classes=-1, sz_embed=3)
+    huge = problem_of(name="styles.proxies", nb_classes=-1, sz_embed=3)
     assert "styles.proxies cannot be made with these parameters: RuntimeError: " in huge
 
 
@@ -132,16 +132,16 @@ def test_a_fault_disables_only_its_factory(tmp_path, cli):
         assert line in listed.out, line
     (bad,) = [line for line in listed.out.splitlines() if line.startswith("  faulty.bad: ")]
     assert "takes its parameter 'a' by position only" in bad
-    said = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
-    assert f"  faulty: {said}" in listed.out
+    reason = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
+    assert f"  faulty: {reason}" in listed.out
     assert "object of type int" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
     assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
-    good = {"loss": {"name": "faulty.good"}}
+    loss = {"loss": {"name": "faulty.good"}}
     for values, words in [
         ({"loss": {"name": "faulty.bad"}}, "[loss] name: The loss 'faulty.bad' ("),
-        ({**good, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
+        ({**loss, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
     ]:
         assert words in refusal(RecipeError, check_recipe, {**recipe, **values})
