@@ -69,10 +69,10 @@ def two_classes(path: Path) -> None:
     crosses = plane.transform(points.reshape(-1, 10))
     axes[0, 0].scatter(*crosses.T, c=COLOURS[y[chosen.reshape(-1)]], marker="x", s=22, linewidths=1)
     for column, (name, learner) in enumerate((("GMML", gmml), ("AML", aml)), start=1):
-        codes, others = learner.transform(train), learner.transform(test)
+        codes, test_codes = learner.transform(train), learner.transform(test)
         plane = PCA(2).fit(codes)
-        wrong = error(codes, y, codes, y, own=True), error(codes, y, others, y)
-        for row, (items, part) in enumerate(((codes, "training"), (others, "test"))):
+        wrong = error(codes, y, codes, y, own=True), error(codes, y, test_codes, y)
+        for row, (items, part) in enumerate(((codes, "training"), (test_codes, "test"))):
             scatter(axes[row, column], items, f"{name}, {part}: 5-NN error {wrong[row]:.3f}")
     for axis in axes.flat:
         axis.set_xticks([])

@@ -79,7 +79,6 @@ def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) ->
 
 
 def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Ints]:
-    """Return the training and the test part of a split."""
     x, y = uci.items(name)
     x, test, y, truth = train_test_split(x, y, test_size=0.3, random_state=split, stratify=y)
     if size == "few":
@@ -123,13 +122,13 @@ def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str,
     body = [[name, *(f"{means[name][m]:.1f}" for m in METHODS)] for name in sets]
     body.append(["**mean**", *(f"{np.mean([means[n][m] for n in sets]):.1f}" for m in METHODS)])
     compared = []
-    for one, other in PAIRS:
-        gaps = {name: means[name][one] - means[name][other] for name in sets}
+    for first, second in PAIRS:
+        gaps = {name: means[name][first] - means[name][second] for name in sets}
         every, fresh = list(gaps.values()), [gap for name, gap in gaps.items() if name not in SEEN]
         spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
         better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
         span = f"{min(every):+.1f} … {max(every):+.1f}"
-        compared.append([f"{METHODS[one]} minus {METHODS[other]}", *spans, better, span])
+        compared.append([f"{METHODS[first]} minus {METHODS[second]}", *spans, better, span])
     head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
     head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
     return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)

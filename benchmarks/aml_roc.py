@@ -93,8 +93,8 @@ def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any
         auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
         row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
         if not repeat:
-            at = np.linspace(0, len(false) - 1, 100).astype(int)
-            row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
+            points = np.linspace(0, len(false) - 1, 100).astype(int)
+            row["curve"] = [false[points].round(4).tolist(), true[points].round(4).tolist()]
         yield row
 
 
@@ -106,10 +106,11 @@ def render(rows: list[dict[str, Any]]) -> str:
 
     body = [[name, *(bench.interval(auc(name, method)) for method in methods)] for name in names]
     gaps = []
-    for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
-        pairs = [np.subtract(auc(name, one), auc(name, other)).tolist() for name in names]
+    compared = (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned"))
+    for first, second in compared:
+        pairs = [np.subtract(auc(name, first), auc(name, second)).tolist() for name in names]
         cells = [bench.interval(pair, 4, sign=True) for pair in pairs]
-        gaps.append([f"({one}) minus ({other})", *cells])
+        gaps.append([f"({first}) minus ({second})", *cells])
     return bench.page(f"""
         # Verification of pairs (Figure 4 of AML)
 

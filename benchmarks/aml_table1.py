@@ -79,23 +79,23 @@ def candidates(method: str) -> list[Any]:
     return [{"gmml": GMML(), "aml": AML(), "itml": ITML(max_iter=100)}.get(method)]
 
 
-def choose(found: list[Any], x: Floats, y: Ints) -> Any:
+def choose(candidates: list[Any], x: Floats, y: Ints) -> Any:
     """Return the candidate with the smallest error in cross-validation; ties go to the first."""
-    if len(found) == 1:
-        return found[0]
+    if len(candidates) == 1:
+        return candidates[0]
     large = len(x) > 5000
     if large:
         some = np.random.default_rng(0).permutation(len(x))[:4000]
         x, y = x[some], y[some]
     folds = list(KFold(5, shuffle=True, random_state=0).split(x))[: 1 if large else 5]
     scores = []
-    for candidate in found:
+    for candidate in candidates:
         total = 0.0
         for inside, outside in folds:
             z = candidate.fit(x[inside], y[inside]).transform(x)
             total += error(z[inside], y[inside], z[outside], y[outside])
         scores.append(total)
-    return found[int(np.argmin(scores))]
+    return candidates[int(np.argmin(scores))]
 
 
 def measure(name: str, method: str, number: int) -> dict[str, Any]:
@@ -162,11 +162,11 @@ def beside_paper(rows: list[Row], names: list[str]) -> str:
         printed = {title: published(PAPER, name, title) for title in ("GMML", "AML", "ITML")}
         cells = [*map(short, printed.values()), f"{printed['AML'] - printed['GMML']:+.3f}"]
         for pair in pairs.values():
-            one, other = (
+            ours, other = (
                 np.array([row["error"] for row in chosen(rows, set=name, method=m)]) for m in pair
             )
-            spread = (one - other).std(ddof=1) / np.sqrt(len(one))
-            cells.append(f"{(one - other).mean():+.3f} ± {spread:.3f}")
+            spread = (ours - other).std(ddof=1) / np.sqrt(len(ours))
+            cells.append(f"{(ours - other).mean():+.3f} ± {spread:.3f}")
         lines.append([name, *cells])
     return markdown(["", "GMML", "AML", "ITML", "paper: AML − GMML", *pairs], lines)
 

@@ -136,15 +136,15 @@ def correct(
 
 def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | None]:
     """Return the candidate and k that are best in cross-validation on the training part."""
-    found = candidates(method, large)
-    if method in FIXED or (large and len(found) == 1):
-        return found[0], None
+    options = candidates(method, large)
+    if method in FIXED or (large and len(options) == 1):
+        return options[0], None
     if large:
         some = np.random.default_rng(0).permutation(len(x))[:2000]
         x, y = x[some], y[some]
     folds = list(KFold(3, shuffle=True, random_state=0).split(x))[: 1 if large else 3]
-    scores = np.zeros((len(found), KS))
-    for i, candidate in enumerate(found):
+    scores = np.zeros((len(options), KS))
+    for i, candidate in enumerate(options):
         if isinstance(candidate, LANML | PNCA | NeighborhoodComponentsAnalysis):
             candidate = clone(candidate).set_params(max_iter=30)
         for inside, outside in folds:
@@ -152,7 +152,7 @@ def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | Non
             z = candidate.transform(x)
             scores[i] += correct(z[inside], y[inside], z[outside], y[outside]).mean(0)
     best, k = np.unravel_index(scores.argmax(), scores.shape)
-    return found[best], None if large else int(k) + 1
+    return options[best], None if large else int(k) + 1
 
 
 def measure(name: str, method: str, split: int) -> dict[str, Any]:
@@ -214,26 +214,26 @@ def summaries(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Return mean and deviation by set and method, from these rows and from an earlier run."""
     earlier = [] if fresh else bench.read_lines(EARLIER)
-    found = {(row["set"], row["method"]): row for row in earlier}
-    for place in {(row["set"], row["method"]) for row in rows} - set(found):
+    results = {(row["set"], row["method"]): row for row in earlier}
+    for place in {(row["set"], row["method"]) for row in rows} - set(results):
         mine = bench.chosen(rows, set=place[0], method=place[1])
         if stopped := stop_of(mine):
-            found[place] = {"stopped": stopped}
+            results[place] = {"stopped": stopped}
             continue
-        found[place] = {"splits": len(mine)}
-        found[place]["fit_seconds"] = np.mean([row["fit_seconds"] for row in mine])
+        results[place] = {"splits": len(mine)}
+        results[place]["fit_seconds"] = np.mean([row["fit_seconds"] for row in mine])
         for key in ("honest", "best"):
             values = [row[key] for row in mine]
-            found[place][key] = (np.mean(values), np.std(values))
-    return found
+            results[place][key] = (np.mean(values), np.std(values))
+    return results
 
 
 def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
-    found = summaries(rows, fresh)
+    results = summaries(rows, fresh)
 
     def cells(name: str, key: str) -> Iterator[str]:
         for method in METHODS:
-            cell = found.get((name, method), {"stopped": "–"})
+            cell = results.get((name, method), {"stopped": "–"})
             yield cell.get("stopped") or f"{cell[key][0]:.1f} ± {cell[key][1]:.1f}"
 
     def both(name: str) -> list[str]:
@@ -243,10 +243,10 @@ def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
         ]
 
     def seconds(name: str) -> list[str]:
-        own = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
+        own = [results.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
         return [cell.get("stopped") or f"{cell['fit_seconds']:.2f}" for cell in own]
 
-    names = [name for name in SETS if any(place[0] == name for place in found)]
+    names = [name for name in SETS if any(place[0] == name for place in results)]
     return bench.page(f"""
         # Table 2 of the ANML paper, measured
 

@@ -283,15 +283,15 @@ def nearest(
     itself.
     """
     norms = 0 if inner else (references**2).sum(1)
-    found = []
+    chunks = []
     for start in range(0, len(queries), 500):
         d = norms - 2 * queries[start : start + 500] @ references.T
-        at = np.arange(len(d))[:, None]
+        query = np.arange(len(d))[:, None]
         if own:
-            d[at[:, 0], start + at[:, 0]] = np.inf
+            d[query[:, 0], start + query[:, 0]] = np.inf
         some = np.argpartition(d, k - 1, axis=1)[:, :k]
-        found.append(some[at, np.argsort(d[at, some], axis=1, kind="stable")])
-    return np.concatenate(found)
+        chunks.append(some[query, np.argsort(d[query, some], axis=1, kind="stable")])
+    return np.concatenate(chunks)
 
 
 def votes(labels: np.ndarray, near: np.ndarray) -> np.ndarray:
@@ -310,7 +310,7 @@ def in_turns(
     contestants: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """Return wall and CPU seconds of each contestant in every round, after a warm-up round."""
-    taken: dict[str, dict[str, list[float]]] = {
+    seconds: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in contestants
     }
     for number in range(rounds + 1):
@@ -318,9 +318,9 @@ def in_turns(
             wall, cpu = time.perf_counter(), time.process_time()
             call()
             if number:
-                taken[name]["wall"].append(time.perf_counter() - wall)
-                taken[name]["cpu"].append(time.process_time() - cpu)
-    return taken
+                seconds[name]["wall"].append(time.perf_counter() - wall)
+                seconds[name]["cpu"].append(time.process_time() - cpu)
+    return seconds
 
 
 def train_and_judge(

@@ -127,25 +127,25 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     recipe = MODELS / row.recipe / "recipe.toml"
     table = {k: v for k, v in tomllib.loads(recipe.read_text()).items() if k not in row.without}
     apply_overrides(table, [f"seed={seed}", f"split.seed={seed}", *row.overrides])
-    made = check_recipe(table, str(recipe))
+    checked = check_recipe(table, str(recipe))
     started = time.process_time()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         if row.untrained:
             checkpoint.seed_everything(seed)
-            create_folder(folder, made)
-            run = build_run(folder, made)
+            create_folder(folder, checked)
+            run = build_run(folder, checked)
         else:
-            train(folder, made, report=lambda line: None)
+            train(folder, checked, report=lambda line: None)
             run = Run.open(folder)
         trained = time.process_time()
-        found = evaluate(run, metrics=METRICS, baseline=baseline)
+        evaluation = evaluate(run, metrics=METRICS, baseline=baseline)
     return {
         "figures": {
             name: {metric: round(value, 6) for metric, value in values.items()}
-            for name, values in found.metrics.items()
+            for name, values in evaluation.metrics.items()
         },
-        "queries": found.queries,
+        "queries": evaluation.queries,
         "cpu_seconds": {
             "training": round(trained - started, 1),
             "evaluation": round(time.process_time() - trained, 1),
@@ -159,15 +159,15 @@ def run_missing(name: str, seeds: int) -> None:
     done = kept()
     for seed in range(seeds):
         for row in CARDS[name]:
-            wanted = key(row, seed)
-            if wanted in done:
+            run_key = key(row, seed)
+            if run_key in done:
                 continue
             # one result of raw pixels is enough if every seed searches the same items
             baseline = row is CARDS[name][0] and not (
                 seed and row.recipe in ("fashion-mnist", "fashion-danml")
             )
-            done[wanted] = {"key": wanted, **measure(row, seed, baseline)}
-            append(KEPT, done[wanted])
+            done[run_key] = {"key": run_key, **measure(row, seed, baseline)}
+            append(KEPT, done[run_key])
 
 
 def block(name: str) -> str:
@@ -177,15 +177,15 @@ def block(name: str) -> str:
         KeyError: no run of the card's own recipe is kept.
     """
     done = kept()
-    found = [
+    results = [
         (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done])
         for row in CARDS[name]
     ]
-    own = found[0][1]
+    own = results[0][1]
     if not own:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
     table = [(RAW, [entry["figures"][RAW] for entry in own if RAW in entry["figures"]])]
-    table += [(title, [e["figures"]["trained"] for e in entries]) for title, entries in found]
+    table += [(title, [e["figures"]["trained"] for e in entries]) for title, entries in results]
     lines = []
     for title, rows in table:
         cells = [interval([row[metric] for row in rows]) for metric in METRICS]
@@ -198,7 +198,7 @@ def block(name: str) -> str:
         pairs = list(zip(table[1][1], others, strict=False))
         cells = [interval([a[m] - b[m] for a, b in pairs], sign=True) for m in COMPARED]
         gains.append([title, str(len(pairs)), *cells])
-    entries = [entry for _, some in found for entry in some]
+    entries = [entry for _, some in results for entry in some]
     seconds = sum(sum(entry["cpu_seconds"].values()) for entry in entries)
     return f"""
 {markdown(["", "seeds", *METRICS], lines)}

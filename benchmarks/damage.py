@@ -53,7 +53,7 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
         {"call": "embed", "number": 2, "pending": [""] * 70, "left_out": []},
         added(range(120, 200), 17),
         {"call": "delete", "ids": ["id3", "id130"]},
-        *(added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)),
+        *(added(range(first, first + 6), 7, 1) for first in range(0, 300, 60)),
     ]
 
     def work(pipe: int) -> None:
@@ -74,18 +74,17 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
-    """Damage a file."""
     content = bytearray(path.read_bytes())
-    at = draw.randrange(len(content))
+    place = draw.randrange(len(content))
     if kind == "bit":
-        content[at] ^= 1 << draw.randrange(8)
+        content[place] ^= 1 << draw.randrange(8)
     elif kind == "byte":
-        content[at] = (content[at] + draw.randrange(1, 256)) % 256
+        content[place] = (content[place] + draw.randrange(1, 256)) % 256
     elif kind in ("bytes", "zeros"):
-        end = min(len(content), at + draw.choice([4, 64, 5000]))
-        content[at:end] = draw.randbytes(end - at) if kind == "bytes" else bytes(end - at)
+        end = min(len(content), place + draw.choice([4, 64, 5000]))
+        content[place:end] = draw.randbytes(end - place) if kind == "bytes" else bytes(end - place)
     else:
-        del content[at if kind == "cut" else 0 :]
+        del content[place if kind == "cut" else 0 :]
     path.write_bytes(content)
 
 
@@ -117,17 +116,17 @@ def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
     rows: list[living.Row] = []
     while len(rows) < count:
         batch = [
-            (files[at % len(files)], KINDS[at // len(files) % len(KINDS)], at)
-            for at in range(len(rows), min(count, len(rows) + TOGETHER))
+            (files[number % len(files)], KINDS[number // len(files) % len(KINDS)], number)
+            for number in range(len(rows), min(count, len(rows) + TOGETHER))
         ]
 
         def work(pipe: int, batch: list[tuple[str, str, int]] = batch) -> None:
-            for name, kind, at in batch:
+            for name, kind, number in batch:
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(index, copy)
-                damage(copy / name, kind, random.Random(seed * 1_000_003 + at))
-                how, said = look(copy, identity_of(index), state, bundles)
-                row = {"file": name, "kind": kind, "how": how, "said": said}
+                damage(copy / name, kind, random.Random(seed * 1_000_003 + number))
+                how, message = look(copy, identity_of(index), state, bundles)
+                row = {"file": name, "kind": kind, "how": how, "said": message}
                 os.write(pipe, json.dumps(row).encode() + b"\n")
 
         done, status = living.output_of(work)
@@ -136,8 +135,8 @@ def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
         rows += done
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
-            said = f"the process ended with {status} {' '.join(faults)}".strip()
-            rows.append({"file": name, "kind": kind, "how": "crash", "said": said})
+            message = f"the process ended with {status} {' '.join(faults)}".strip()
+            rows.append({"file": name, "kind": kind, "how": "crash", "said": message})
         print(len(rows), flush=True)
     return rows
 

@@ -77,8 +77,8 @@ ONE, FIGURES = "one metric", ("recall_at_1", "map_at_r")
 def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
     """Return features (N, F), or (N, 4, F) for images, and labels (N,)."""
     if name == "digits":
-        found = load_digits()
-        return quarters(found.images), found.target.astype(np.int64)
+        digits = load_digits()
+        return quarters(digits.images), digits.target.astype(np.int64)
     x, y = uci.load(name)
     some = np.random.default_rng(0).permutation(len(y))[: MOST.get(name)]
     return x[some], y[some]
@@ -115,7 +115,7 @@ def prepared(x: Floats, train: NDArray[np.intp]) -> Floats:
 
 def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> dict[str, Any]:
     metric = ["backbone", "head", "loss"]
-    made: dict[str, Any] = {
+    table: dict[str, Any] = {
         "name": "real",
         "seed": seed,
         "data": {"name": "core.features", "file": str(file)},
@@ -131,8 +131,8 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
         "evaluate": {"metrics": ["recall_at_1", "map_at_r"]},
     }
     if combiner := METHODS[method]:
-        made["combiner"] = combiner
-    return made
+        table["combiner"] = combiner
+    return table
 
 
 def run(
@@ -148,12 +148,12 @@ def run(
         np.savez(file, features=features, labels=y[rows], splits=splits)
         table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
-        found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
+        metrics, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
     row = {"set": name, "method": method, "choice": choice, "seed": seed}
     row["items"] = [len(fit), len(searched)]
-    row |= {figure: found["trained"][figure] for figure in FIGURES}
+    row |= {figure: metrics["trained"][figure] for figure in FIGURES}
     if own:
-        (raw,) = (figures for title, figures in found.items() if title != "trained")
+        (raw,) = (figures for title, figures in metrics.items() if title != "trained")
         row["raw"] = {figure: raw[figure] for figure in FIGURES}
     return row | {"seconds": round(seconds, 1)}
 
@@ -184,7 +184,7 @@ class Runs:
         pairs = zip(
             self.tested(name, method, figure), self.tested(name, against, figure), strict=True
         )
-        return [own - one for own, one in pairs]
+        return [own - other for own, other in pairs]
 
 
 def measure(kept: Kept, sets: list[str]) -> None:

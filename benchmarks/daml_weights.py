@@ -43,7 +43,7 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
     if sweep in ("lambda1", "lambda2"):
         weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
     metric = ["backbone", "head", *(["combiner"] if sweep == "mu" else []), "loss"]
-    made: dict[str, Any] = {
+    table: dict[str, Any] = {
         "name": "weights",
         "seed": seed,
         "data": {"name": "core.features", "file": str(file)},
@@ -65,16 +65,16 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
         "evaluate": {"metrics": ["recall_at_1"]},
     }
     if sweep == "mu":
-        made["head"] = {"embedding_size": 32}
-        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
-        made["combiner"] |= {"mu": value, "rho": 5.0}
+        table["head"] = {"embedding_size": 32}
+        table["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
+        table["combiner"] |= {"mu": value, "rho": 5.0}
     if sweep == "lambda":
-        made["train"] |= {"coupling": "joint", "loss_weight": value}
+        table["train"] |= {"coupling": "joint", "loss_weight": value}
     if value is None:  # for the same number of batches
         for part in ("generator", "generator_optimizer", "phase"):
-            del made[part]
-        made["train"]["epochs"] = 4
-    return made
+            del table[part]
+        table["train"]["epochs"] = 4
+    return table
 
 
 def letters(folder: Path) -> dict[bool, Path]:
@@ -111,11 +111,11 @@ def measure(kept: bench.Kept) -> None:
 
 def collected(rows: list[dict[str, Any]]) -> dict[str, dict[Any, list[float]]]:
     """Return Recall@1 in % by sweep and value."""
-    found: dict[str, dict[Any, list[float]]] = {}
+    results: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
-        values = found.setdefault(row["sweep"], {}).setdefault(row["value"], [])
+        values = results.setdefault(row["sweep"], {}).setdefault(row["value"], [])
         values.append(100 * row["recall_at_1"])
-    return found
+    return results
 
 
 def paper(sweep: str) -> list[float]:
@@ -126,13 +126,12 @@ def paper(sweep: str) -> list[float]:
 
 
 def spread(values: list[float]) -> str:
-    """Return mean and standard deviation over seeds."""
     return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}"
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    found, parts = collected(kept), ""
-    for sweep, values in found.items():
+    results, parts = collected(kept), ""
+    for sweep, values in results.items():
         if sweep == "alone":
             continue
         title, grid = SWEEPS[sweep]
@@ -152,7 +151,7 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         `python benchmarks/daml_weights.py` describes the training. Recall@1 in % on letter's
         classes N–Z, mean ± standard deviation over seeds; the loss alone, without generator and
-        combiner: {spread(found["alone"][None])}. The paper's values are for Cars196.
+        combiner: {spread(results["alone"][None])}. The paper's values are for Cars196.
 
         {parts}
     """)
@@ -162,21 +161,21 @@ def draw(rows: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
-    found = collected(rows)
-    measured = [sweep for sweep in SWEEPS if sweep in found]
+    results = collected(rows)
+    measured = [sweep for sweep in SWEEPS if sweep in results]
     figure, axes = plt.subplots(
         1, len(measured), figsize=(2.8 * len(measured), 2.9), layout="constrained", squeeze=False
     )
     for axis, sweep in zip(axes[0], measured, strict=True):
         title, grid = SWEEPS[sweep]
-        values = found[sweep]
-        at = [value for value in grid if value in values]
-        means = np.array([np.mean(values[value]) for value in at])
-        bars = [np.std(values[value], ddof=1) for value in at]
-        shown = [max(value, 1e-3) for value in at]
+        values = results[sweep]
+        points = [value for value in grid if value in values]
+        means = np.array([np.mean(values[value]) for value in points])
+        bars = [np.std(values[value], ddof=1) for value in points]
+        shown = [max(value, 1e-3) for value in points]
         axis.errorbar(shown, means - means.mean(), bars, fmt="o-", ms=3, label="letter, here")
         if sweep != "mu":  # measured on fewer items
-            alone = np.mean(found["alone"][None]) - means.mean()
+            alone = np.mean(results["alone"][None]) - means.mean()
             axis.axhline(alone, ls=":", c="grey", label="the loss alone, here")
         if theirs := paper(sweep):
             line = {"c": "#d6604d", "ms": 4, "label": "paper, Cars196"}

@@ -35,13 +35,13 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
         images = read_idx(bench.FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
         rows = random.permutation(len(images))[:count]
         labels = read_idx(bench.FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
-        made = PCA(128, random_state=0).fit_transform(images[rows] / 255)
+        vectors = PCA(128, random_state=0).fit_transform(images[rows] / 255)
     else:
         labels = np.arange(count, dtype=np.int64) // 15
         centres = random.normal(size=(labels[-1] + 1, 128))
-        made = centres[labels] + 2.2 * random.normal(size=(count, 128))
-    made /= np.linalg.norm(made, axis=1, keepdims=True)
-    return made.astype(np.float32), labels
+        vectors = centres[labels] + 2.2 * random.normal(size=(count, 128))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float32), labels
 
 
 def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
@@ -57,8 +57,8 @@ def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
     names = {"precision_at_1": "recall_at_1", "mean_average_precision_at_r": "map_at_r"}
     kept = "max_bin_count" if name == BINS else None
     calculator = AccuracyCalculator(include=tuple(names), k=kept, device=torch.device("cpu"))
-    found = calculator.get_accuracy(torch.from_numpy(embeddings), torch.from_numpy(labels))
-    return {names[key]: float(value) for key, value in found.items()}
+    metrics = calculator.get_accuracy(torch.from_numpy(embeddings), torch.from_numpy(labels))
+    return {names[key]: float(value) for key, value in metrics.items()}
 
 
 def contestant(name: str, data: str, count: int) -> dict[str, Any]:
@@ -66,15 +66,15 @@ def contestant(name: str, data: str, count: int) -> dict[str, Any]:
     bench.one_thread()
     embeddings, labels = items_of(data, count)
     figures_of(name, embeddings[:300], labels[:300])
-    before, taken = bench.status("VmRSS"), []
+    before, times = bench.status("VmRSS"), []
     for _ in range(CALLS):
         began = time.process_time()
         values = figures_of(name, embeddings, labels)
-        taken.append(time.process_time() - began)
-        if taken[0] > 30:
+        times.append(time.process_time() - began)
+        if times[0] > 30:
             break
     added = (bench.status("VmHWM") - before) / 2**20
-    return {"cpu": statistics.median(taken), "added": added, "values": values}
+    return {"cpu": statistics.median(times), "added": added, "values": values}
 
 
 def measure(counts: list[int]) -> list[dict[str, Any]]:

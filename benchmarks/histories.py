@@ -83,7 +83,7 @@ class State:
             for id in what:
                 self.items.pop(id, None)
         elif kind == "cheap":
-            self.items = {id: one for id, one in self.items.items() if one[1] >= what}
+            self.items = {id: entry for id, entry in self.items.items() if entry[1] >= what}
         elif kind == "migrate":
             self.bundle = what
 
@@ -91,7 +91,7 @@ class State:
         """Return the right answer to a reader."""
         if kind == "get":
             return {id: self.items[id][1] for id in about if id in self.items}
-        cheap = {id: one for id, one in self.items.items() if one[1] < 3}
+        cheap = {id: entry for id, entry in self.items.items() if entry[1] < 3}
         if kind == "count":
             return len(self.items)
         if kind == "count cheap":
@@ -103,7 +103,7 @@ class State:
         vectors = np.array([chosen[id][0] for id in ids], float) @ maps[self.bundle]
         distances = np.sqrt(np.square(vectors - QUERIES[about] @ maps[self.bundle]).sum(1))
         order = np.argsort(distances, kind="stable")[:K]
-        return [(ids[at], float(distances[at]), chosen[ids[at]][1]) for at in order]
+        return [(ids[row], float(distances[row]), chosen[ids[row]][1]) for row in order]
 
 
 def read(index: Index, board: Any, seed: int) -> list[Answer]:
@@ -117,14 +117,14 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
         after = int(board[ACKNOWLEDGED])
         if kind == "get":
             about = [f"id {number}" for number in random.integers(0, IDS, 5)]
-            found: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
+            result: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
         elif kind.startswith("count"):
-            found = index.count(CHEAP if "cheap" in kind else None)
+            result = index.count(CHEAP if "cheap" in kind else None)
         else:
             about = int(random.integers(len(QUERIES)))
             hits = index.search(QUERIES[about], K, where=CHEAP if "cheap" in kind else None)
-            found = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
-        answers.append(Answer(after, int(board[BEGUN]), kind, about, found))
+            result = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
+        answers.append(Answer(after, int(board[BEGUN]), kind, about, result))
     return answers
 
 
@@ -163,7 +163,7 @@ def changes(seconds: float, seed: int) -> Iterator[Change]:
 def _do(index: Index, change: Change, bundles: list[Path]) -> None:
     kind, what = change
     if kind == "upsert":
-        features = np.array([one for one, _ in what.values()], np.float32)
+        features = np.array([vector for vector, _ in what.values()], np.float32)
         arrays = zip(index.bundle.encode(features).vector, features, strict=True)
         index.upsert(
             [
@@ -185,14 +185,14 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list[Answer]:
     """Return the answers that match no state between question and answer."""
-    state, at, bad = State(), 0, []
-    for answer in sorted(answers, key=lambda one: one.after):
-        while at < answer.after:
-            state.apply(history[at])
-            at += 1
+    state, applied, bad = State(), 0, []
+    for answer in sorted(answers, key=lambda answer: answer.after):
+        while applied < answer.after:
+            state.apply(history[applied])
+            applied += 1
         then = State(state.bundle, dict(state.items))
-        for number in range(at, answer.until + 1):
-            if number > at:
+        for number in range(applied, answer.until + 1):
+            if number > applied:
                 then.apply(history[number - 1])
             if then.answer(answer.kind, answer.about, maps) == answer.answer:
                 break
@@ -214,7 +214,8 @@ def run(
     """Record and compare one history; return counts and all wrong answers."""
     bundles = [make_bundle(folder / f"bundle {number}", seed=number) for number in range(2)]
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
-    maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
+    units = np.eye(NUMBERS, dtype=np.float32)
+    maps = [bundle.encode(units).vector.astype(float) for bundle in opened]
     create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
     board, history = board_of(folder / "board", READY + processes), list[Change]()
     spawn = multiprocessing.get_context("spawn")
@@ -222,7 +223,7 @@ def run(
         busy_upkeep(),
         open_index(folder / "index", threads=1) as index,
         ThreadPoolExecutor(threads) as own,
-        ProcessPoolExecutor(max(processes, 1), spawn) as others,
+        ProcessPoolExecutor(max(processes, 1), spawn) as pool,
     ):
 
         def write(change: Change) -> None:
@@ -234,7 +235,7 @@ def run(
         try:
             write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # makes the field `price` known
             apart = [
-                others.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
+                pool.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
                 for number in range(processes)
             ]
             while not board[READY:].all() and not any(reader.done() for reader in apart):
@@ -260,22 +261,22 @@ def run(
         "processes": processes,
         "from threads": len(answers),
         "from processes": len(foreign),
-        "kinds": dict(Counter(one.kind for one in every)),
-        "several": sum(one.until > one.after for one in every),
-        "wrong": [repr(one) for one in wrong(history, every, maps)],
+        "kinds": dict(Counter(answer.kind for answer in every)),
+        "several": sum(answer.until > answer.after for answer in every),
+        "wrong": [repr(answer) for answer in wrong(history, every, maps)],
     }
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    total = sum(one["from threads"] + one["from processes"] for one in kept)
+    total = sum(row["from threads"] + row["from processes"] for row in kept)
     head = ["seed", "seconds", "operations", "transactions of upkeep and of generations"]
     head += ["answers to threads", "to processes", "with an operation under way", "wrong"]
     lines = []
-    for one in kept:
-        counts = [one["upkeep"], one["from threads"], one["from processes"], one["several"]]
-        cells = [f"{count:,}" for count in [*counts, len(one["wrong"])]]
-        done = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
-        lines.append([str(one["seed"]), f"{one['seconds']:g}", done, *cells])
+    for row in kept:
+        counts = [row["upkeep"], row["from threads"], row["from processes"], row["several"]]
+        cells = [f"{count:,}" for count in [*counts, len(row["wrong"])]]
+        done = ", ".join(f"{count} {kind}" for kind, count in sorted(row["operations"].items()))
+        lines.append([str(row["seed"]), f"{row['seconds']:g}", done, *cells])
     return page(f"""
         # Answers while an index changes
 
@@ -285,7 +286,7 @@ def render(kept: list[dict[str, Any]]) -> str:
         answer in every state of the index between question and answer. Compaction begins at
         {SMALL} dead rows, so it runs all the time.
 
-        **{total:,} answers, {sum(len(one["wrong"]) for one in kept)} of them wrong.**
+        **{total:,} answers, {sum(len(row["wrong"]) for row in kept)} of them wrong.**
 
         {markdown(head, lines)}
     """)
@@ -299,7 +300,7 @@ def main() -> None:
             kept.append(run(Path(folder), options.seconds, seed))
         print(json.dumps(kept[-1])[:2000], flush=True)
     finish("histories", kept, render(kept), folder=options.output)
-    if any(one["wrong"] for one in kept):
+    if any(row["wrong"] for row in kept):
         raise SystemExit(1)
 
 

@@ -64,19 +64,19 @@ class Life:
             living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
         process, pipe = living.forked(work)
-        told = self._listen(process, pipe, not lines)
+        reports = self._listen(process, pipe, not lines)
         _, status = os.waitpid(process, 0)
         how = "line" if lines else "time"
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            wrong = [f"the writer ended by itself: {told}"]
+            wrong = [f"the writer ended by itself: {reports}"]
             row: living.Row = {"call": "", "outcome": "crash", "wrong": wrong, "acknowledged": 0}
         else:
-            row = self._look(told)
+            row = self._look(reports)
         return row | {"how": how}
 
     def _listen(self, process: int, pipe: int, kill: bool) -> list[Any]:
         """Read a child's reports until it is dead; kill it some time after its first call."""
-        told: list[Any] = []
+        reports: list[Any] = []
         rest, deadline = b"", None
         while True:
             wait = 120.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -86,31 +86,31 @@ class Life:
                 continue
             if not (data := os.read(pipe, 1 << 20)):
                 os.close(pipe)
-                return told
+                return reports
             *whole, rest = (rest + data).split(b"\n")
-            told += map(json.loads, whole)
+            reports += map(json.loads, whole)
             if kill and deadline is None:
                 deadline = time.monotonic() + self.random.expovariate(4)
 
-    def _look(self, told: list[Any]) -> living.Row:
+    def _look(self, reports: list[Any]) -> living.Row:
         """Compare the index with its writer's reports."""
         model = living.Told(self.state)
-        for what, call in told:
+        for what, call in reports:
             model.take(what, call)
         states, running, copies = model.states, model.running, model.copies
         seed = self.random.randrange(1 << 40)
 
         def work(pipe: int) -> None:
-            found = living.check(self.folder, states, copies, self.bundles, seed)
-            os.write(pipe, json.dumps(found).encode())
+            result = living.check(self.folder, states, copies, self.bundles, seed)
+            os.write(pipe, json.dumps(result).encode())
 
         lines, status = living.output_of(work)
-        found = lines[0] if lines and not status else {}
-        which = found.get("which")
+        result = lines[0] if lines and not status else {}
+        which = result.get("which")
         row = {
             "call": running["call"] if running else "between calls",
-            "acknowledged": sum(what == "end" for what, _ in told),
-            "wrong": found.get("wrong", [f"looking failed: {status} {lines}"]),
+            "acknowledged": sum(what == "end" for what, _ in reports),
+            "wrong": result.get("wrong", [f"looking failed: {status} {lines}"]),
         }
         if which is None:
             return row | {"outcome": "wrong"}

@@ -79,7 +79,7 @@ def one(title: str, items: int) -> dict[str, Any]:
     peers = (LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis, adapted)
     names = {kind.__name__: kind for kind in (AML, GMML, LANML, OAHU, Warm, *peers)}
     bench.one_thread()
-    x, y, others, truth = made(items)
+    x, y, checked, truth = made(items)
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
     if title in OURS or "LDA" in title:
@@ -88,22 +88,22 @@ def one(title: str, items: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit, int(began) + limit + 60))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
-    told: dict[str, Any] = {"learner": title, "items": items}
+    row: dict[str, Any] = {"learner": title, "items": items}
     try:
         learner.fit(x, y)
     except MemoryError as error:
-        return told | {"stopped": "memory", "why": str(error)}
+        return row | {"stopped": "memory", "why": str(error)}
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        return told | {"stopped": "failed", "why": " ".join(str(error).split())}
-    told["cpu"] = time.process_time() - began
-    told["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        return row | {"stopped": "failed", "why": " ".join(str(error).split())}
+    row["cpu"] = time.process_time() - began
+    row["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit + 55, int(began) + limit + 60))
-    told["iterations"] = getattr(learner, "n_iter_", None)
+    row["iterations"] = getattr(learner, "n_iter_", None)
     # metric-learn's own `transform` checks its input in a way that a current scikit-learn rejects
-    codes = others @ learner.components_.T if title in ADAPTED else learner.transform(others)
-    told["recall"] = first(np.real(codes), truth)
-    told["recall_before"] = first(others, truth)
-    return told
+    codes = checked @ learner.components_.T if title in ADAPTED else learner.transform(checked)
+    row["recall"] = first(np.real(codes), truth)
+    row["recall_before"] = first(checked, truth)
+    return row
 
 
 def measure(title: str, items: int) -> dict[str, Any]:

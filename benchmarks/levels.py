@@ -51,8 +51,8 @@ Metrics = dict[str, float]
 def items(name: str, searched: bool) -> Items:
     """Return images (N, H, W) and labels (N,) of the searched classes, or of all others."""
     images, labels = digits() if name == "digits" else fashion()
-    held = np.isin(labels, HELD_OUT)
-    return images[held == searched], labels[held == searched]
+    held_out = np.isin(labels, HELD_OUT)
+    return images[held_out == searched], labels[held_out == searched]
 
 
 def features(
@@ -138,7 +138,6 @@ def render(raw: dict[str, Any]) -> str:
 
 
 def section(name: str, tried: list[dict[str, Any]], figures: dict[str, Any]) -> str:
-    """Return a set's part of the page."""
     backbone, learner = tried[0]["backbone"], tried[0]["learner"]
     levels = ", ".join(f"{level} on {grid} × {grid}" for level, grid in backbone["levels"].items())
     parameters = ", ".join(f"{key} = {value}" for key, value in learner.items() if key != "name")

@@ -66,9 +66,9 @@ class State:
         if name in ("upsert", "large"):
             items |= dict(call["items"])
         elif name == "delete":
-            items = {id: one for id, one in items.items() if id not in call["ids"]}
+            items = {id: version for id, version in items.items() if id not in call["ids"]}
         elif name == "where":
-            items = {id: one for id, one in items.items() if _price(id, one) != call["price"]}
+            items = {id: v for id, v in items.items() if _price(id, v) != call["price"]}
         elif name == "begin":
             if all(bundle != call["bundle"] for bundle, _, _ in all_.values()):
                 all_[call["number"]] = (call["bundle"], {}, "building")
@@ -187,7 +187,7 @@ class Writing:
             if name == "embed":
                 call["left_out"] = []
                 pending = self.store.pending(generation, self.random.choice([10, 100, 1000]))
-                call["pending"] = [one.id for one in pending]
+                call["pending"] = [item.id for item in pending]
                 if pending and self.random.random() < 0.2:
                     call["left_out"] = [self.random.choice(pending).id]
             elif name == "switch":
@@ -196,7 +196,7 @@ class Writing:
 
     def generation(self, number: int) -> Generation:
         """Return a generation by its number."""
-        return next(one for one in self.store.generations() if one.number == number)
+        return next(entry for entry in self.store.generations() if entry.number == number)
 
     def do(self, call: Call) -> None:
         """Make a call."""
@@ -205,13 +205,14 @@ class Writing:
         if name in ("upsert", "large"):
             items = [item_of(id, version, served) for id, version in call["items"]]
             assert store.upsert(items, self.bundles[served].sha256) == sum(
-                one.id in self.state.items for one in items
+                item.id in self.state.items for item in items
             )
         elif name == "delete":
             assert store.delete(call["ids"]) == len(call["ids"])
         elif name == "where":
-            gone = sum(_price(id, one) == call["price"] for id, one in self.state.items.items())
-            assert store.delete(where=as_filter(f"price = {call['price']}")) == gone
+            prices = [_price(id, version) for id, version in self.state.items.items()]
+            count = prices.count(call["price"])
+            assert store.delete(where=as_filter(f"price = {call['price']}")) == count
         elif name == "tend":
             store.upkeep.step()
         elif name == "compact":
@@ -225,7 +226,7 @@ class Writing:
             generation = self.generation(call["number"])
             bundle = self.state.generations[call["number"]][0]
             pending = store.pending(generation, max(1, len(call["pending"])))
-            ids = [one.id for one in pending if one.id not in call["left_out"]]
+            ids = [item.id for item in pending if item.id not in call["left_out"]]
             done = [item_of(id, self.state.items[id], bundle) for id in ids]
             store.embed(generation, done, call["left_out"])
         elif name == "switch":
@@ -284,35 +285,37 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
     wrong = []
     number = state.served
     bundle, left_out, _ = state.generations[number]
-    found = [(one.number, one.bundle, one.state) for one in store.generations()]
-    if found != [(n, bundles[b].sha256, s) for n, (b, _, s) in sorted(state.generations.items())]:
-        return [f"generations {found}"]
-    expected = {id: item_of(id, one, bundle) for id, one in state.items.items()}
+    generations = [(entry.number, entry.bundle, entry.state) for entry in store.generations()]
+    right = [(n, bundles[b].sha256, s) for n, (b, _, s) in sorted(state.generations.items())]
+    if generations != right:
+        return [f"generations {generations}"]
+    expected = {id: item_of(id, version, bundle) for id, version in state.items.items()}
     scanned, after = [], None
     while page := store.scan(after=after, limit=100):
         scanned += page
         after = page[-1].id
-    ids = [one.id for one in scanned]
+    ids = [item.id for item in scanned]
     if ids != sorted(expected):
         lost, extra = len(set(expected) - set(ids)), len(set(ids) - set(expected))
         return [f"scan: {lost} lost, {extra} too many"]
     got = store.get(expected, arrays=True)
     for id, want in expected.items():
-        one = got[id]
-        if (one.label, dict(one.metadata), one.bytes) != (want.label, want.metadata, want.bytes):
+        item = got[id]
+        if (item.label, dict(item.metadata), item.bytes) != (want.label, want.metadata, want.bytes):
             wrong.append(f"{id}: its label or metadata")
         missing = left_out.get(id) == state.items[id]
-        if set(one.arrays) != (set() if missing else {"vector", "features"}):
-            wrong.append(f"{id}: has arrays {sorted(one.arrays)}, left out: {missing}")
+        if set(item.arrays) != (set() if missing else {"vector", "features"}):
+            wrong.append(f"{id}: has arrays {sorted(item.arrays)}, left out: {missing}")
         elif not all(
-            np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()
+            np.array_equal(array, want.arrays[name]) for name, array in item.arrays.items()
         ):
             wrong.append(f"{id}: its arrays")
         if store.original(id) != want.original:
             wrong.append(f"{id}: its original")
     if store.count() != len(expected):
         wrong.append("count")
-    embedded = [one for id, one in sorted(expected.items()) if left_out.get(id) != state.items[id]]
+    ids = [id for id in sorted(expected) if left_out.get(id) != state.items[id]]
+    embedded = [expected[id] for id in ids]
     return wrong + _searches(store, embedded, expected, bundles[bundle].sha256, seed)
 
 
@@ -327,16 +330,16 @@ def _searches(
         if price is not None and not all_:
             continue
         matching, chosen = (
-            [one for one in some if price in (None, one.metadata["price"])]
+            [item for item in some if price in (None, item.metadata["price"])]
             for some in (all_.values(), items)
         )
         if store.count(where) != len(matching):
             wrong.append(f"count of price {price}")
-        vectors = np.array([one.vector for one in chosen], float).reshape(-1, WIDTH)
+        vectors = np.array([item.vector for item in chosen], float).reshape(-1, WIDTH)
         answers = store.search(queries, 10, sha256, where=where)
         for query, answer in zip(queries, answers, strict=True):
             order = np.argsort(((vectors - query) ** 2).sum(1))[:10]
-            if differ := {one.id for one in answer} ^ {chosen[at].id for at in order}:
+            if differ := {item.id for item in answer} ^ {chosen[row].id for row in order}:
                 wrong.append(f"neighbours with price {price}: {len(differ)} differ")
     return wrong
 
@@ -348,7 +351,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
     named = {f"arrays/{stem}.{name}" for stem, widths, _ in rows for name in json.loads(widths)}
     for *_, text in rows:
         named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
-    named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
+    named |= {f"bundles/{generation.bundle[:16]}/" for generation in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     folders = tuple(name for name in named if name.endswith("/"))
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -361,15 +364,15 @@ def check(
     """Return which of some states an index has, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
-        which = next((at for at, fault in enumerate(faults) if not fault), None)
+        which = next((number for number, fault in enumerate(faults) if not fault), None)
         wrong = [] if which is not None else faults[-1] or faults[0]
         store._begin_to_write()
-        wrong += [f"left over: {one}" for one in leftovers(folder, store)]
+        wrong += [f"left over: {text}" for text in leftovers(folder, store)]
     for name, (state, must) in copies.items():
         if (copy := folder.parent / name).exists():
             with LocalStore(copy, upkeep=False) as store:
-                wrong += [f"snapshot: {one}" for one in differences(store, state, bundles, seed)]
-                wrong += [f"snapshot: left over: {one}" for one in leftovers(copy, store)]
+                wrong += [f"snapshot: {text}" for text in differences(store, state, bundles, seed)]
+                wrong += [f"snapshot: left over: {text}" for text in leftovers(copy, store)]
             shutil.rmtree(copy)
         elif must:
             wrong.append("snapshot: lost")

@@ -245,8 +245,8 @@ def comparison(kept: Kept) -> Comparison:
     rows = []
     for row in kept["contestants"]:
         searches = [
-            Search(found["values"], [Trial(**trial) for trial in found["trials"]])
-            for found in row["searches"]
+            Search(search["values"], [Trial(**trial) for trial in search["trials"]])
+            for search in row["searches"]
         ]
         rows.append(Contestant(row["name"], row["kind"], row["metrics"], searches))
     plan = Plan({}, TRIALS, FOLDS, None, SEEDS, SPLITS)
@@ -267,7 +267,6 @@ def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
 
 
 def signed(difference: Difference) -> str:
-    """Return a difference in the format of the tables."""
     half = f" ± {number(difference.mean.half)}" if difference.mean.half else ""
     return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
@@ -291,7 +290,6 @@ def metrics_table(result: Comparison) -> str:
 
 
 def section(name: str, kept: Kept) -> str:
-    """Return a set's part of the page."""
     result, about, (items, classes) = comparison(kept), SETS[name], SIZES[name]
     lines = ""
     for base in (row.name for row in result.contestants if row.kind in ("raw", "frozen")):
@@ -336,7 +334,7 @@ def summary(sets: Kept) -> str:
 def agreed(row: Contestant) -> float:
     """Return the mean rank correlation of the folds over the splits."""
     folds = [agreement(search.trials) for search in row.searches]
-    return float(np.mean([found[0] for found in folds if found]))
+    return float(np.mean([fold[0] for fold in folds if fold]))
 
 
 def rankings(raw: Kept) -> str:
@@ -438,8 +436,8 @@ def main() -> None:
     options = parser.parse_args()
     raw = json.loads(KEPT.read_text(encoding="utf-8"))
     if not options.write:
-        given = (options.work, options.methods, options.icons)
-        sets = {name: measure(name, *given) for name in options.sets}
+        arguments = (options.work, options.methods, options.icons)
+        sets = {name: measure(name, *arguments) for name in options.sets}
         if set(sets) != set(SETS):
             print(bench.page("".join(section(name, kept) for name, kept in sets.items())))
             return

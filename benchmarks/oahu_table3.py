@@ -83,10 +83,10 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
     return vote(labels[bench.nearest(query, refs, k)])
 
 
-def scores(truth: Floats, found: Floats) -> dict[str, float]:
+def scores(truth: Floats, predicted: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
-    f1 = float(f1_score(truth, found, average="macro"))
-    return {"error": float((truth != found).mean()), "f1": f1}
+    f1 = float(f1_score(truth, predicted, average="macro"))
+    return {"error": float((truth != predicted).mean()), "f1": f1}
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
@@ -115,18 +115,18 @@ def table_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, A
     if learner is not None:
         row["utilization"] = learner.constraint_utilization_
     for count in (100, 1000):
-        few = dev[:count]
-        answers = classified(learner, x[few], y[few], x[queries])
+        references = dev[:count]
+        answers = classified(learner, x[references], y[references], x[queries])
         row[f"error_{count}"] = scores(y[queries], answers)["error"]
     a, b = np.random.default_rng(repeat).integers(0, len(queries), (2, 20_000))
     a, b = a[a != b], b[a != b]
-    one, other = x[queries[a]], x[queries[b]]
+    first, second = x[queries[a]], x[queries[b]]
     if learner is None:
-        d = ((one - other) ** 2).sum(1)
+        d = ((first - second) ** 2).sum(1)
     elif name == "OASIS":
-        d = -(learner.queries(one) * learner.transform(other)).sum(1)
+        d = -(learner.queries(first) * learner.transform(second)).sum(1)
     else:
-        d = ((learner.transform(one) - learner.transform(other)) ** 2).sum(1)
+        d = ((learner.transform(first) - learner.transform(second)) ** 2).sum(1)
     row["auc"] = float(roc_auc_score(y[queries[a]] == y[queries[b]], -d))
     return [row]
 
@@ -183,12 +183,12 @@ def render(rows: list[dict[str, Any]]) -> str:
         body.append([*cells, f"{np.mean([row['fit_seconds'] for row in own]):.1f}"])
     head = ["", "error", "macro-F1", "utilisation", "error, 1,000 references"]
     head += ["error, 100 references", "AUC of pairs", "seconds to learn"]
-    found = bench.chosen(rows, part="retrieval")
-    for title in dict.fromkeys(row["title"] for row in found):
-        own = bench.chosen(found, title=title)
+    results = bench.chosen(rows, part="retrieval")
+    for title in dict.fromkeys(row["title"] for row in results):
+        own = bench.chosen(results, title=title)
         retrieval.append([title, *(spread([row[k] for row in own]) for k in RECALLS)])
     overlap = {
-        name: [row["overlap"] for row in bench.chosen(found, method=name) if "overlap" in row]
+        name: [row["overlap"] for row in bench.chosen(results, method=name) if "overlap" in row]
         for name in ("OAHU", TUNED)
     }
     agreement = ", ".join(f"{spread(values, 2)} ({name})" for name, values in overlap.items())

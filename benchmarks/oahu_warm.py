@@ -127,7 +127,6 @@ def upper(row: Row) -> float:
 
 
 def measured(name: str, kind: str, seed: int) -> list[Row]:
-    """Return the rows of a stream."""
     if kind.startswith("shuffled"):
         return _shuffled(name, kind, seed)
     if name == "fashion":

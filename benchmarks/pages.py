@@ -52,7 +52,6 @@ def rows(result: str, heading: str, number: int = 0) -> Table:
 
 
 def whole(table: Table, without: tuple[str, ...] = ()) -> str:
-    """Return a table as a page has it."""
     columns = [column for column in table[0] if column not in without]
     return markdown(columns, [[entry[column] for column in columns] for entry in table])
 

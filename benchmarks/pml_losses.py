@@ -52,13 +52,13 @@ def part(kind: str, name: str, ours: bool) -> Any:
 
     torch.manual_seed(0)
     factory = getattr(retrieval_pml, f"retrieval_{kind}")()[name]
-    made = factory(classes=CLASSES, embedding_size=WIDTH) if name == "manifold" else factory()
+    product = factory(classes=CLASSES, embedding_size=WIDTH) if name == "manifold" else factory()
     if ours:
-        return made
+        return product
     if name != "manifold":
-        return getattr(getattr(upstream, kind), type(made).__name__)()
+        return getattr(getattr(upstream, kind), type(product).__name__)()
     loss = upstream.losses.ManifoldLoss(l=WIDTH)
-    loss.meta_classes = made.meta_classes
+    loss.meta_classes = product.meta_classes
     return loss
 
 
@@ -67,10 +67,10 @@ def call(kind: str, name: str, ours: bool) -> Callable[[Any, Any], Any]:
     if kind == "recipe":
         loss, miner = part("losses", name, ours), part("miners", name, ours)
         return lambda x, y: loss(x, y, miner(x, y))
-    made = part(kind, name, ours)
+    product = part(kind, name, ours)
     if name == "manifold" and not ours:
-        return lambda x, y: made(x, indices_tuple=made.meta_classes[y])
-    return lambda x, y: made(x, y)
+        return lambda x, y: product(x, indices_tuple=product.meta_classes[y])
+    return lambda x, y: product(x, y)
 
 
 class Side:
@@ -121,9 +121,9 @@ def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
 
 def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
     """Return the median CPU seconds of each side; the sides take turns."""
-    made = [Side(kind, name, ours, items) for ours in sides]
-    taken = [[side.once()[0] for side in made] for _ in range(rounds)]
-    return [median(side) for side in zip(*taken, strict=True)]
+    contestants = [Side(kind, name, ours, items) for ours in sides]
+    times = [[side.once()[0] for side in contestants] for _ in range(rounds)]
+    return [median(side) for side in zip(*times, strict=True)]
 
 
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def measure(kind: str, name: str, items: int) -> dict[str, Any]:
 def render(raw: dict[str, Any]) -> str:
     kept, about = raw["cases"], raw["machine"]
     loads = sorted(row["load"] for row in kept)
-    gone = sum("failed" in row["theirs"] for row in kept)
+    failures = sum("failed" in row["theirs"] for row in kept)
     apart = dict.fromkeys(f"`{row['name']}`" for row in kept if _apart(row))
     lines = [
         [title, f"{row['items']:,}", *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)]
@@ -168,8 +168,8 @@ def render(raw: dict[str, Any]) -> str:
 
         {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
 
-        pytorch-metric-learning does not finish within 3 GB and a minute in {gone} of {len(kept)}
-        cases. These losses have other values, as their descriptions explain:
+        pytorch-metric-learning does not finish within 3 GB and a minute in {failures} of
+        {len(kept)} cases. These losses have other values, as their descriptions explain:
         {", ".join(apart) or "none"}.
 
         {bench.markdown([*head, "times faster"], lines)}

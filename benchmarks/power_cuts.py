@@ -100,9 +100,10 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
         create_local(index, bundles[0], widths_of(bundles[0], features=living.WIDTH))
         tell("end", None)
     known = json.loads((folder / "states.json").read_text())
-    states = [living.State(**one) for one in known["states"]]
+    states = [living.State(**fields) for fields in known["states"]]
     for state in states:
-        state.generations = {int(number): tuple(one) for number, one in state.generations.items()}  # type: ignore[misc]
+        entries = state.generations.items()
+        state.generations = {int(number): tuple(entry) for number, entry in entries}  # type: ignore[misc]
     background = None if killed == "no" else False
     writing = living.Writing(
         index, bundles, states[0], draw.randrange(1 << 40), tell, None, background
@@ -131,9 +132,9 @@ def record(
     """Run processes that create an index and work on it; return the trace and their reports."""
     root = folder / "disk"
     root.mkdir()
-    disk, told, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
+    disk, reports, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
     for life in range(lives):
-        known = {"states": [vars(state) for state in told.states], "again": told.again}
+        known = {"states": [vars(state) for state in reports.states], "again": reports.again}
         (folder / "states.json").write_text(json.dumps(known))
         killed = draw.choice(["line", "sync", "sync", "no"]) if life < lives - 1 else "no"
         words = ["--live", str(folder), str(seed + life), killed, *([fault] if fault else [])]
@@ -145,14 +146,14 @@ def record(
         seen = len(disk.marks)
         disk.replay(folder / "trace", folder / "marks")
         for when, text in disk.marks[seen:]:
-            told.take(*json.loads(text), when)
-    return disk, told
+            reports.take(*json.loads(text), when)
+    return disk, reports
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
     """Return the files that differ between the end of a trace and the system; none should."""
     disk.write(folder, disk.time, "all", "all", random.Random(0))
-    there, made = (
+    real, replayed = (
         {
             path.relative_to(top): path.read_bytes()
             for path in Path(top).rglob("*")
@@ -160,18 +161,18 @@ def same(disk: Disk, folder: Path) -> list[str]:
         }
         for top in (disk.root, folder)
     )
-    names = there.keys() | made.keys()
-    return sorted(str(name) for name in names if there.get(name) != made.get(name))
+    names = real.keys() | replayed.keys()
+    return sorted(str(name) for name in names if real.get(name) != replayed.get(name))
 
 
 def cut(
-    disk: Disk, told: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
+    disk: Disk, reports: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
     """Cut the power at a random moment of a random call; return the state of the index."""
-    ends = [when for when, *_ in told.moments[1:]] + [disk.time]
+    ends = [when for when, *_ in reports.moments[1:]] + [disk.time]
     within = [
         (moment, times)
-        for moment, end in zip(told.moments, ends, strict=True)
+        for moment, end in zip(reports.moments, ends, strict=True)
         if (times := [when for when in disk.moments if moment[0] < when <= end])
     ]
     (_, states, copies, running), times = draw.choice(within)
@@ -203,21 +204,23 @@ def look(
     index = folder / "index"
     if running == CREATE and not index.exists():
         return "not there", []
-    said = living.check(index, states, copies, bundles, 0)
-    if said["wrong"]:
-        return "wrong", said["wrong"]
-    state = states[said["which"]]
+    result = living.check(index, states, copies, bundles, 0)
+    if result["wrong"]:
+        return "wrong", result["wrong"]
+    state = states[result["which"]]
     pairs = [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)]
     more: living.Call = {"call": "upsert", "items": pairs}
     served = state.generations[state.served][0]
     with LocalStore(index, upkeep=False) as store:
-        store.upsert([living.item_of(id, one, served) for id, one in pairs], bundles[served].sha256)
+        store.upsert(
+            [living.item_of(id, version, served) for id, version in pairs], bundles[served].sha256
+        )
     with LocalStore(index, upkeep=False) as store:
         if wrong := living.differences(store, state.after(more), bundles, 1):
-            return "wrong", [f"goes on: {one}" for one in wrong]
+            return "wrong", [f"goes on: {fault}" for fault in wrong]
     if len(states) < 2 or states[0] == states[1]:
         return ("there" if running == CREATE else "same either way"), []
-    return ("there" if said["which"] else "not there"), []
+    return ("there" if result["which"] else "not there"), []
 
 
 def cuts(options: Any, folder: Path) -> list[living.Row]:
@@ -230,11 +233,11 @@ def cuts(options: Any, folder: Path) -> list[living.Row]:
             here = Path(name)
             for number in range(living.BUNDLES):
                 shutil.copytree(folder / f"bundle{number}", here / f"bundle{number}")
-            disk, told = record(here, draw.randrange(1 << 40), options.without, options.lives)
+            disk, reports = record(here, draw.randrange(1 << 40), options.without, options.lives)
             if differ := same(disk, here / "whole"):
                 raise RuntimeError(f"The record is not whole: {', '.join(differ)}")
             for number in range(min(options.each, options.count - len(rows))):
-                rows.append(cut(disk, told, bundles, here / f"cut{number}", draw))
+                rows.append(cut(disk, reports, bundles, here / f"cut{number}", draw))
                 living.show(len(rows), rows[-1])
     return rows
 

@@ -54,8 +54,8 @@ class File:
     def size(self) -> int:
         """The current length."""
         size = 0
-        for _, _, at, content in self.changes:
-            size = at if content is None else max(size, at + len(content))
+        for _, _, place, content in self.changes:
+            size = place if content is None else max(size, place + len(content))
         return size
 
 
@@ -95,11 +95,11 @@ def _paths(name: str, texts: list[bytes], handles: list[tuple[int, str]]) -> lis
     """Return the absolute paths in a call; the trace must name the folder of each."""
     bases = [path for _, path in handles if name.endswith(("at", "at2"))]
     paths = []
-    for at, text in enumerate(texts):
+    for number, text in enumerate(texts):
         path = text.decode(errors="surrogateescape")
         if not bases and not path.startswith("/"):
             raise ValueError(f"{name} of {path}: which folder it is in is not in the trace.")
-        paths.append(Path(bases[min(at, len(bases) - 1)] if bases else "/") / path)
+        paths.append(Path(bases[min(number, len(bases) - 1)] if bases else "/") / path)
     return paths
 
 
@@ -136,16 +136,16 @@ class Disk:
         with trace.open(encoding="ascii") as lines:
             for line in lines:
                 self.time += 1
-                if found := _RESUMED.match(line):
-                    began, text = waiting.pop(found[1], (self.time, f"{found[2]}("))
-                    name, text = found[2], text.partition("(")[2] + found[3]
+                if match := _RESUMED.match(line):
+                    began, text = waiting.pop(match[1], (self.time, f"{match[2]}("))
+                    name, text = match[2], text.partition("(")[2] + match[3]
                     if name == "close":
                         continue
-                elif found := _PLAIN.match(line):
-                    began, name, text = self.time, found[2], found[3]
-                    waiting.pop(found[1], None)  # interrupted by a signal, and restarted
+                elif match := _PLAIN.match(line):
+                    began, name, text = self.time, match[2], match[3]
+                    waiting.pop(match[1], None)  # interrupted by a signal, and restarted
                     if text.rstrip().endswith("<unfinished ...>"):
-                        waiting[found[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
+                        waiting[match[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
                         # another thread may get the number before this call returns
                         if name == "close":
                             self._call(name, text, 0, began, marks)
@@ -154,7 +154,7 @@ class Disk:
                     continue
                 words, _, result = text.rpartition(" = ")
                 if result.startswith("?"):
-                    waiting[found[1]] = (began, f"{name}({words}")
+                    waiting[match[1]] = (began, f"{name}({words}")
                 number = re.match(
                     r"\d+", result
                 )  # no result: the call failed, or its process was killed
@@ -190,7 +190,7 @@ class Disk:
     def _on_open(
         self, name: str, words: str, handle: int, texts: list[bytes], result: int, began: int
     ) -> None:
-        node, at, appends = self._open[handle]
+        node, position, appends = self._open[handle]
         if name == "close":
             del self._open[handle]
         elif name == "lseek":
@@ -203,7 +203,7 @@ class Disk:
             if name == "pwrite64" or content is None:
                 place = _last(words)
             else:
-                place = node.size if appends else at
+                place = node.size if appends else position
                 self._open[handle] = (node, place + result, appends)
             node.changes.append((began, self.time, place, content))
             self.moments.append(self.time)
@@ -311,26 +311,26 @@ def _write_folder(folder: Folder, target: Path, chance: _Chance) -> None:
 def _content(file: File, chance: _Chance) -> bytes:
     synced, content = _synced(file, chance.cut), bytearray()
     pending = []
-    for began, ended, at, written in file.changes:
+    for began, ended, place, written in file.changes:
         if ended <= synced:
-            _apply(content, at, written)
+            _apply(content, place, written)
         elif began <= chance.cut and chance.data != "none":
-            pending.append((ended, at, written))
+            pending.append((ended, place, written))
     if chance.data == "any":
         return _torn(content, [change[1:] for change in pending], chance)
-    there = [change for change in pending if chance.there(chance.data, change[0])]
-    for _, at, written in there:
-        _apply(content, at, written)
-    return _torn(content, [change[1:] for change in pending[len(there) :][:1]], chance)
+    happened = [change for change in pending if chance.there(chance.data, change[0])]
+    for _, place, written in happened:
+        _apply(content, place, written)
+    return _torn(content, [change[1:] for change in pending[len(happened) :][:1]], chance)
 
 
-def _apply(content: bytearray, at: int, written: bytes | None) -> None:
+def _apply(content: bytearray, place: int, written: bytes | None) -> None:
     """Apply a write, or a cut to a length."""
-    content.extend(bytes(max(0, at - len(content))))
+    content.extend(bytes(max(0, place - len(content))))
     if written is None:
-        del content[at:]
+        del content[place:]
     else:
-        content[at : at + len(written)] = written
+        content[place : place + len(written)] = written
 
 
 def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
@@ -339,13 +339,13 @@ def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _
         return bytes(content)
     now, lengths, sector = bytearray(content), [len(content)], chance.sector
     versions: dict[int, list[bytes]] = {}
-    for at, written in pending:
-        _apply(now, at, written)
+    for start, written in pending:
+        _apply(now, start, written)
         lengths.append(len(now))
-        for place in range(at // sector, -(-(at + len(written or b"")) // sector)):
+        for place in range(start // sector, -(-(start + len(written or b"")) // sector)):
             versions.setdefault(place, []).append(bytes(now[place * sector : (place + 1) * sector]))
-    for place, held in versions.items():
+    for place, contents in versions.items():
         if chance.draw.random() < chance.likely:
-            _apply(content, place * sector, chance.draw.choice(held))
+            _apply(content, place * sector, chance.draw.choice(contents))
     length = chance.draw.choice([lengths[-1], chance.draw.choice(lengths)])
     return bytes(content[:length]).ljust(length, b"\0")

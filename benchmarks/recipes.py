@@ -215,10 +215,10 @@ def finetuned(name: str, share: float = 1.0, **changes: Any) -> Tables:
 def large_batch(name: str) -> Tables:
     """Return the fine-tuning recipe with four times as many classes in a batch, in chunks."""
     classes, items = BATCH[name]
-    several = {"classes": 4 * classes, "items": items}
+    batch = {"classes": 4 * classes, "items": items}
     if name in SMALL:  # a batch already has all of their classes
-        several = {"classes": classes, "items": 4 * items}
-    return finetuned(name, 0.5, sampler=several, train={"clip_norm": 1.0, "chunk": 64})
+        batch = {"classes": classes, "items": 4 * items}
+    return finetuned(name, 0.5, sampler=batch, train={"clip_norm": 1.0, "chunk": 64})
 
 
 SMALL = {"digits", "fashion"}
@@ -383,8 +383,8 @@ def searched(name: str, split: str, encode: Callable[[list[Path]], Any]) -> dict
     labels = np.array([row["label"] for row in rows])
     query = np.array([row["role"] != "gallery" for row in rows])
     gallery = {} if query.all() else {"gallery": codes[~query], "gallery_labels": labels[~query]}
-    found = retrieval.evaluate(codes[query], labels[query], metrics=METRICS, **gallery)
-    return dict(found.values)
+    result = retrieval.evaluate(codes[query], labels[query], metrics=METRICS, **gallery)
+    return dict(result.values)
 
 
 def teacher_of(name: str, split: str) -> Path:
@@ -433,12 +433,12 @@ def students(name: str, seed: int) -> Tables:
     files = [PLACE / name / r["path"] for r in read_table(name, "0") if r["split"] == "test"][:256]
     speed = {}
     for title, path in (("teacher", bundle), ("student", student)):
-        encoder, taken = retrieval.load(path), []
+        encoder, times = retrieval.load(path), []
         for _ in range(4):
             began = time.perf_counter()
             encoder.encode(files, progress=False)
-            taken.append(time.perf_counter() - began)
-        speed[title] = len(files) / min(taken)
+            times.append(time.perf_counter() - began)
+        speed[title] = len(files) / min(times)
     return {
         "teacher": teacher.evaluate(progress=False).metrics["trained"],
         "student": row["metrics"],
@@ -468,7 +468,6 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
 
 
 def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
-    """Measure one recipe on one split of a set."""
     if title in LOOPS:
         (row,) = bench.chosen(rows, set=name, split=split, recipe="fine-tuned")
         return loop(name, title, str(split), row["seconds"])
@@ -488,14 +487,13 @@ TITLES = {
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation."""
     mean = bench.decimals(float(np.mean(values)))
     return mean if len(values) < 2 else f"{mean} ± {bench.decimals(float(np.std(values, ddof=1)))}"
 
 
 def seconds(rows: Sequence[Tables]) -> float:
-    taken = [row["seconds"] for row in rows]
-    return float(max(taken) if rows[0]["recipe"].startswith("frozen") else np.mean(taken))
+    times = [row["seconds"] for row in rows]
+    return float(max(times) if rows[0]["recipe"].startswith("frozen") else np.mean(times))
 
 
 def set_table(rows: Sequence[Tables]) -> str:
@@ -548,7 +546,6 @@ def students_table(raw: Sequence[Tables]) -> str:
 
 
 def overview() -> str:
-    """Return a table of recipes by set, for docs/recipes.md."""
     raw, lines = kept_rows(), []
     for title in (*CORE, *FURTHER, "distilled student"):
         cells = [title]

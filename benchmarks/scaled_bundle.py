@@ -20,13 +20,13 @@ from retrieval.serving.store.testing.small_bundles import save_graph
 def make_bundle(folder: Path, width: int, scale: float) -> None:
     """Write a bundle whose encoder multiplies features by a number."""
     folder.mkdir()
-    given, out = (
+    source, out = (
         helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", width])
         for n in ("input", "vector")
     )
     nodes = [helper.make_node("Mul", ["input", "scale"], ["vector"])]
     constants = {"scale": np.float32(scale)}
-    save_graph(folder / "encoder.onnx", nodes, [given], [out], constants)
+    save_graph(folder / "encoder.onnx", nodes, [source], [out], constants)
     manifest = Manifest(
         name="scaled",
         created="2025-01-01T00:00:00+00:00",

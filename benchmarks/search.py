@@ -223,11 +223,11 @@ def structure_row(name: str, vectors: Any, queries: Any, truth: Any) -> Row:
         backend = make_backend(name, {})
         backend.load(file, vectors)
         hits, began = 0, time.process_time()
-        for query, wanted in zip(queries, truth, strict=True):
+        for query, neighbours in zip(queries, truth, strict=True):
             (rows,) = backend.search(query[None], min(backend.expand * K, len(vectors)))[1]
             rows = rows[rows >= 0]
             away = ((vectors[rows].astype(np.float64) - query) ** 2).sum(1)
-            hits += len(np.intersect1d(rows[np.argsort(away, kind="stable")[:K]], wanted))
+            hits += len(np.intersect1d(rows[np.argsort(away, kind="stable")[:K]], neighbours))
         spent = time.process_time() - began
     return {
         "structure": name,

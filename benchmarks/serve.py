@@ -64,14 +64,14 @@ class Task:
 
     def requests(self) -> list[bytes]:
         """Return complete HTTP requests."""
-        made = []
+        texts = []
         for query in self.queries():
             body, kind = b'{"vector":%s,"k":%d}' % (query, K), "application/json"
             if self.bundle is not None:
                 body, kind = HEAD + query + b"\r\n--q--\r\n", "multipart/form-data; boundary=q"
             head = f"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
-            made.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        return made
+            texts.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return texts
 
 
 def command(*words: object) -> None:
@@ -131,9 +131,9 @@ def vectors(work: Path) -> Task:
 
     folder = work / "vectors"
     if not (folder / "queries").is_dir():
-        rows, asked = vectors_of(50_000, 64, power=0.0)
+        rows, test_rows = vectors_of(50_000, 64, power=0.0)
         make_bundle(work / "identity", 64, 1.0)
-        lists = [[round(float(number), 6) for number in row] for row in asked[:QUERIES]]
+        lists = [[round(float(number), 6) for number in row] for row in test_rows[:QUERIES]]
         prepared(folder, work / "identity", rows, [json.dumps(row).encode() for row in lists])
     return Task(folder, None)
 
@@ -145,14 +145,14 @@ TASKS: dict[str, Callable[[Path], Task]] = {
 }
 
 
-def pixels(image: bytes, said: dict[str, Any]) -> Any:
+def pixels(image: bytes, shape: dict[str, Any]) -> Any:
     """Return an image (1, C, H, W) after a manifest's `preprocessing`, by Pillow alone."""
-    opened = Image.open(io.BytesIO(image)).convert("L" if said["channels"] == 1 else "RGB")
-    (height, width), method = said["size"], Image.Resampling[said["interpolation"].upper()]
-    if said["resize"] is None:
+    opened = Image.open(io.BytesIO(image)).convert("L" if shape["channels"] == 1 else "RGB")
+    (height, width), method = shape["size"], Image.Resampling[shape["interpolation"].upper()]
+    if shape["resize"] is None:
         opened = opened.resize((width, height), method)
     else:
-        shorter, (wide, high) = said["resize"], opened.size
+        shorter, (wide, high) = shape["resize"], opened.size
         longer = int(shorter * max(wide, high) / min(wide, high))
         opened = opened.resize((shorter, longer) if wide <= high else (longer, shorter), method)
         left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
@@ -236,8 +236,8 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def cpu_of(process: subprocess.Popen[str]) -> float:
     """Return the CPU seconds of a process and its child processes."""
     top = psutil.Process(process.pid)
-    times = [one.cpu_times() for one in (top, *top.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    times = [member.cpu_times() for member in (top, *top.children(recursive=True))]
+    return sum(own.user + own.system for own in times)
 
 
 async def ask(port: int, requests: list[bytes], connections: int, seconds: float) -> int:
@@ -279,7 +279,7 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Return the measurements of each contestant, a row per round."""
     task = TASKS[name](work)
-    requests, found = task.requests(), dict[str, list[dict[str, float]]]()
+    requests, results = task.requests(), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
         hand = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
         expected = hand.submit(nearest_by_hand, task).result()
@@ -293,19 +293,20 @@ def measure(
             running[title] = process, int(port[1])
             asyncio.run(ask(int(port[1]), requests, 8, 1.0))
         port = running["`retrieval serve`"][1]
-        same = sum(nearest(port, one) == id for one, id in zip(requests, expected, strict=False))
+        pairs = zip(requests, expected, strict=False)
+        same = sum(nearest(port, request) == id for request, id in pairs)
         assert same >= 0.9 * len(expected), f"only {same} of {len(expected)} answers are as by hand"
         for _ in range(rounds):
             cpu = hand.submit(cpu_by_hand, task, seconds).result()
-            found.setdefault("by hand", []).append({"cpu": cpu})
+            results.setdefault("by hand", []).append({"cpu": cpu})
             for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
                     before = cpu_of(process)
                     count = asyncio.run(ask(port, requests, connections, seconds))
                     row = {"cpu": 1000 * (cpu_of(process) - before) / count}
-                    found.setdefault(f"{title}, {connections}", []).append(row)
-    print(name, {title: round(median(rows), 3) for title, rows in found.items()})
-    return found
+                    results.setdefault(f"{title}, {connections}", []).append(row)
+    print(name, {title: round(median(rows), 3) for title, rows in results.items()})
+    return results
 
 
 def median(rows: list[dict[str, float]]) -> float:

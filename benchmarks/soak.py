@@ -58,8 +58,8 @@ class Value:
 
     def numbers(self) -> list[float]:
         """Return the features as whole numbers, so that vectors and distances are exact."""
-        drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
-        return list(map(float, drawn))
+        vector = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
+        return list(map(float, vector))
 
     def as_item(self) -> dict[str, Any]:
         """Return the client's item."""
@@ -146,8 +146,8 @@ class Worker:
     def _relabel(self, client: Client) -> None:
         """Change label and metadata of an item that surely exists; keep its vector."""
         known = {id: values[0] for id, values in self.record.known.items() if len(values) == 1}
-        if there := [(id, value) for id, value in known.items() if value]:
-            id, before = self._random.choice(there)
+        if entries := [(id, value) for id, value in known.items() if value]:
+            id, before = self._random.choice(entries)
             value = Value(before.features, f"relabelled {self._random.random()}")
             with self._written({id: value}):
                 client.patch(id, label=value.label, metadata={"made": value.features})
@@ -166,23 +166,23 @@ class Worker:
             self.wrong.append(f"{id} was there, and could not be deleted: {missing[0]}")
 
     def _get(self, client: Client) -> None:
-        id, found = self._id(), None
+        id, value = self._id(), None
         with _not_found():
-            found = value_of(client.get(id))
+            value = value_of(client.get(id))
         self.counts["reads"] += 1
-        if found not in self.record.may_be(id):
-            self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
+        if value not in self.record.may_be(id):
+            self.wrong.append(f"{id} is {value}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
         """Search for an own item, which must be the nearest unless it may be deleted."""
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()
-        found = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
+        results = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
         near = client.search(vector=value.numbers(), k=K).results
         self.counts["reads"] += 2
-        values = [value_of(hit) for hit in found] or [None]
-        if values[0] not in known or len(found) > 1:
+        values = [value_of(hit) for hit in results] or [None]
+        if values[0] not in known or len(results) > 1:
             self.wrong.append(f"a search for {id} found {values}, and it may be {known}")
         for hit in near:
             known, value = self.record.may_be(str(hit.id)), value_of(hit)
@@ -266,13 +266,13 @@ def _runs(process: psutil.Process) -> bool:
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
     """Kill the server or one of its processes repeatedly; return the number of kills of each."""
-    drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
+    draw, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     names = ("first process", "second process")
     while time.monotonic() < end:
         server.answers(end)
-        time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
+        time.sleep(min(draw.uniform(*pause), max(0.0, end - time.monotonic())))
         members = dict(zip(names, server.members(), strict=False))
-        what = drawn.choice(["whole", *members])
+        what = draw.choice(["whole", *members])
         if what == "whole":
             kills[f"whole, of {server.processes}"] += 1
             server.kill()
@@ -291,21 +291,21 @@ def differences(
     wrong = unsound(index)
     known = {id: values for record in records for id, values in record.known.items()}
     with Index.open(index, threads=1) as opened:
-        there = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
-        for id in known.keys() | there.keys():
-            found = value_of(there[id]) if id in there else None
-            if found not in known.get(id, ()):
-                wrong.append(f"{id} is {found}, and may be {known.get(id)}")
-        ids = sorted(there)
-        features = [value_of(there[id]).numbers() for id in ids]
+        items = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
+        for id in known.keys() | items.keys():
+            value = value_of(items[id]) if id in items else None
+            if value not in known.get(id, ()):
+                wrong.append(f"{id} is {value}, and may be {known.get(id)}")
+        ids = sorted(items)
+        features = [value_of(items[id]).numbers() for id in ids]
         vectors = np.asarray(bundle.encode(np.array(features, np.float32)).vector, np.float64)
-        kept = np.array([there[id].arrays["vector"] for id in ids], np.float64)
+        kept = np.array([items[id].arrays["vector"] for id in ids], np.float64)
         other = np.flatnonzero((vectors != kept).any(axis=1))
-        wrong += [f"{ids[at]} has another vector" for at in other]
-        drawn = np.random.default_rng(seed)
+        wrong += [f"{ids[row]} has another vector" for row in other]
+        draw = np.random.default_rng(seed)
         for _ in range(SEARCHES):
-            query = np.float32(features[drawn.integers(len(ids))])
-            query += drawn.integers(-5, 6, FEATURES).astype(np.float32)
+            query = np.float32(features[draw.integers(len(ids))])
+            query += draw.integers(-5, 6, FEATURES).astype(np.float32)
             exact = np.sqrt(((vectors - bundle.encode(query[None]).vector[0]) ** 2).sum(axis=1))
             hits = opened.search(query, K)
             distances = np.array([hit.distance for hit in hits])
@@ -313,7 +313,7 @@ def differences(
                 wrong.append(f"a search found {distances}")
             own = exact[[ids.index(hit.id) for hit in hits]]
             apart = np.flatnonzero(~np.isclose(distances, own, rtol=1e-6))
-            wrong += [f"{hits[at].id} is not so near" for at in apart]
+            wrong += [f"{hits[row].id} is not so near" for row in apart]
     return len(ids), wrong
 
 

@@ -287,47 +287,47 @@ def measure(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any
     one_thread()
     vectors, queries = vectors_of(rows, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
-    ids, made = np.arange(rows), SYSTEMS[name][0]
-    system = made(folder)
+    ids, kind = np.arange(rows), SYSTEMS[name][0]
+    system = kind(folder)
     system.open()
     system.begin_load()
     parts = [slice(start, start + STEP) for start in range(0, rows, STEP)]
-    found: dict[str, Any] = {}
-    found["load"] = timed(lambda n: system.add(ids[parts[n]], vectors[parts[n]]), 1e9, len(parts))
+    row: dict[str, Any] = {}
+    row["load"] = timed(lambda n: system.add(ids[parts[n]], vectors[parts[n]]), 1e9, len(parts))
     system.loaded()
     system.close()
-    found["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
-    system = made(folder)
+    row["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    system = kind(folder)
     before = status("VmRSS")
-    found["open and search"] = timed(
+    row["open and search"] = timed(
         lambda _: (system.open(), system.search(queries[:1], None)), 0, 1
     )
-    found["memory"] = (status("VmRSS") - before) / 2**20
+    row["memory"] = (status("VmRSS") - before) / 2**20
 
     def search(batch: int, below: int | None) -> dict[str, float]:
         parts = lambda n: queries[n * batch % QUERIES :][:batch]  # noqa: E731
         return timed(lambda n: system.search(parts(n), below), seconds, QUERIES)
 
     system.search(queries[:1], 10)  # the first filter reads the fields
-    found["search 1"], found["search 32"] = search(1, None), search(32, None)
-    found["search 1, filtered"] = search(1, 10)
+    row["search 1"], row["search 32"] = search(1, None), search(32, None)
+    row["search 1, filtered"] = search(1, 10)
     away = ((vectors[:, None] - queries[None, :20]) ** 2).sum(2)
     answers = system.search(queries[:20], None)
     limit = np.sort(away, axis=0)[K - 1] * (1 + 1e-5)
-    found["recall"] = float(np.mean([away[one, n] <= limit[n] for n, one in enumerate(answers)]))
+    row["recall"] = float(np.mean([away[one, n] <= limit[n] for n, one in enumerate(answers)]))
     new = vectors[::-1]
     for count in (1, 100):
         start = 10**6 * count
-        found[f"add {count}"] = timed(
+        row[f"add {count}"] = timed(
             lambda n, c=count, s=start: system.add(np.arange(s + n * c, s + n * c + c), new[:c]),
             seconds,
             50,
         )  # type: ignore[misc]
-    found["delete 100"] = timed(
+    row["delete 100"] = timed(
         lambda n: system.delete(ids[n * 100 :][:100]), seconds, min(10, rows // 200)
     )
     system.close()
-    return found
+    return row
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
