@@ -116,10 +116,8 @@ class Kept:
         if not self.options.fresh:
             write(RESULTS / f"{self.name}.md", text)
         again = "" if self.options.fresh or not self.known else " --fresh measures them again."
-        print(
-            f"{len(self.rows) - self.known} rows were measured now; {self.known} are kept ones of"
-            f" {self.file.name}.{again}"
-        )
+        new = len(self.rows) - self.known
+        print(f"{new} new rows; {self.known} rows are from {self.file.name}.{again}")
 
 
 def finish(name: str, raw: Any, text: str, keep: bool = True, folder: Path = RESULTS) -> None:

@@ -46,7 +46,8 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if "/test_milvus" in file:
                 return "milvus"
-            return "tutorial" if file.endswith(("/test_pages.py", "/test_indexes.py")) else file
+            of_tutorial = ("docs/test_pages.py", "docs/test_indexes.py")
+            return "tutorial" if file.endswith(of_tutorial) else file
 
     return Together(config, log)
 

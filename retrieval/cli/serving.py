@@ -26,6 +26,7 @@ from retrieval.cli.common import (
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
+from retrieval.host.hit_table import text_table
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
@@ -317,9 +318,7 @@ def _plain(hit: Hit) -> dict[str, Any]:
 
 
 def _table(name: str, hits: list[Hit]) -> str:
-    """Return one query's results as aligned columns."""
-    rows = [("rank", "distance", "label", "id")]
-    rows += [(f"{n}", f"{h.distance:.4f}", h.label or "", h.id) for n, h in enumerate(hits, 1)]
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{a:>{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
-    return "\n".join([f"Nearest to {name}:", *lines])
+    """Return one query's hits as aligned columns."""
+    head, *rows = text_table(hits).splitlines()
+    ranked = [f"{rank:>4}  {row}" for rank, row in enumerate(rows, 1)]
+    return "\n".join([f"Nearest to {name}:", f"rank  {head}" if rows else head, *ranked])

@@ -138,9 +138,10 @@ _kept_out = False
 
 
 def keep_compiler_out() -> None:
-    """Make `optimizing` keep torch's compiler from loading, in this process from now on.
+    """From now on, let `optimizing` keep torch's compiler from loading in this process.
 
-    Only the command line calls this: another thread of a user's process may need the compiler.
+    Only the command line calls this, because another thread of a user's process may need the
+    compiler.
     """
     global _kept_out
     _kept_out = True

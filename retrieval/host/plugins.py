@@ -215,7 +215,10 @@ class Plugins:
         return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory and its nested parts of that kind pass; unknown parts pass."""
+        """Return whether `test` holds for a factory and its nested parts of the same kind.
+
+        An unknown factory counts as true.
+        """
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (

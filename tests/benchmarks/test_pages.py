@@ -1,4 +1,4 @@
-"""Figures on five pages come from results by a script, or say where they are from."""
+"""Numbers on five pages are written by a script, or name their source."""
 
 import re
 from pathlib import Path

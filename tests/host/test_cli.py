@@ -149,6 +149,7 @@ ADD = "app.add_command(click.Command('{}', callback=retrieval_commands))"
     ("body", "words"),
     [
         (ADD.format("train"), "host_bad adds the command 'train', which is built in"),
+        (f"{ADD.format('more')}; " * 2, "host_bad adds the command 'more', as host_bad does"),
         ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
@@ -158,15 +159,6 @@ def test_a_broken_plugin_command_does_not_break_help(tmp_path, install, process,
     assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
-
-
-def test_two_plugins_cannot_add_one_command(tmp_path, install, process):
-    for name in ("one", "two"):
-        code = HOOK.format(ADD.format("extra"))
-        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", code)
-    done = process("-m", "retrieval.cli", "extra", path=tmp_path)
-    assert "adds the command 'extra', as host_" in sentence(done)
-    assert "host_one" in done.err and "host_two" in done.err
 
 
 @pytest.mark.parametrize(
@@ -202,14 +194,11 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
     assert "write it as table.key=value" in sentence(cli("check", path, "--set", "seed"))
 
 
-def test_version(cli):
-    assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
-
-
-def test_the_version_of_a_source_tree_that_was_never_installed(cli, monkeypatch):
+def test_the_version_of_an_installation_and_of_a_source_tree(cli, monkeypatch):
     def lacking(name: str) -> str:
         raise PackageNotFoundError(name)
 
+    assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
     monkeypatch.setattr("retrieval.host.version.version", lacking)
     monkeypatch.setattr("importlib.metadata.version", lacking)
     assert cli("--version").out == "retrieval, version 0\n"
