@@ -43,7 +43,7 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
     yield "Fashion-MNIST", pixels, np.array(data.labels, dtype=np.int64)[rows]
 
 
-def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
+def pairs_of(y: Any, seed: int) -> tuple[Any, Any, Any]:
     """Return the rows of both items of each pair, and whether they are of one class (half are)."""
     random = np.random.default_rng(seed)
     a, b = random.integers(0, len(y), (2, 60 * PAIRS))
@@ -53,10 +53,10 @@ def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
     return a[rows], b[rows], same[rows]
 
 
-def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
+def verified(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
     """Return AUC and ROC of a learner's distances."""
     codes = x if learner is None else learner.transform(x)
-    a, b, same = drawn(y, seed)
+    a, b, same = pairs_of(y, seed)
     far = ((codes[a] - codes[b]) ** 2).sum(1)
     return float(roc_auc_score(same, -far)), roc_curve(same, -far)[:2]
 
@@ -68,7 +68,7 @@ def best_t(x: Floats, y: Any, classes: Any) -> float:
         inside, outside = np.isin(y, known), np.isin(y, classes) & ~np.isin(y, known)
         for t in TS:
             learner = GMML(t, regularization=1e-3).fit(x[inside], y[inside])
-            total[t] += judged(learner, x[outside], y[outside], 0)[0]
+            total[t] += verified(learner, x[outside], y[outside], 0)[0]
     return max(TS, key=total.__getitem__)
 
 
@@ -90,7 +90,7 @@ def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any
     for method, learner in learners.items():
         if learner is not None:
             learner.fit(z[seen], y[seen])
-        auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
+        auc, (false, true) = verified(learner, z[~seen], y[~seen], repeat)
         row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
         if not repeat:
             points = np.linspace(0, len(false) - 1, 100).astype(int)

@@ -130,7 +130,7 @@ def measure_grid(name: str, reading: str, number: int) -> dict[str, Any]:
     return row
 
 
-def wanted(sets: list[str]) -> Iterator[tuple[str, str, int]]:
+def jobs(sets: list[str]) -> Iterator[tuple[str, str, int]]:
     for name, method in itertools.product(sets, METHODS):
         count = 20 if name != "letter" else 5 * (method != "itml")
         yield from ((name, method, number) for number in range(count))
@@ -245,7 +245,7 @@ def main() -> None:
     one_thread()
     warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead
     kept = Kept("aml_table1", options, ("set", "method", "split"))
-    for name, method, number in kept.missing(wanted(options.sets)):
+    for name, method, number in kept.missing(jobs(options.sets)):
         started = time.process_time()
         if method.startswith("grid: "):
             row = measure_grid(name, method.removeprefix("grid: "), number)

@@ -194,7 +194,7 @@ def bounded(name: str, method: str, split: int) -> dict[str, Any]:
         return {"set": name, "method": method, "split": split, "over": BUDGET}
 
 
-def wanted(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
+def jobs(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
     earlier = {} if fresh else summaries([])
     for name, method in itertools.product(sets, methods):
         if (name, method) not in earlier:
@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
     kept = bench.Kept("anml_table2", options, ("set", "method", "split"))
-    for job in kept.missing(wanted(options.sets, options.methods, options.fresh)):
+    for job in kept.missing(jobs(options.sets, options.methods, options.fresh)):
         own = bench.chosen(kept.rows, set=job[0], method=job[1])
         if not any("over" in row for row in own):
             kept.add(bounded(*job))

@@ -57,12 +57,12 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
     ]
 
     def work(pipe: int) -> None:
-        living.small()
+        living.frequent_upkeep()
         record._CHECKPOINT_PAGES = 4000  # so that the log is in use
         structure = StructureChoice("ivf", {"lists": 4, "probes": 4})
         widths = widths_of(bundles[0], features=living.WIDTH)
         create_local(folder / "index", bundles[0], widths, structure=structure)
-        writing = living.Writing(folder / "index", bundles, living.State(), 0, background=False)
+        writing = living.Writer(folder / "index", bundles, living.State(), 0, background=False)
         for call in calls:
             writing.do(call)
             writing.state = writing.state.after(call)

@@ -52,7 +52,7 @@ class Life:
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
         def work(pipe: int) -> None:
-            living.small()
+            living.frequent_upkeep()
             begun = [0]
 
             def tell(what: str, call: living.Call | None) -> None:
@@ -61,7 +61,7 @@ class Life:
                 begun[0] += what == "begin"
                 os.write(pipe, json.dumps([what, call]).encode() + b"\n")
 
-            living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
+            living.Writer(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
         process, pipe = living.forked(work)
         reports = self._listen(process, pipe, not lines)
@@ -94,7 +94,7 @@ class Life:
 
     def _look(self, reports: list[Any]) -> living.Row:
         """Compare the index with its writer's reports."""
-        model = living.Told(self.state)
+        model = living.Expected(self.state)
         for what, call in reports:
             model.take(what, call)
         states, running, copies = model.states, model.running, model.copies
@@ -130,7 +130,7 @@ def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
             life = Life(Path(here), bundles, seed * 1_000_003 + len(rows))
             for _ in range(min(LIVES, count - len(rows))):
                 rows.append(life.kill())
-                living.show(len(rows), rows[-1])
+                living.report(len(rows), rows[-1])
                 if rows[-1]["wrong"]:
                     break
     return rows

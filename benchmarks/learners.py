@@ -46,7 +46,7 @@ ADAPTED = {title for title, made in PEERS.items() if made.startswith("adapted")}
 Floats = NDArray[np.float64]
 
 
-def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
+def data_of(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
     """Return features (items, 100) and labels for the fit, and `CHECKED` items of other classes."""
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
@@ -65,7 +65,7 @@ def first(codes: Floats, labels: NDArray[np.int64]) -> float:
     return float(evaluate(np.asarray(codes), labels, metrics=["recall_at_1"]).values["recall_at_1"])
 
 
-def one(title: str, items: int) -> dict[str, Any]:
+def fit(title: str, items: int) -> dict[str, Any]:
     """Fit one learner in this process, within the limits."""
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.neighbors import NeighborhoodComponentsAnalysis
@@ -79,7 +79,7 @@ def one(title: str, items: int) -> dict[str, Any]:
     peers = (LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis, adapted)
     names = {kind.__name__: kind for kind in (AML, GMML, LANML, OAHU, Warm, *peers)}
     bench.one_thread()
-    x, y, checked, truth = made(items)
+    x, y, checked, truth = data_of(items)
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
     if title in OURS or "LDA" in title:
@@ -110,7 +110,7 @@ def measure(title: str, items: int) -> dict[str, Any]:
     """Return the row of one fit in a new process."""
     before = bench.load()
     try:
-        row = bench.alone(one, title, items)
+        row = bench.alone(fit, title, items)
     except TimeoutError:
         row = {"learner": title, "items": items, "stopped": "time"}
     return row | {

@@ -110,14 +110,14 @@ def item_of(id: str, version: int, bundle: int) -> Item:
     )
 
 
-def small() -> None:
+def frequent_upkeep() -> None:
     """Let a few rows and pages start the upkeep, so that all its work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
     structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
 
 
-class Writing:
+class Writer:
     """Makes random calls of an index that holds `state`.
 
     Attributes:
@@ -248,7 +248,7 @@ Copies = dict[str, tuple[State, bool]]
 """State of each snapshot, and whether the snapshot must exist."""
 
 
-class Told:
+class Expected:
     """What an index should hold according to its writer's messages: right states and snapshots.
 
     Attributes:
@@ -502,7 +502,7 @@ def counts_table(
     return markdown([*head, *names], lines)
 
 
-def show(number: int, row: Row) -> None:
+def report(number: int, row: Row) -> None:
     """Print a wrong row, and every fiftieth row."""
     if row["wrong"] or number % 50 == 0:
         print(number, row, flush=True)

@@ -75,7 +75,7 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
     normally waits for its upkeep. So no other call is running whose progress the trace would not
     show.
     """
-    living.small()
+    living.frequent_upkeep()
     if fault is not None:
         forget(fault)
     draw = random.Random(seed)
@@ -105,7 +105,7 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
         entries = state.generations.items()
         state.generations = {int(number): tuple(entry) for number, entry in entries}  # type: ignore[misc]
     background = None if killed == "no" else False
-    writing = living.Writing(
+    writing = living.Writer(
         index, bundles, states[0], draw.randrange(1 << 40), tell, None, background
     )
     if not created:
@@ -128,11 +128,11 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
 
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
-) -> tuple[Disk, living.Told]:
+) -> tuple[Disk, living.Expected]:
     """Run processes that create an index and work on it; return the trace and their reports."""
     root = folder / "disk"
     root.mkdir()
-    disk, reports, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
+    disk, reports, draw = Disk(root), living.Expected(living.State(), CREATE), random.Random(seed)
     for life in range(lives):
         known = {"states": [vars(state) for state in reports.states], "again": reports.again}
         (folder / "states.json").write_text(json.dumps(known))
@@ -166,7 +166,7 @@ def same(disk: Disk, folder: Path) -> list[str]:
 
 
 def cut(
-    disk: Disk, reports: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
+    disk: Disk, reports: living.Expected, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
     """Cut the power at a random moment of a random call; return the state of the index."""
     ends = [when for when, *_ in reports.moments[1:]] + [disk.time]
@@ -238,7 +238,7 @@ def cuts(options: Any, folder: Path) -> list[living.Row]:
                 raise RuntimeError(f"The record is not whole: {', '.join(differ)}")
             for number in range(min(options.each, options.count - len(rows))):
                 rows.append(cut(disk, reports, bundles, here / f"cut{number}", draw))
-                living.show(len(rows), rows[-1])
+                living.report(len(rows), rows[-1])
     return rows
 
 

@@ -82,11 +82,11 @@ class Record:
         """Return the possible values of an item."""
         return self.known.get(id, (None,))
 
-    def asked(self, id: str, value: Value | None) -> None:
+    def begin(self, id: str, value: Value | None) -> None:
         """Note a write that has begun: until it is acknowledged, old and new value are right."""
         self.known[id] = (*self.may_be(id), value)
 
-    def told(self, id: str, value: Value | None) -> None:
+    def acknowledge(self, id: str, value: Value | None) -> None:
         """Note an acknowledged write."""
         self.known[id] = (value,)
 
@@ -132,10 +132,10 @@ class Worker:
     def _written(self, values: Mapping[str, Value | None]) -> Iterator[None]:
         """Note a write before its request and after its acknowledgement."""
         for id, value in values.items():
-            self.record.asked(id, value)
+            self.record.begin(id, value)
         yield
         for id, value in values.items():
-            self.record.told(id, value)
+            self.record.acknowledge(id, value)
         self.counts["writes"] += 1
 
     def _put(self, client: Client) -> None:

@@ -46,7 +46,7 @@ BEGUN, ACKNOWLEDGED = range(2)
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def told(folder: Path) -> tuple[Any, Any]:
+def board(folder: Path) -> tuple[Any, Any]:
     """Return the begun and the acknowledged number of each group, and whether to stop."""
     numbers = board_of(folder / "board", 2 * WRITERS * GROUPS + 1)
     return numbers[:-1].reshape(2, WRITERS, GROUPS), numbers[-1:]
@@ -65,7 +65,7 @@ def vectors_of(writer: int, group: int, state: int) -> Any:
 
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
-    drawn, (states, stop) = random.Random(seed), told(folder)
+    drawn, (states, stop) = random.Random(seed), board(folder)
     upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
@@ -86,7 +86,7 @@ def write(folder: Path, writer: int, seed: int) -> None:
                 index.store.compact()
 
 
-def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
+def fault_of(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
     """Return what is wrong with an answer that should show a state from `first` to `last`."""
     name = f"{writer}/{group}, states {first} to {last}"
     if not hits:
@@ -109,12 +109,12 @@ def question(index: Index, states: Any, writer: int, group: int, query: Any) -> 
     first = int(states[ACKNOWLEDGED, writer, group])
     where = {"group": f"{writer}/{group}"}
     (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
-    return judged(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
+    return fault_of(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
 
 
 def read(folder: Path, seed: int) -> tuple[int, list[str]]:
     """Search until told to stop; return the number of answers, and what was wrong."""
-    drawn, (states, stop) = np.random.default_rng(seed), told(folder)
+    drawn, (states, stop) = np.random.default_rng(seed), board(folder)
     answers, wrong = 0, []
     with Index.open(folder / "index", threads=1) as index:
         while not stop[0]:
@@ -140,7 +140,7 @@ def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
     """Run writers, and kill one repeatedly; return the number of kills, and what was wrong."""
     drawn, wrong, kills = random.Random(seed), [], 0
     writers = [started(folder, number, seed + number) for number in range(WRITERS)]
-    states, stop = told(folder)
+    states, stop = board(folder)
     while not states[ACKNOWLEDGED].any(axis=1).all() and all(one.is_alive() for one in writers):
         time.sleep(0.1)
     end = time.monotonic() + seconds
@@ -166,7 +166,7 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """Run everything in a folder; return the counts and the differences."""
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
-    states, stop = told(folder)
+    states, stop = board(folder)
     with Index.open(folder / "index", threads=1) as index:  # makes the filters' fields known
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})

@@ -219,17 +219,14 @@ def list_keys(path: Path, as_json: bool) -> None:
     """
     from retrieval.serving.http.keys import read_keys
 
-    records = [
-        key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)
-    ]
+    stored = read_keys(path)
     if as_json:
-        say_json(records)
+        say_json([key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in stored])
         return
-    for key in records:
-        name, role, id = key.pop("name"), key.pop("role"), key.pop("id")
-        rest = [f"indexes {', '.join(key.pop('indexes'))}"] if "indexes" in key else []
-        rest += [f"{what.replace('_', ' ')} {value}" for what, value in key.items() if value != ""]
-        say(f"{name}  {role}  rk_{id}_…  {'; '.join(rest)}".rstrip())
+    for key in stored:
+        details = [f"indexes {', '.join(key.indexes)}"] if key.indexes else []
+        details += [f"created {key.created}"] if key.created else []
+        say(f"{key.name}  {key.role}  rk_{key.id}_…  {'; '.join(details)}".rstrip())
 
 
 @keys.command()

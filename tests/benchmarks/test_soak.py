@@ -46,10 +46,10 @@ def test_a_loss_is_detected(tmp_path):
                 id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector}
             )
             index.upsert([item])
-            record.told(id, value)
+            record.acknowledge(id, value)
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
-    record.asked("c/1", None)  # without an answer, both results are right
-    record.asked("c/new", soak.Value(7, "x"))
+    record.begin("c/1", None)  # without an answer, both results are right
+    record.begin("c/new", soak.Value(7, "x"))
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
     for id, value in (
         ("c/2", None),
@@ -57,6 +57,6 @@ def test_a_loss_is_detected(tmp_path):
         ("c/gone", soak.Value(9, "x")),
     ):
         other = soak.Record(dict(record.known))
-        other.told(id, value)
+        other.acknowledge(id, value)
         count, wrong = soak.differences(tmp_path / "i", bundle, [other], 0)
         assert count == 30 and len(wrong) == 1 and id in wrong[0]
