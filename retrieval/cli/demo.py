@@ -116,17 +116,6 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     return sorted(written)
 
 
-def remove(folder: Path) -> None:
-    """Remove an earlier demo's folder.
-
-    Raises:
-        DataError: the folder does not hold a demo.
-    """
-    if not (folder / "run" / "recipe.toml").is_file():
-        raise DataError(f"{folder} is not a demo's folder, so it is not removed.")
-    shutil.rmtree(folder)
-
-
 @click.command()
 @click.option("--output", type=PATH, default=Path("demo"), help="Folder to create.")
 @click.option("--replace", is_flag=True, help="Remove an earlier demo in that folder first.")
@@ -138,5 +127,7 @@ def demo(output: Path, replace: bool) -> None:
     Example:  retrieval demo --output demo
     """
     if replace and output.exists():
-        remove(output)
+        if not (output / "run" / "recipe.toml").is_file():
+            raise DataError(f"{output} is not a demo's folder, so it is not removed.")
+        shutil.rmtree(output)
     run_demo(output, say)

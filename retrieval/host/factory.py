@@ -4,8 +4,8 @@ A factory is a class or a function. A recipe may set the parameters in its signa
 those that `**kwargs` passes on to a base class. Its docstring (Google style, `Args:`) describes
 them. pydantic checks the values of annotated parameters strictly: a number in quotes is not a
 number. A parameter without an annotation accepts any TOML value, and the factory itself must check
-it. Parameters named in `GIVEN` get their value from the host; a recipe cannot set them. A parameter
-annotated `Annotated[T, Part("reducers")]` is a part made by another factory.
+it. A parameter annotated `Annotated[T, Part("reducers")]` is a part made by another factory. The
+host sets the parameters named in `GIVEN`; a recipe can set them only if they are parts.
 """
 
 from __future__ import annotations
@@ -127,10 +127,14 @@ def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callabl
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory; its default is `inspect.Parameter.empty` if it has none.
+    """One parameter of a factory.
 
-    `part` is the kind of a parameter that is a part, `many` is true for a list of parts, and
-    `by_host` for a parameter that only the host sets.
+    Attributes:
+        default: its default, or `inspect.Parameter.empty`.
+        part: kind of the part, if the parameter is a part.
+        many: whether it is a list of parts.
+        by_host: whether only the host sets it.
+        per_width: see `Part`.
     """
 
     name: str

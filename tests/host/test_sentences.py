@@ -112,6 +112,14 @@ def test_an_output_that_is_a_file_is_refused(recipe, cli, tmp_path):
         refuse_bundle(file, replace=False)
 
 
+def test_demo_removes_no_other_folder(cli, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "photo.png").touch()
+    done = cli("demo", "--output", tmp_path / "mine", "--replace")
+    assert done.code == 2 and "mine is not a demo's folder, so it is not removed." in done.err
+    assert (tmp_path / "mine" / "photo.png").exists()
+
+
 def test_a_folder_of_another_kind_gets_advice(tmp_path):
     for folder, mark in (("run", "recipe.toml"), ("b", "manifest.json"), ("i", "index.json")):
         (tmp_path / folder).mkdir()
