@@ -121,7 +121,7 @@ class Writer:
     """Makes random calls of an index that holds `state`.
 
     Attributes:
-        tell: called with each call before and after it.
+        tell: called with "begin" and the call before each call, with "end" after it.
         first: a call that was interrupted, to be made again.
         background: whether upkeep has a thread (None: random).
     """
@@ -266,7 +266,7 @@ class Expected:
         return self.running if self.running and self.running["call"] != "begin" else None
 
     def take(self, what: str, call: Any, when: int = 0) -> None:
-        """Take in a message."""
+        """Take in a message: "begin" of a call, "end" of it, or "is" with the state's position."""
         state = self.states[0]
         if what == "begin":
             self.states, self.running = [state, state.after(call)], call

@@ -79,9 +79,8 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
     if fault is not None:
         forget(fault)
     draw = random.Random(seed)
-    bundles = [
-        Bundle.open(folder / f"bundle{number}", threads=1) for number in range(living.BUNDLES)
-    ]
+    paths = [folder / f"bundle{number}" for number in range(living.BUNDLES)]
+    bundles = [Bundle.open(path, threads=1) for path in paths]
     marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     count = [0]
 
@@ -129,12 +128,12 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
 ) -> tuple[Disk, living.Expected]:
-    """Run processes that create an index and work on it; return the trace and their reports."""
+    """Run processes that create an index and work on it; return the disk and the expected states."""
     root = folder / "disk"
     root.mkdir()
-    disk, reports, draw = Disk(root), living.Expected(living.State(), CREATE), random.Random(seed)
+    disk, expected, draw = Disk(root), living.Expected(living.State(), CREATE), random.Random(seed)
     for life in range(lives):
-        known = {"states": [vars(state) for state in reports.states], "again": reports.again}
+        known = {"states": [vars(state) for state in expected.states], "again": expected.again}
         (folder / "states.json").write_text(json.dumps(known))
         killed = draw.choice(["line", "sync", "sync", "no"]) if life < lives - 1 else "no"
         words = ["--live", str(folder), str(seed + life), killed, *([fault] if fault else [])]
@@ -146,8 +145,8 @@ def record(
         seen = len(disk.marks)
         disk.replay(folder / "trace", folder / "marks")
         for when, text in disk.marks[seen:]:
-            reports.take(*json.loads(text), when)
-    return disk, reports
+            expected.take(*json.loads(text), when)
+    return disk, expected
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
@@ -166,13 +165,13 @@ def same(disk: Disk, folder: Path) -> list[str]:
 
 
 def cut(
-    disk: Disk, reports: living.Expected, bundles: list[Bundle], folder: Path, draw: random.Random
+    disk: Disk, expected: living.Expected, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
     """Cut the power at a random moment of a random call; return the state of the index."""
-    ends = [when for when, *_ in reports.moments[1:]] + [disk.time]
+    ends = [when for when, *_ in expected.moments[1:]] + [disk.time]
     within = [
         (moment, times)
-        for moment, end in zip(reports.moments, ends, strict=True)
+        for moment, end in zip(expected.moments, ends, strict=True)
         if (times := [when for when in disk.moments if moment[0] < when <= end])
     ]
     (_, states, copies, running), times = draw.choice(within)
@@ -233,11 +232,11 @@ def cuts(options: Any, folder: Path) -> list[living.Row]:
             here = Path(name)
             for number in range(living.BUNDLES):
                 shutil.copytree(folder / f"bundle{number}", here / f"bundle{number}")
-            disk, reports = record(here, draw.randrange(1 << 40), options.without, options.lives)
+            disk, expected = record(here, draw.randrange(1 << 40), options.without, options.lives)
             if differ := same(disk, here / "whole"):
                 raise RuntimeError(f"The record is not whole: {', '.join(differ)}")
             for number in range(min(options.each, options.count - len(rows))):
-                rows.append(cut(disk, reports, bundles, here / f"cut{number}", draw))
+                rows.append(cut(disk, expected, bundles, here / f"cut{number}", draw))
                 living.report(len(rows), rows[-1])
     return rows
 

@@ -155,10 +155,8 @@ class Disk:
                 words, _, result = text.rpartition(" = ")
                 if result.startswith("?"):
                     waiting[match[1]] = (began, f"{name}({words}")
-                number = re.match(
-                    r"\d+", result
-                )  # no result: the call failed, or its process was killed
-                if number is not None:
+                # Without a number, the call failed or its process was killed.
+                if number := re.match(r"\d+", result):
                     self._call(name, words, int(number[0]), began, marks)
         self.time += 1
         for _, text in waiting.values():
