@@ -128,7 +128,7 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
 ) -> tuple[Disk, living.Expected]:
-    """Run processes that create an index and work on it; return the disk and the expected states."""
+    """Run processes that create an index and change it; return the disk and what it should hold."""
     root = folder / "disk"
     root.mkdir()
     disk, expected, draw = Disk(root), living.Expected(living.State(), CREATE), random.Random(seed)

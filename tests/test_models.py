@@ -12,12 +12,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
 
 
-def test_there_are_models():
-    assert {"digits", "digits-lanml", "fashion-mnist", "digits-efficientnet-lda"} <= {
-        folder.name for folder in FOLDERS
-    }
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_recipe_is_valid_and_named_like_its_folder(folder):
     recipe = read_recipe(folder / "recipe.toml")

@@ -31,7 +31,7 @@ PLUGIN_OPTION = plugin_option()
 
 
 def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
-    """Set whether this command runs a recipe's plugin files; without the option, ask the user."""
+    """Set whether this command runs a recipe's plugin files; a terminal without the option asks."""
     from retrieval.host.allow import answering
 
     # Of several training processes, none asks.
