@@ -18,15 +18,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pluggy
 
@@ -127,14 +119,10 @@ def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callabl
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory.
+    """One parameter of a factory; `default` is `inspect.Parameter.empty` if it has none.
 
-    Attributes:
-        default: its default, or `inspect.Parameter.empty`.
-        part: kind of the part, if the parameter is a part.
-        many: whether it is a list of parts.
-        by_host: whether only the host sets it.
-        per_width: see `Part`.
+    `part` is the kind of a parameter that is a part, and `many` marks a list of parts. `by_host`
+    marks a parameter that only the host sets.
     """
 
     name: str

@@ -215,10 +215,7 @@ class Plugins:
         return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether `test` holds for a factory and its nested parts of the same kind.
-
-        An unknown factory counts as true.
-        """
+        """Return whether a factory and its nested parts of that kind pass, or are unknown."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (

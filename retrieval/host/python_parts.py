@@ -93,8 +93,7 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
     """Return a plugin whose factories return these objects, or copies of them."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
-        # A loss or miner may measure distances with the user's combiner; its copy must measure with
-        # the combiner that the run trains.
+        # If a loss or miner measures with the user's combiner, its copy measures with the run's.
         measures = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
         offered = {object_name(value).partition(".")[2]: _factory(table, value, measures)}
         setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(lambda offered=offered: offered))
@@ -112,9 +111,9 @@ def _maker(value: Any) -> Any:
 
 
 def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
-    """Return a factory that returns the dataset itself, or a copy of any other object.
+    """Return a factory of the dataset itself, or of copies of another object.
 
-    If the object `measures`, the factory takes the run's combiner as the copy's distance.
+    With `measures`, the run's combiner becomes the distance of a copy.
     """
 
     def give() -> Any:

@@ -11,15 +11,7 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.plugin import (
-    Backbone,
-    Combiner,
-    Dataset,
-    Generator,
-    Part,
-    hookimpl,
-    traits,
-)
+from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Part, hookimpl, traits
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]
