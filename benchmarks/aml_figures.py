@@ -1,16 +1,17 @@
-"""The figures of docs/aml.md, from our own runs: the paper's Figures 3 and 5.
+"""The figures of docs/aml.md from our own runs, after the paper's Figures 3 and 5.
 
-    # less than a minute, then docs/aml_two_classes.png, docs/aml_sensitivity.png
+    # less than a minute; writes docs/aml_two_classes.png and docs/aml_sensitivity.png
     python benchmarks/aml_figures.py
 
 Two classes (Figure 3): 200 training and 200 test items of two normal distributions in 10
-dimensions, clean in training (means 4 apart) and overlapping in the test (means 1.5 apart); shown
-by the first two principal components, of the training items as they are, and of all items under
-each metric. The crosses are AML's adversarial pairs (Eq 9) of a few training pairs.
+dimensions. The training classes are clean (means 4 apart), the test classes overlap (means 1.5
+apart). The axes are the first two principal components, of the training items without a metric, and
+of all items under each metric. The crosses are AML's adversarial pairs (Eq 9) of a few training
+pairs.
 
 Sensitivity (Figure 5): 5-nearest-neighbour error on the training part (each item left out) and on
-the test part, means over five 80/20 splits, standardised; α varies at β = 1, and β at α = 1. The
-paper's figure is on MNIST; here are scikit-learn's digits and two UCI sets. Needs the packages that
+the test part, means over five 80/20 splits of standardised features. α varies at β = 1, and β at α
+= 1. The paper uses MNIST; this script uses scikit-learn's digits and two UCI sets, whose packages
 `uci.py` names.
 """
 
@@ -68,10 +69,10 @@ def two_classes(path: Path) -> None:
     crosses = plane.transform(points.reshape(-1, 10))
     axes[0, 0].scatter(*crosses.T, c=COLOURS[y[chosen.reshape(-1)]], marker="x", s=22, linewidths=1)
     for column, (name, learner) in enumerate((("GMML", gmml), ("AML", aml)), start=1):
-        codes, others = learner.transform(train), learner.transform(test)
+        codes, test_codes = learner.transform(train), learner.transform(test)
         plane = PCA(2).fit(codes)
-        wrong = error(codes, y, codes, y, own=True), error(codes, y, others, y)
-        for row, (items, part) in enumerate(((codes, "training"), (others, "test"))):
+        wrong = error(codes, y, codes, y, own=True), error(codes, y, test_codes, y)
+        for row, (items, part) in enumerate(((codes, "training"), (test_codes, "test"))):
             scatter(axes[row, column], items, f"{name}, {part}: 5-NN error {wrong[row]:.3f}")
     for axis in axes.flat:
         axis.set_xticks([])
@@ -88,7 +89,7 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
 
 
 def both_errors(learner: Any, train: Floats, labels: Any, test: Floats, truth: Any) -> list[float]:
-    """Return a learner's error on the training part, each item left out, and on the test part."""
+    """Return a learner's errors on the training part (each item left out) and the test part."""
     codes = learner.fit(train, labels).transform(train)
     seen = error(codes, labels, codes, labels, own=True)
     return [seen, error(codes, labels, learner.transform(test), truth)]

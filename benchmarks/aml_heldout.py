@@ -1,19 +1,19 @@
-"""Does AML gain anything over GMML, or either over LANML⁺, on sets that were chosen by a rule?
+"""Whether AML gains over GMML, or either gains over LANML⁺, on sets that a rule chose.
 
-    python benchmarks/aml_heldout.py            # what is not measured yet, then the page
-    python benchmarks/aml_heldout.py --write    # from what is kept
+    python benchmarks/aml_heldout.py            # measures missing results, then writes the page
+    python benchmarks/aml_heldout.py --write    # writes the page from the kept results
 
-The 16 evaluation sets of `uci.py`. These methods had been measured before on three of them,
-for Table 1 (`aml_table1.py`), and on none of the other 13. Random 70/30 splits, features
-standardised on the training part, at most 1,000 training and 1,500 test items; 5-nearest-neighbour
-error. Two sizes: all of the training part, and ten items of each class, where a metric has most to
-gain from whatever regularises it. What adversarial pairs could do better than GMML's own
-regularisation shows there, if anywhere.
+The sets are the 16 evaluation sets of `uci.py`. Before, these methods had been measured on three of
+them, for Table 1 (`aml_table1.py`). Splits are random, 70/30, with features standardised on the
+training part, at most 1,000 training and 1,500 test items; the measure is the 5-nearest-neighbour
+error. There are two sizes: the whole training part, and ten items of each class, where
+regularisation matters most. If adversarial pairs regularise better than GMML's own term, the small
+size shows it.
 
-GMML and AML have twenty candidates each and the same five t: GMML four λ, AML four pairs of α and
-β. LANML⁺ has two. Each choice is by threefold cross-validation on the training part, ties going to
-the first. Splits of a set are averaged, and the intervals are Student's over sets, whose
-differences are what can be taken as independent.
+GMML and AML have twenty candidates each with the same five t: GMML four λ, AML four pairs of α and
+β. LANML⁺ has two candidates. Threefold cross-validation on the training part chooses; ties go to
+the first. Splits of a set are averaged. Intervals are Student's over the sets, whose differences
+count as independent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METHODS = {
     "lanml": "LANML⁺",
 }
 SEEN = ("letter", "segment", "vehicle")
-"""Sets of Table 1, on which AML and GMML had been compared before."""
+"""Sets of Table 1, on which AML and GMML were compared earlier."""
 PAIRS = (
     ("aml", "gmml"),
     ("aml_tuned", "gmml_tuned"),
@@ -71,7 +71,7 @@ def candidates(method: str) -> list[Any]:
 
 
 def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) -> float:
-    """Return the error of a learner that is fitted on x."""
+    """Fit a learner on x, and return its error on `test`."""
     if learner is None:
         return bench.error(x, y, test, truth)
     learner.fit(x, y)
@@ -79,7 +79,6 @@ def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) ->
 
 
 def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Ints]:
-    """Return the training and the test part."""
     x, y = uci.items(name)
     x, test, y, truth = train_test_split(x, y, test_size=0.3, random_state=split, stratify=y)
     if size == "few":
@@ -92,7 +91,7 @@ def part_of(name: str, split: int, size: str) -> tuple[Floats, Ints, Floats, Int
 
 
 def measure(name: str, split: int, size: str) -> dict[str, Any]:
-    """Return the error of each method on a split of a set."""
+    """Return each method's error on a split of a set."""
     started = time.process_time()
     x, y, test, truth = part_of(name, split, size)
     folds = list(StratifiedKFold(3, shuffle=True, random_state=0).split(x, y))
@@ -112,7 +111,7 @@ def measure(name: str, split: int, size: str) -> dict[str, Any]:
 
 
 def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str, str]:
-    """Return the errors at one size in %, and the differences of methods."""
+    """Return a table of errors at one size in %, and one of the methods' differences."""
     means = {
         name: {
             m: 100 * np.mean([r[m] for r in bench.chosen(rows, set=name, size=size)])
@@ -123,13 +122,13 @@ def tables(rows: list[dict[str, Any]], sets: list[str], size: str) -> tuple[str,
     body = [[name, *(f"{means[name][m]:.1f}" for m in METHODS)] for name in sets]
     body.append(["**mean**", *(f"{np.mean([means[n][m] for n in sets]):.1f}" for m in METHODS)])
     compared = []
-    for one, other in PAIRS:
-        gaps = {name: means[name][one] - means[name][other] for name in sets}
+    for first, second in PAIRS:
+        gaps = {name: means[name][first] - means[name][second] for name in sets}
         every, fresh = list(gaps.values()), [gap for name, gap in gaps.items() if name not in SEEN]
         spans = [f"{np.mean(some):+.2f} ± {bench.half_width(some):.2f}" for some in (every, fresh)]
         better = f"{sum(gap < 0 for gap in every)} of {len(sets)}"
         span = f"{min(every):+.1f} … {max(every):+.1f}"
-        compared.append([f"{METHODS[one]} minus {METHODS[other]}", *spans, better, span])
+        compared.append([f"{METHODS[first]} minus {METHODS[second]}", *spans, better, span])
     head = ["difference in error, points (below 0: the first is better)", f"all {len(sets)} sets"]
     head += [f"the {len(sets) - len(SEEN)} not in Table 1", "sets where the first is better"]
     return bench.markdown(["", *METHODS.values()], body), bench.markdown([*head, "range"], compared)
@@ -149,9 +148,9 @@ def render(rows: list[dict[str, Any]]) -> str:
         # AML, GMML and LANML⁺ on held-out sets
 
         `python benchmarks/aml_heldout.py` states the protocol. 5-nearest-neighbour error in %,
-        {len(splits)} random split{"s" if len(splits) > 1 else ""}; {len(sets)} sets chosen by a
-        rule, of which {", ".join(SEEN)} had been measured for Table 1 before. Differences are
-        paired by split, averaged over splits, and ± is Student's 95 % interval over sets.
+        {len(splits)} random split{"s" if len(splits) > 1 else ""}; {len(sets)} sets that a rule
+        chose, of which {", ".join(SEEN)} had been measured earlier for Table 1. Differences are
+        paired by split and averaged over splits; ± is Student's 95 % interval over sets.
 
         ## All of the training part (at most 1,000 items)
 

@@ -1,14 +1,14 @@
-"""Verification of pairs, the paper's Figure 4, on sets at hand: ROC and AUC of distances under each
-metric, for classes that were never seen.
+"""Verification of pairs after the paper's Figure 4: ROC and AUC under each metric, for unseen
+classes.
 
     python benchmarks/aml_roc.py
 
-The paper has faces (PubFig, LFW) and patches (MVS), whose features are not to be had here. Instead:
-the pixels of scikit-learn's digits and 3,000 of Fashion-MNIST's images as 64 principal components
-of the training classes. Five classes are learned from, pairs of items of the other five are judged:
-same class or not, 10,000 pairs, half of each. Five choices of the classes. GMML's t is chosen by
-AUC among three of the five classes when learning from the other two, and again with the two
-exchanged for others; AML has α = β = 1, as the paper's Figure 5 advises, at the same t (AML_t) and
+The paper's features of faces (PubFig, LFW) and patches (MVS) are not available. This script uses
+the pixels of scikit-learn's digits and of 3,000 images of Fashion-MNIST, as 64 principal components
+of the training classes. Five classes train; 10,000 pairs of items of the other five classes are
+judged as same or different, half of each. There are five choices of the classes. GMML's t is the
+one with the best AUC on three of the training classes after learning from the other two, averaged
+over two such choices. AML has α = β = 1, as the paper's Figure 5 advises, at the same t (AML_t) and
 at .5. ITML and LMNN are metric-learn's.
 """
 
@@ -43,8 +43,8 @@ def sets() -> Iterator[tuple[str, Floats, Any]]:
     yield "Fashion-MNIST", pixels, np.array(data.labels, dtype=np.int64)[rows]
 
 
-def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
-    """Return both rows of each pair, and whether they are of one class; half of them are."""
+def pairs_of(y: Any, seed: int) -> tuple[Any, Any, Any]:
+    """Return the rows of both items of each pair, and whether they are of one class (half are)."""
     random = np.random.default_rng(seed)
     a, b = random.integers(0, len(y), (2, 60 * PAIRS))
     a, b = a[a != b], b[a != b]
@@ -53,27 +53,27 @@ def drawn(y: Any, seed: int) -> tuple[Any, Any, Any]:
     return a[rows], b[rows], same[rows]
 
 
-def judged(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
-    """Return AUC and the ROC of a learner's distances."""
+def verified(learner: Any, x: Floats, y: Any, seed: int) -> tuple[float, Any]:
+    """Return AUC and ROC of a learner's distances."""
     codes = x if learner is None else learner.transform(x)
-    a, b, same = drawn(y, seed)
+    a, b, same = pairs_of(y, seed)
     far = ((codes[a] - codes[b]) ** 2).sum(1)
     return float(roc_auc_score(same, -far)), roc_curve(same, -far)[:2]
 
 
 def best_t(x: Floats, y: Any, classes: Any) -> float:
-    """Return GMML's t by AUC among training classes that it did not learn from."""
+    """Return GMML's t with the best AUC on training classes that it did not learn from."""
     total = dict.fromkeys(TS, 0.0)
     for known in (classes[:2], classes[3:]):
         inside, outside = np.isin(y, known), np.isin(y, classes) & ~np.isin(y, known)
         for t in TS:
             learner = GMML(t, regularization=1e-3).fit(x[inside], y[inside])
-            total[t] += judged(learner, x[outside], y[outside], 0)[0]
+            total[t] += verified(learner, x[outside], y[outside], 0)[0]
     return max(TS, key=total.__getitem__)
 
 
 def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield the AUC of each method; of the first repeat with its curve."""
+    """Yield the AUC of each method; for the first repeat also the curve."""
     classes = np.random.default_rng(repeat).permutation(10)[:5]
     seen = np.isin(y, classes)
     z = PCA(64, random_state=0).fit(x[seen]).transform(x) if name != "digits" else x
@@ -90,11 +90,11 @@ def measure(name: str, x: Floats, y: Any, repeat: int) -> Iterator[dict[str, Any
     for method, learner in learners.items():
         if learner is not None:
             learner.fit(z[seen], y[seen])
-        auc, (false, true) = judged(learner, z[~seen], y[~seen], repeat)
+        auc, (false, true) = verified(learner, z[~seen], y[~seen], repeat)
         row: dict[str, Any] = {"set": name, "repeat": repeat, "method": method, "t": t, "auc": auc}
         if not repeat:
-            at = np.linspace(0, len(false) - 1, 100).astype(int)
-            row["curve"] = [false[at].round(4).tolist(), true[at].round(4).tolist()]
+            points = np.linspace(0, len(false) - 1, 100).astype(int)
+            row["curve"] = [false[points].round(4).tolist(), true[points].round(4).tolist()]
         yield row
 
 
@@ -106,26 +106,26 @@ def render(rows: list[dict[str, Any]]) -> str:
 
     body = [[name, *(bench.interval(auc(name, method)) for method in methods)] for name in names]
     gaps = []
-    for one, other in (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned")):
-        pairs = [np.subtract(auc(name, one), auc(name, other)).tolist() for name in names]
+    compared = (("AML, α = β = 1", "GMML, t = .5"), ("AML_t, the same t", "GMML, t tuned"))
+    for first, second in compared:
+        pairs = [np.subtract(auc(name, first), auc(name, second)).tolist() for name in names]
         cells = [bench.interval(pair, 4, sign=True) for pair in pairs]
-        gaps.append([f"({one}) minus ({other})", *cells])
+        gaps.append([f"({first}) minus ({second})", *cells])
     return bench.page(f"""
         # Verification of pairs (Figure 4 of AML)
 
-        `python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that
-        were not learned from; mean ± Student's 95 % interval over five choices of classes.
+        `python benchmarks/aml_roc.py` measures AUC over pairs of five unseen classes; mean ±
+        Student's 95 % interval over five choices of classes.
 
         {bench.markdown(["", *methods], body)}
 
-        Paired by choice of classes:
+        Differences, paired by choice of classes:
 
         {bench.markdown(["", *names], gaps)}
     """)
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw the first repeat's curves."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")

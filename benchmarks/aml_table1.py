@@ -1,20 +1,21 @@
-"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour error of GMML, AML and their
-rivals, beside the paper's figures.
+"""Table 1 of "Adversarial Metric Learning": 5-nearest-neighbour errors of GMML, AML and others,
+beside the paper's.
 
-    python benchmarks/aml_table1.py                     # what is not measured yet, then the tables
-    python benchmarks/aml_table1.py --fresh --sets vehicle              # a part, in half a minute
+    python benchmarks/aml_table1.py           # measures missing results, then prints the tables
+    python benchmarks/aml_table1.py --fresh --sets vehicle      # a part, in half a minute
 
-Each result is kept at once, in `results/raw/aml_table1.jsonl`: a run that stops goes on where it
-was. About six minutes of one core, the packages that `uci.py` names, and metric-learn.
+Each result is kept at once in `results/raw/aml_table1.jsonl`, so an interrupted run resumes.
+Everything takes about six minutes of one core. It needs metric-learn and the packages that `uci.py`
+names.
 
-Protocol: random 80/20 splits, 20 (5 for letter); features standardised on the training part; all
-pairs. Tuned t: the best of 0, .1, … 1 by 5-fold cross-validation on the training part (letter: one
-fold, of 4,000 of its items). Tuned α, β: likewise, from {.01, .1, 1, 10, 100}². ITML: metric-learn,
+Protocol: 20 random 80/20 splits (5 for letter); features standardised on the training part; all
+pairs. Tuned t: the best of 0, .1, … 1 by 5-fold cross-validation on the training part (for letter
+one fold, of 4,000 items). Tuned α and β: likewise, from {.01, .1, 1, 10, 100}². ITML: metric-learn,
 at most 100 iterations, not on letter.
 
-The second table asks whether *any* α, β helps: all of the paper's grid {10⁻³, …, 10³}², judged on
-the *test* part, under the ways that the paper can be read: its sampled pairs, its sums in place of
-means, raw features. 5 splits (1 for letter).
+The second table asks whether *any* α and β help: all values of the paper's grid {10⁻³, …, 10³}²,
+judged on the *test* part, in each way to read the paper: with its sampled pairs, with sums in place
+of means, with raw features. It uses 5 splits (1 for letter).
 """
 
 from __future__ import annotations
@@ -78,23 +79,23 @@ def candidates(method: str) -> list[Any]:
     return [{"gmml": GMML(), "aml": AML(), "itml": ITML(max_iter=100)}.get(method)]
 
 
-def choose(found: list[Any], x: Floats, y: Ints) -> Any:
-    """Return the candidate with the least error in cross-validation; of equals the first."""
-    if len(found) == 1:
-        return found[0]
+def choose(candidates: list[Any], x: Floats, y: Ints) -> Any:
+    """Return the candidate with the smallest error in cross-validation; ties go to the first."""
+    if len(candidates) == 1:
+        return candidates[0]
     large = len(x) > 5000
     if large:
         some = np.random.default_rng(0).permutation(len(x))[:4000]
         x, y = x[some], y[some]
     folds = list(KFold(5, shuffle=True, random_state=0).split(x))[: 1 if large else 5]
     scores = []
-    for candidate in found:
+    for candidate in candidates:
         total = 0.0
         for inside, outside in folds:
             z = candidate.fit(x[inside], y[inside]).transform(x)
             total += error(z[inside], y[inside], z[outside], y[outside])
         scores.append(total)
-    return found[int(np.argmin(scores))]
+    return candidates[int(np.argmin(scores))]
 
 
 def measure(name: str, method: str, number: int) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def measure_grid(name: str, reading: str, number: int) -> dict[str, Any]:
     return row
 
 
-def wanted(sets: list[str]) -> Iterator[tuple[str, str, int]]:
+def jobs(sets: list[str]) -> Iterator[tuple[str, str, int]]:
     for name, method in itertools.product(sets, METHODS):
         count = 20 if name != "letter" else 5 * (method != "itml")
         yield from ((name, method, number) for number in range(count))
@@ -153,7 +154,7 @@ def measured_errors(rows: list[Row], names: list[str]) -> str:
 
 
 def beside_paper(rows: list[Row], names: list[str]) -> str:
-    """Return the paper's figures, and differences of ours on the same splits."""
+    """Return the paper's errors, and the differences of our errors on the same splits."""
     lines = []
     pairs = {"ours: AML − GMML(.5)": ("aml", "gmml"), "ours: AML, α, β tuned": ("aml_ab", "gmml")}
     pairs["ours: AML_t − GMML, t tuned"] = ("aml_t", "gmml_t")
@@ -161,17 +162,17 @@ def beside_paper(rows: list[Row], names: list[str]) -> str:
         printed = {title: published(PAPER, name, title) for title in ("GMML", "AML", "ITML")}
         cells = [*map(short, printed.values()), f"{printed['AML'] - printed['GMML']:+.3f}"]
         for pair in pairs.values():
-            one, other = (
+            ours, other = (
                 np.array([row["error"] for row in chosen(rows, set=name, method=m)]) for m in pair
             )
-            spread = (one - other).std(ddof=1) / np.sqrt(len(one))
-            cells.append(f"{(one - other).mean():+.3f} ± {spread:.3f}")
+            spread = (ours - other).std(ddof=1) / np.sqrt(len(ours))
+            cells.append(f"{(ours - other).mean():+.3f} ± {spread:.3f}")
         lines.append([name, *cells])
     return markdown(["", "GMML", "AML", "ITML", "paper: AML − GMML", *pairs], lines)
 
 
 def grids(rows: list[Row], names: list[str]) -> tuple[str, int, int]:
-    """Return the table of all α, β; how many fits there were, and how many of them converged."""
+    """Return the table of all α and β, the number of fits, and how many converged."""
     lines, fits, converged = [], 0, 0
     for name, reading in itertools.product(names, READINGS):
         own = chosen(rows, set=name, method=f"grid: {reading}")
@@ -212,7 +213,7 @@ def render(rows: list[Row]) -> str:
 
         {measured_errors(rows, names)}
 
-        The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same splits:
+        The paper's errors, where AML beats GMML, and our errors less GMML's on the same splits:
 
         {beside_paper(rows, names)}
 
@@ -221,9 +222,9 @@ def render(rows: list[Row]) -> str:
         ## Does any α, β help?
 
         The whole grid {{10⁻³, …, 10³}}² judged on the *test* part, on the first 5 splits (letter
-        1), under other readings of the paper. `best pair` is the least mean error that one α, β for
-        all splits reaches; `best in each split` takes another one for every split. Both are too
-        good by construction, more so the second.
+        1), under other readings of the paper. `best pair` is the smallest mean error of one α, β
+        for all splits; `best in each split` takes the best α, β of every split. Both are too
+        optimistic, the second more so.
 
         {table}
 
@@ -233,7 +234,7 @@ def render(rows: list[Row]) -> str:
 
         {seconds(rows, names)}
 
-        Measured in {minutes:.0f} minutes of CPU time, the searches for parameters included.
+        Measured in {minutes:.0f} minutes of CPU time, including the searches for parameters.
     """)
 
 
@@ -244,7 +245,7 @@ def main() -> None:
     one_thread()
     warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead
     kept = Kept("aml_table1", options, ("set", "method", "split"))
-    for name, method, number in kept.missing(wanted(options.sets)):
+    for name, method, number in kept.missing(jobs(options.sets)):
         started = time.process_time()
         if method.startswith("grid: "):
             row = measure_grid(name, method.removeprefix("grid: "), number)

@@ -1,28 +1,33 @@
-"""Table 2 of "Adaptive Neighborhood Metric Learning" on the sets at hand, honestly and by the
-paper's protocol.
+"""Table 2 of "Adaptive Neighborhood Metric Learning" on available sets, by cross-validation and by
+the paper's protocol.
 
-    python benchmarks/anml_table2.py # all sets that are not measured yet, then the table
-    python benchmarks/anml_table2.py --sets iris wine    # only these
-    python benchmarks/anml_table2.py --fresh --sets iris # measured again, beside what is kept
+    python benchmarks/anml_table2.py    # measures sets without results, then prints the table
+    python benchmarks/anml_table2.py --sets iris wine
+    python benchmarks/anml_table2.py --fresh --sets iris   # measures again, beside kept results
 
-Each split's result is kept at once, in `results/raw/anml_table2.jsonl`: a run that stops goes on
-where it was. Needs the packages that `uci.py` names, and metric-learn.
+The result of each split is kept at once in `results/raw/anml_table2.jsonl`, so an interrupted run
+resumes. The script needs metric-learn and the packages that `uci.py` names.
 
-Protocol: random 70/30 splits, 10 (3 for letter and penbased); features standardised on the training
-part. Parameters and k are chosen together by 3-fold cross-validation on the training part, with 30
-iterations a fit; on the two large sets the parameters on 2,000 of its items (two thirds against
-one), and k by leaving one out under the metric that the whole part gave. LMNN and SCML are too slow
-to be searched over: LMNN has 4 target neighbours, SCML the defaults of metric-learn, both without
-the items of smaller classes (SCML: below ten members) in their fits, and k by leaving one out. ITML
-takes the paper's four γ, at most 100 iterations a fit, and γ = .5 on the two large sets. GMML is
-`aml.gmml` with a regularisation of .001. NCA is scikit-learn's, which starts at the identity here
-(its other start, by discriminants, ends at 65 % on ecoli); on the two large sets it is `PNCA(1.0)`,
-the same objective, as scikit-learn's holds several N × N matrices. "Best k on test" is the paper's
-protocol: the best of k = 1 … 40 on the *test* part, in each split; it is too good by construction.
+Protocol: 10 random 70/30 splits (3 for letter and penbased); features standardised on the training
+part. 3-fold cross-validation on the training part chooses parameters and k together, with 30
+iterations a fit. On the two large sets it chooses the parameters on 2,000 training items (two
+thirds against one), and then k by leaving out one item at a time. The exceptions are:
 
-A split of a method, its search for parameters included, has 20 minutes of CPU time. What has not
-ended by then is stopped, its other splits are not begun, and its cell says so, as does that of a
-learner that cannot be fitted.
+- LMNN and SCML are too slow to search: LMNN has 4 target neighbours, SCML has metric-learn's
+  defaults. Both are fitted without small classes (SCML: below ten members); k is chosen by leaving
+  one out.
+- ITML has the paper's four γ, at most 100 iterations a fit, and γ = .5 on the two large sets.
+- GMML is `aml.gmml` with a regularisation of .001.
+- NCA is scikit-learn's, starting at the identity, since its start by discriminants ends at 65 % on
+  ecoli. On the two large sets it is `PNCA(1.0)`, which has the same objective; scikit-learn's would
+  hold several N × N matrices.
+
+"Best k on test" is the paper's protocol: the best of k = 1 … 40 on the *test* part of each split,
+which is too optimistic.
+
+A split of a method has 20 minutes of CPU time, its search for parameters included. A method that
+exceeds them is stopped, and its other splits are left out. Its cell in the table says so, as does
+the cell of a learner that cannot be fitted.
 """
 
 from __future__ import annotations
@@ -62,23 +67,23 @@ METHODS = {
 }
 TITLES = tuple(METHODS.values())
 FIXED = ("lmnn", "scml")
-"""Too slow to be searched over."""
+"""Methods that are too slow to search over."""
 PAPER = "anml_table_2"
 EARLIER = bench.RAW / "anml_table2_earlier.jsonl"
-"""Means and deviations as an earlier run printed them; what it holds is not measured again."""
+"""Means and deviations that an earlier run printed; their cells are not measured again."""
 PROTOCOL = (
     "## The paper's protocol: the best k of 1 … 40 on the test part (too good by construction), and"
     " the paper's figures"
 )
 BUDGET = 20 * 60
-"""CPU seconds that a split of a method may take."""
+"""CPU seconds for one split of a method."""
 KS = 40
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class LargeClasses:
-    """A learner that is fitted without the classes of fewer members."""
+    """A learner that is fitted without small classes."""
 
     def __init__(self, learner: Any, members: int) -> None:
         self.learner, self.members = learner, members
@@ -108,7 +113,7 @@ def candidates(method: str, large: bool) -> list[Any]:
         return [LargeClasses(LMNN(4), 5)]
     if method == "scml":
         return [LargeClasses(SCML(), 10)]
-    if method == "itml":  # the paper's γ; the middle of them where one fit takes half a minute
+    if method == "itml":  # the paper's γ; only the middle one where a fit takes half a minute
         return [ITML(gamma, max_iter=100) for gamma in ((0.5,) if large else (0.25, 0.5, 0.7, 0.9))]
     if method == "gmml":
         return [GMML(t, regularization=1e-3) for t in np.arange(1, 10) / 10]
@@ -122,7 +127,7 @@ def candidates(method: str, large: bool) -> list[Any]:
 def correct(
     train: Floats, labels: Ints, test: Floats, truth: Ints | None = None
 ) -> NDArray[np.bool_]:
-    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, each item left out."""
+    """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, each item is left out."""
     count = min(KS, len(train) - 1)
     near = bench.nearest(test, train, count, own=truth is None)
     right = bench.votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
@@ -130,16 +135,16 @@ def correct(
 
 
 def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | None]:
-    """Return the candidate and the k that cross-validation on the training part likes best."""
-    found = candidates(method, large)
-    if method in FIXED or (large and len(found) == 1):
-        return found[0], None
+    """Return the candidate and k that are best in cross-validation on the training part."""
+    options = candidates(method, large)
+    if method in FIXED or (large and len(options) == 1):
+        return options[0], None
     if large:
         some = np.random.default_rng(0).permutation(len(x))[:2000]
         x, y = x[some], y[some]
     folds = list(KFold(3, shuffle=True, random_state=0).split(x))[: 1 if large else 3]
-    scores = np.zeros((len(found), KS))
-    for i, candidate in enumerate(found):
+    scores = np.zeros((len(options), KS))
+    for i, candidate in enumerate(options):
         if isinstance(candidate, LANML | PNCA | NeighborhoodComponentsAnalysis):
             candidate = clone(candidate).set_params(max_iter=30)
         for inside, outside in folds:
@@ -147,11 +152,11 @@ def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | Non
             z = candidate.transform(x)
             scores[i] += correct(z[inside], y[inside], z[outside], y[outside]).mean(0)
     best, k = np.unravel_index(scores.argmax(), scores.shape)
-    return found[best], None if large else int(k) + 1
+    return options[best], None if large else int(k) + 1
 
 
 def measure(name: str, method: str, split: int) -> dict[str, Any]:
-    """Return a split's figures; `failed`, the learner's error, where it could not be fitted."""
+    """Return a split's results, or the learner's error as `failed`."""
     bench.one_thread()
     started = time.process_time()
     job = {"set": name, "method": method, "split": split}
@@ -181,7 +186,7 @@ def measure(name: str, method: str, split: int) -> dict[str, Any]:
 
 
 def bounded(name: str, method: str, split: int) -> dict[str, Any]:
-    """Return what `measure` does in a process of its own, or `over`: it used up its CPU seconds."""
+    """Run `measure` in a new process; return its row, or `over` if it exceeds its CPU seconds."""
     try:
         row: dict[str, Any] = bench.alone(measure, name, method, split, cpu=BUDGET)
         return row
@@ -189,7 +194,7 @@ def bounded(name: str, method: str, split: int) -> dict[str, Any]:
         return {"set": name, "method": method, "split": split, "over": BUDGET}
 
 
-def wanted(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
+def jobs(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[str, str, int]]:
     earlier = {} if fresh else summaries([])
     for name, method in itertools.product(sets, methods):
         if (name, method) not in earlier:
@@ -197,7 +202,7 @@ def wanted(sets: list[str], methods: list[str], fresh: bool) -> Iterator[tuple[s
 
 
 def stop_of(splits: list[dict[str, Any]]) -> str:
-    """Return a cell's text where a split was stopped or could not be fitted; else ""."""
+    """Return the text of a cell whose method was stopped or could not be fitted, or ""."""
     if over := [row["over"] for row in splits if "over" in row]:
         return f"> {over[0] / 60:.0f} min"
     failed = sum("failed" in row for row in splits)
@@ -207,28 +212,28 @@ def stop_of(splits: list[dict[str, Any]]) -> str:
 def summaries(
     rows: list[dict[str, Any]], fresh: bool = False
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return mean and deviation of each set and method, of an earlier run as it printed them."""
+    """Return mean and deviation by set and method, from these rows and from an earlier run."""
     earlier = [] if fresh else bench.read_lines(EARLIER)
-    found = {(row["set"], row["method"]): row for row in earlier}
-    for place in {(row["set"], row["method"]) for row in rows} - set(found):
+    results = {(row["set"], row["method"]): row for row in earlier}
+    for place in {(row["set"], row["method"]) for row in rows} - set(results):
         mine = bench.chosen(rows, set=place[0], method=place[1])
         if stopped := stop_of(mine):
-            found[place] = {"stopped": stopped}
+            results[place] = {"stopped": stopped}
             continue
-        found[place] = {"splits": len(mine)}
-        found[place]["fit_seconds"] = np.mean([row["fit_seconds"] for row in mine])
+        results[place] = {"splits": len(mine)}
+        results[place]["fit_seconds"] = np.mean([row["fit_seconds"] for row in mine])
         for key in ("honest", "best"):
             values = [row[key] for row in mine]
-            found[place][key] = (np.mean(values), np.std(values))
-    return found
+            results[place][key] = (np.mean(values), np.std(values))
+    return results
 
 
 def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
-    found = summaries(rows, fresh)
+    results = summaries(rows, fresh)
 
     def cells(name: str, key: str) -> Iterator[str]:
         for method in METHODS:
-            cell = found.get((name, method), {"stopped": "–"})
+            cell = results.get((name, method), {"stopped": "–"})
             yield cell.get("stopped") or f"{cell[key][0]:.1f} ± {cell[key][1]:.1f}"
 
     def both(name: str) -> list[str]:
@@ -238,19 +243,19 @@ def render(rows: list[dict[str, Any]], fresh: bool = False) -> str:
         ]
 
     def seconds(name: str) -> list[str]:
-        own = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
+        own = [results.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
         return [cell.get("stopped") or f"{cell['fit_seconds']:.2f}" for cell in own]
 
-    names = [name for name in SETS if any(place[0] == name for place in found)]
+    names = [name for name in SETS if any(place[0] == name for place in results)]
     return bench.page(f"""
         # Table 2 of the ANML paper, measured
 
         Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random
         70/30 splits (10; 3 for letter and penbased). `benchmarks/anml_table2.py` states the
-        protocol. ITML, SCML and GMML were measured later than the others, on other machines: do not
-        compare their seconds with the rest. "> {BUDGET // 60} min": a split had not ended after so
-        much CPU time; "fails": metric-learn could not be fitted on those splits, and a mean of the
-        rest would be of other splits than its neighbours; –: not measured.
+        protocol. ITML, SCML and GMML were measured later and on other machines, so their seconds
+        cannot be compared with the rest. "> {BUDGET // 60} min": a split exceeded this CPU time.
+        "fails": metric-learn could not be fitted on these splits, and a mean over the other splits
+        could not be compared. –: not measured.
 
         ## Parameters and k chosen on the training part
 
@@ -272,7 +277,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
     kept = bench.Kept("anml_table2", options, ("set", "method", "split"))
-    for job in kept.missing(wanted(options.sets, options.methods, options.fresh)):
+    for job in kept.missing(jobs(options.sets, options.methods, options.fresh)):
         own = bench.chosen(kept.rows, set=job[0], method=job[1])
         if not any("over" in row for row in own):
             kept.add(bounded(*job))

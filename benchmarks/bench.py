@@ -1,5 +1,5 @@
-"""What the benchmarks share: options, kept results, pages, the machine, intervals, processes of
-their own, neighbours, and recipes that are trained and judged.
+"""Helpers that the benchmarks share: options, kept results, pages, the machine, intervals, new
+processes, neighbours, and training of recipes.
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ Row = dict[str, Any]
 
 
 def one_thread() -> None:
-    """Compute on one thread: in libraries that are loaded, in later ones and in child processes."""
+    """Compute on one thread, in all libraries and in child processes."""
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     threadpool_limits(1)
 
 
-# Options, and what is kept
+# Options and kept results
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a script's docstring as it is written."""
+    """Return a parser that shows a script's docstring unchanged."""
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a script that keeps each row in results/raw and goes on from there."""
-    parser, fresh = arguments(doc), "measure again, in benchmarks/work; what is kept stays"
+    """Return a parser for a script that keeps each row in results/raw and resumes from there."""
+    parser, fresh = arguments(doc), "measure again in benchmarks/work; the kept rows stay"
     parser.add_argument("--fresh", action="store_true", help=fresh)
-    parser.add_argument("--write", action="store_true", help="run nothing: the page from the rows")
+    parser.add_argument(
+        "--write", action="store_true", help="write the page from the kept rows; run nothing"
+    )
     return parser
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file as a whole."""
+    """Replace a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -70,14 +72,14 @@ def write(path: Path, text: str) -> None:
 
 
 def read_lines(file: Path) -> list[Row]:
-    """Return the JSON objects of a file's lines; [] without a file."""
+    """Return the JSON objects in a file, one per line; [] if the file is missing."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def append(file: Path, row: Row) -> None:
-    """Keep one more JSON object, and print it."""
+    """Append a JSON object to a file, and print it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -85,7 +87,9 @@ def append(file: Path, row: Row) -> None:
 
 
 class Kept:
-    """Rows of results/raw/NAME.jsonl, told apart by the columns `keys`; --fresh begins anew."""
+    """Rows of results/raw/NAME.jsonl. The columns `keys` identify a row; --fresh starts with no
+    rows.
+    """
 
     def __init__(self, name: str, options: argparse.Namespace, keys: Sequence[str]) -> None:
         self.name, self.options, self.keys = name, options, keys
@@ -96,30 +100,28 @@ class Kept:
         self.known = len(self.rows)
 
     def missing(self, jobs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield the jobs, values of the keys, that have no row yet; none with --write."""
+        """Yield the jobs (tuples of the keys' values) that have no row yet; none with --write."""
         done = {json.dumps([row.get(key) for key in self.keys]) for row in self.rows}
         if not self.options.write:
             yield from (job for job in jobs if json.dumps(job) not in done)
 
     def add(self, row: Row) -> None:
-        """Keep a row that was measured now, and print it."""
+        """Keep and print a new row."""
         append(self.file, row)
         self.rows.append(json.loads(json.dumps(row)))
 
     def finish(self, text: str) -> None:
-        """Print the page, and write it unless all was measured again."""
+        """Print the page, and write it unless --fresh is set."""
         print(text)
         if not self.options.fresh:
             write(RESULTS / f"{self.name}.md", text)
         again = "" if self.options.fresh or not self.known else " --fresh measures them again."
-        print(
-            f"{len(self.rows) - self.known} rows were measured now; {self.known} are kept ones of"
-            f" {self.file.name}.{again}"
-        )
+        new = len(self.rows) - self.known
+        print(f"{new} new rows; {self.known} rows are from {self.file.name}.{again}")
 
 
 def finish(name: str, raw: Any, text: str, keep: bool = True, folder: Path = RESULTS) -> None:
-    """Print a page; keep it as NAME.md of a folder, and what was measured as raw/NAME.json."""
+    """Print a page; with `keep`, write it to NAME.md and the results to raw/NAME.json."""
     if keep:
         write(folder / "raw" / f"{name}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
         write(folder / f"{name}.md", text)
@@ -130,8 +132,10 @@ def finish(name: str, raw: Any, text: str, keep: bool = True, folder: Path = RES
 
 
 def page(text: str) -> str:
-    """Return Markdown from an indented template: the lines of a paragraph or of a list's item
-    become one, those of tables stay, and several blank lines become one.
+    """Return Markdown from an indented template.
+
+    The lines of a paragraph or of a list item are joined; lines of tables stay, and several blank
+    lines become one.
     """
     lines: list[str] = [""]
     for line in map(str.strip, text.strip().splitlines()):
@@ -144,12 +148,11 @@ def page(text: str) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
 
 
 def half_width(values: Sequence[float], level: float = 0.95) -> float:
-    """Return how far Student's interval reaches to either side of the mean; NaN for one value."""
+    """Return the half-width of Student's interval of the mean; NaN for one value."""
     from scipy.stats import t
 
     if len(values) < 2:
@@ -159,7 +162,7 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float:
 
 
 def decimals(value: float, places: int = 3, sign: bool = False) -> str:
-    """Return a number as the tables write it: ".931", "−.004", "1.250"."""
+    """Return a number in the format of the tables: ".931", "−.004", "1.250"."""
     text = f"{abs(value):.{places}f}"
     text = text.removeprefix("0") if text.startswith("0.") else text
     minus = value < 0 and float(text) != 0
@@ -167,23 +170,23 @@ def decimals(value: float, places: int = 3, sign: bool = False) -> str:
 
 
 def interval(values: Sequence[float], places: int = 3, sign: bool = False) -> str:
-    """Return mean ± half-width of the 95 % interval, or the one value that there is."""
+    """Return the mean ± the half-width of the 95 % interval, or the only value."""
     mean = decimals(float(np.mean(values)), places, sign)
     return mean if len(values) < 2 else f"{mean} ± {decimals(half_width(values), places)}"
 
 
 def chosen(rows: Iterable[Row], **values: Any) -> list[Row]:
-    """Return the rows that have these values."""
+    """Return the rows with these values."""
     return [row for row in rows if all(row.get(key) == value for key, value in values.items())]
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture of matplotlib as a whole."""
+    """Write a matplotlib figure atomically."""
     figure.savefig(path.with_suffix(".tmp"), format="png", dpi=90)
     path.with_suffix(".tmp").replace(path)
 
 
-# Figures that papers print
+# Numbers from papers
 
 
 @functools.cache
@@ -192,7 +195,7 @@ def _published() -> dict[str, Any]:
 
 
 def published(table: str, row: str, column: str) -> float:
-    """Return a figure as printed; a KeyError says what published.toml lacks."""
+    """Return a number from a paper; a KeyError names what published.toml lacks."""
     if not has(table, row, column):
         raise KeyError(f"published.toml has no {table}, {row}, {column}.")
     rows, columns = _published()[table]["rows"], _published()[table]["columns"]
@@ -200,7 +203,6 @@ def published(table: str, row: str, column: str) -> float:
 
 
 def has(table: str, row: str, column: str) -> bool:
-    """Return whether a figure is there."""
     return row in _published()[table]["rows"] and column in _published()[table]["columns"]
 
 
@@ -208,7 +210,6 @@ def has(table: str, row: str, column: str) -> bool:
 
 
 def machine() -> str:
-    """Return the processor's name and the number of cores."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -216,42 +217,40 @@ def machine() -> str:
 
 
 def versions(*packages: str) -> str:
-    """Return the versions of packages and of Python."""
     numbers = [f"{name} {version(name)}" for name in packages]
     return ", ".join([*numbers, f"Python {platform.python_version()}"])
 
 
 def load() -> float:
-    """Return the machine's load average of the last minute."""
     return round(os.getloadavg()[0], 1)
 
 
 def machine_of(*packages: str) -> Row:
-    """Return what a page says of the machine: its name, its load, and versions of packages."""
+    """Return a page's facts about the machine: its name, load, and versions of packages."""
     return {"machine": machine(), "versions": versions(*packages), "load": load()}
 
 
 def status(field: str) -> int:
-    """Return a field of this process's memory, as "VmRSS" or "VmHWM", in bytes."""
+    """Return a memory field of this process, such as "VmRSS" or "VmHWM", in bytes."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
-# Processes of their own
+# New processes
 
 
 def alone(work: Callable[..., Any], *values: Any, cpu: int | None = None, new: bool = True) -> Any:
-    """Return what a function gives in a process of its own.
+    """Run a function in a new process, and return its result.
 
     Args:
-        work: the function, of a module; its errors are raised here.
-        values: its arguments.
+        work: a function of a module; its errors are raised here.
+        values: the function's arguments.
         cpu: CPU seconds after which the process is stopped.
-        new: whether the process starts afresh; else it is a copy of this one.
+        new: whether the process starts afresh; otherwise it is a copy of this one.
 
     Raises:
-        TimeoutError: the process was stopped at a limit of CPU seconds, this or its own.
-        BrokenProcessPool: the process died for another reason.
+        TimeoutError: the process exceeded a limit of CPU seconds (`cpu`, or one that `work` set).
+        BrokenProcessPool: the process died for another reason, such as a lack of memory.
     """
     context = multiprocessing.get_context("spawn" if new else "fork")
     try:
@@ -278,27 +277,29 @@ def _limit(cpu: int | None) -> None:
 def nearest(
     queries: np.ndarray, references: np.ndarray, k: int, inner: bool = False, own: bool = False
 ) -> np.ndarray:
-    """Return rows (Q, k), nearest first; `inner`: by inner product; `own`: without the item."""
+    """Return the nearest rows (Q, k) by distance or `inner` product; `own` leaves out the query
+    itself.
+    """
     norms = 0 if inner else (references**2).sum(1)
-    found = []
+    chunks = []
     for start in range(0, len(queries), 500):
         d = norms - 2 * queries[start : start + 500] @ references.T
-        at = np.arange(len(d))[:, None]
+        query = np.arange(len(d))[:, None]
         if own:
-            d[at[:, 0], start + at[:, 0]] = np.inf
+            d[query[:, 0], start + query[:, 0]] = np.inf
         some = np.argpartition(d, k - 1, axis=1)[:, :k]
-        found.append(some[at, np.argsort(d[at, some], axis=1, kind="stable")])
-    return np.concatenate(found)
+        chunks.append(some[query, np.argsort(d[query, some], axis=1, kind="stable")])
+    return np.concatenate(chunks)
 
 
 def votes(labels: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """Return how many of the nearest 1 … k items are of each class, (Q, k, classes)."""
+    """Return how many of the nearest 1 … k items are of each class, shape (Q, k, classes)."""
     counts: np.ndarray = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].cumsum(1)
     return counts
 
 
 def error(train: np.ndarray, labels: Any, test: np.ndarray, truth: Any, own: bool = False) -> float:
-    """Return the 5-nearest-neighbour error by plain votes; ties go to the lower class."""
+    """Return the 5-nearest-neighbour error by majority vote; ties go to the lower class."""
     near = nearest(test, train, 5, own=own)
     return float((votes(labels, near)[:, -1].argmax(1) != truth).mean())
 
@@ -306,8 +307,8 @@ def error(train: np.ndarray, labels: Any, test: np.ndarray, truth: Any, own: boo
 def in_turns(
     contestants: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return wall and CPU seconds of each contestant in every round, after one to warm up."""
-    taken: dict[str, dict[str, list[float]]] = {
+    """Return wall and CPU seconds of each contestant in every round, after a warm-up round."""
+    seconds: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in contestants
     }
     for number in range(rounds + 1):
@@ -315,9 +316,9 @@ def in_turns(
             wall, cpu = time.perf_counter(), time.process_time()
             call()
             if number:
-                taken[name]["wall"].append(time.perf_counter() - wall)
-                taken[name]["cpu"].append(time.process_time() - cpu)
-    return taken
+                seconds[name]["wall"].append(time.perf_counter() - wall)
+                seconds[name]["cpu"].append(time.process_time() - cpu)
+    return seconds
 
 
 def train_and_judge(

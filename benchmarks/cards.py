@@ -1,14 +1,15 @@
-"""The block of results in models/NAME/README.md: several seeds, means with 95 % intervals.
+"""Write the block of results in models/NAME/README.md: means over several seeds with 95 %
+intervals.
 
-    python benchmarks/cards.py digits digits-daml # runs what is missing, then writes the block
+    python benchmarks/cards.py digits digits-daml    # measures missing runs, then writes the blocks
     python benchmarks/cards.py digits --seeds 10
-    python benchmarks/cards.py digits --write            # runs nothing
+    python benchmarks/cards.py digits --write        # runs nothing
 
-One seed is a split (where the recipe splits by item) and everything random in training, from
-scratch: "±" is Student's 95 % interval of the mean over seeds, s·t/√n, not the spread s. Rows of
-one card share their seeds, so that differences are of pairs. Each run's figures are kept at once,
-in results/raw/cards.jsonl: what stops goes on where it was, and the block is written from that file
-alone (a test compares).
+A seed determines the split (if the recipe splits by item) and everything random in training. "±" is
+Student's 95 % interval of the mean over seeds, s·t/√n, not the deviation s. All rows of a card have
+the same seeds, so their differences are paired. Each run's metrics are kept at once in
+results/raw/cards.jsonl, so an interrupted call resumes. The block is written from that file alone;
+a test compares both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a card: a recipe without some tables and with overrides, perhaps not trained."""
+    """A line of a card: a recipe with overrides and without some tables, trained or untrained."""
 
     title: str
     recipe: str
@@ -46,7 +47,7 @@ class Row:
 
 
 def one_metric(title: str) -> Row:
-    """Return the triplet loss alone, for as many epochs of the metric as DAML's recipes have."""
+    """Return the triplet loss alone, with as many epochs of the metric as DAML's recipes."""
     without = ("generator", "generator_optimizer", "phase", "train")
     return Row(title, "digits-daml", ("train.epochs=5",), without)
 
@@ -96,11 +97,11 @@ CARDS: dict[str, list[Row]] = {
     ],
     "fashion-oahu-warm": [Row("this recipe", "fashion-oahu-warm")],
 }
-"""A card's rows, the recipe itself first. Raw pixels are measured with it."""
+"""The rows of each card, its own recipe first. Raw pixels are measured with the own recipe."""
 
 
 def key(row: Row, seed: int) -> str:
-    """Return what a run is kept under: rows of several cards may be the same run."""
+    """Return the key of a run. Rows of several cards may share a run."""
     return json.dumps(
         [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed],
         ensure_ascii=False,
@@ -108,12 +109,12 @@ def key(row: Row, seed: int) -> str:
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """Return every run's figures by `key`."""
+    """Return the metrics of every kept run by `key`."""
     return {row["key"]: row for row in read_lines(KEPT)}
 
 
 def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
-    """Train and evaluate one row once; raw pixels beside it if asked for."""
+    """Train and evaluate a row with one seed; with `baseline`, also evaluate raw pixels."""
     import torch
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import apply_overrides, check_recipe
@@ -126,25 +127,25 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     recipe = MODELS / row.recipe / "recipe.toml"
     table = {k: v for k, v in tomllib.loads(recipe.read_text()).items() if k not in row.without}
     apply_overrides(table, [f"seed={seed}", f"split.seed={seed}", *row.overrides])
-    made = check_recipe(table, str(recipe))
+    checked = check_recipe(table, str(recipe))
     started = time.process_time()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         if row.untrained:
             checkpoint.seed_everything(seed)
-            create_folder(folder, made)
-            run = build_run(folder, made)
+            create_folder(folder, checked)
+            run = build_run(folder, checked)
         else:
-            train(folder, made, report=lambda line: None)
+            train(folder, checked, report=lambda line: None)
             run = Run.open(folder)
         trained = time.process_time()
-        found = evaluate(run, metrics=METRICS, baseline=baseline)
+        evaluation = evaluate(run, metrics=METRICS, baseline=baseline)
     return {
         "figures": {
             name: {metric: round(value, 6) for metric, value in values.items()}
-            for name, values in found.metrics.items()
+            for name, values in evaluation.metrics.items()
         },
-        "queries": found.queries,
+        "queries": evaluation.queries,
         "cpu_seconds": {
             "training": round(trained - started, 1),
             "evaluation": round(time.process_time() - trained, 1),
@@ -154,37 +155,37 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
 
 
 def run_missing(name: str, seeds: int) -> None:
-    """Measure a card's runs that are not kept yet, and keep each at once."""
+    """Measure a card's missing runs, and keep each at once."""
     done = kept()
     for seed in range(seeds):
         for row in CARDS[name]:
-            wanted = key(row, seed)
-            if wanted in done:
+            run_key = key(row, seed)
+            if run_key in done:
                 continue
-            # one raw row is enough where the items searched are the same for every seed
+            # one result of raw pixels is enough if every seed searches the same items
             baseline = row is CARDS[name][0] and not (
                 seed and row.recipe in ("fashion-mnist", "fashion-danml")
             )
-            done[wanted] = {"key": wanted, **measure(row, seed, baseline)}
-            append(KEPT, done[wanted])
+            done[run_key] = {"key": run_key, **measure(row, seed, baseline)}
+            append(KEPT, done[run_key])
 
 
 def block(name: str) -> str:
-    """Return a card's block of results, from what is kept.
+    """Return a card's block from the kept runs.
 
     Raises:
-        KeyError: nothing is kept of the card's own recipe.
+        KeyError: no run of the card's own recipe is kept.
     """
     done = kept()
-    found = [
+    results = [
         (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done])
         for row in CARDS[name]
     ]
-    own = found[0][1]
+    own = results[0][1]
     if not own:
         raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
     table = [(RAW, [entry["figures"][RAW] for entry in own if RAW in entry["figures"]])]
-    table += [(title, [e["figures"]["trained"] for e in entries]) for title, entries in found]
+    table += [(title, [e["figures"]["trained"] for e in entries]) for title, entries in results]
     lines = []
     for title, rows in table:
         cells = [interval([row[metric] for row in rows]) for metric in METRICS]
@@ -192,12 +193,12 @@ def block(name: str) -> str:
         lines.append([shown, str(len(rows)), *cells])
     gains = []
     for title, rows in [table[0], *table[2:]]:
-        # where nothing is random in the other, one value stands for all seeds
+        # a recipe without randomness has one value for all seeds
         others = rows * len(own) if len(rows) == 1 else rows
         pairs = list(zip(table[1][1], others, strict=False))
         cells = [interval([a[m] - b[m] for a, b in pairs], sign=True) for m in COMPARED]
         gains.append([title, str(len(pairs)), *cells])
-    entries = [entry for _, some in found for entry in some]
+    entries = [entry for _, some in results for entry in some]
     seconds = sum(sum(entry["cpu_seconds"].values()) for entry in entries)
     return f"""
 {markdown(["", "seeds", *METRICS], lines)}
@@ -214,7 +215,7 @@ CPU thread; torch {", ".join(sorted({entry["torch"] for entry in entries}))}.
 
 
 def write_card(name: str) -> None:
-    """Put the block into the card, between its two marks."""
+    """Replace the block between the card's two marks."""
     card = MODELS / name / "README.md"
     text, count = BLOCK.subn(lambda _: block(name), card.read_text(encoding="utf-8"))
     assert count == 1, f"{card} lacks the two lines between which its results stand"

@@ -1,14 +1,14 @@
-"""Alter or cut off files of a living index, one at a time, and see whether it answers, says that it
-is damaged, or is silently wrong.
+"""Damage files of a living index, one at a time, and record whether it answers, reports the damage,
+or is silently wrong.
 
     # writes results/raw/damage.json and results/damage.md
     python benchmarks/damage.py --count 2000 --seed 0
 
-The index is one whose writer was killed: with a write-ahead log, a structure, kept originals and
-two generations. In a copy of it a bit, a byte or some bytes of a file are altered, or its end is
-cut off. A child opens the copy and compares everything with a model in memory. It may refuse, with
-an error of the package; what it answers must be right. A structure that is damaged must not be
-used.
+The writer of the index was killed, so the index has a write-ahead log; it also has a structure,
+kept originals and two generations. In a copy of the index, one file gets a changed bit, byte or run
+of bytes, or loses its end. A child opens the copy and compares everything with a model in memory.
+The index may refuse with an error of the package, but every answer must be right. A damaged
+structure must not be used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = ("bit", "byte", "bytes", "zeros", "cut", "emptied")
 
 
 def make(folder: Path) -> tuple[living.State, list[Bundle]]:
-    """Write an index whose writer is killed; return what it holds."""
+    """Write an index whose writer is killed; return its content."""
     bundles = living.make_bundles(folder)
 
     def added(numbers: range, factor: int, more: int = 0) -> living.Call:
@@ -53,16 +53,16 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
         {"call": "embed", "number": 2, "pending": [""] * 70, "left_out": []},
         added(range(120, 200), 17),
         {"call": "delete", "ids": ["id3", "id130"]},
-        *(added(range(at, at + 6), 7, 1) for at in range(0, 300, 60)),
+        *(added(range(first, first + 6), 7, 1) for first in range(0, 300, 60)),
     ]
 
     def work(pipe: int) -> None:
-        living.small()
+        living.frequent_upkeep()
         record._CHECKPOINT_PAGES = 4000  # so that the log is in use
         structure = StructureChoice("ivf", {"lists": 4, "probes": 4})
         widths = widths_of(bundles[0], features=living.WIDTH)
         create_local(folder / "index", bundles[0], widths, structure=structure)
-        writing = living.Writing(folder / "index", bundles, living.State(), 0, background=False)
+        writing = living.Writer(folder / "index", bundles, living.State(), 0, background=False)
         for call in calls:
             writing.do(call)
             writing.state = writing.state.after(call)
@@ -74,23 +74,22 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> None:
-    """Alter a file."""
     content = bytearray(path.read_bytes())
-    at = draw.randrange(len(content))
+    place = draw.randrange(len(content))
     if kind == "bit":
-        content[at] ^= 1 << draw.randrange(8)
+        content[place] ^= 1 << draw.randrange(8)
     elif kind == "byte":
-        content[at] = (content[at] + draw.randrange(1, 256)) % 256
+        content[place] = (content[place] + draw.randrange(1, 256)) % 256
     elif kind in ("bytes", "zeros"):
-        end = min(len(content), at + draw.choice([4, 64, 5000]))
-        content[at:end] = draw.randbytes(end - at) if kind == "bytes" else bytes(end - at)
+        end = min(len(content), place + draw.choice([4, 64, 5000]))
+        content[place:end] = draw.randbytes(end - place) if kind == "bytes" else bytes(end - place)
     else:
-        del content[at if kind == "cut" else 0 :]
+        del content[place if kind == "cut" else 0 :]
     path.write_bytes(content)
 
 
 def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) -> tuple[str, str]:
-    """Return what an index does after damage, and what it says."""
+    """Return how an index behaves after damage, and its message."""
     try:
         with open_index(folder, threads=1) as index:
             if not isinstance(index, Index):
@@ -109,7 +108,7 @@ def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) ->
 
 
 def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
-    """Damage an index so many times; return what each time came of it."""
+    """Damage an index `count` times; return the outcomes."""
     state, bundles = make(folder)
     index, copy = folder / "index", folder / "copy"
     paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
@@ -117,17 +116,17 @@ def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
     rows: list[living.Row] = []
     while len(rows) < count:
         batch = [
-            (files[at % len(files)], KINDS[at // len(files) % len(KINDS)], at)
-            for at in range(len(rows), min(count, len(rows) + TOGETHER))
+            (files[number % len(files)], KINDS[number // len(files) % len(KINDS)], number)
+            for number in range(len(rows), min(count, len(rows) + TOGETHER))
         ]
 
         def work(pipe: int, batch: list[tuple[str, str, int]] = batch) -> None:
-            for name, kind, at in batch:
+            for name, kind, number in batch:
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(index, copy)
-                damage(copy / name, kind, random.Random(seed * 1_000_003 + at))
-                how, said = look(copy, identity_of(index), state, bundles)
-                row = {"file": name, "kind": kind, "how": how, "said": said}
+                damage(copy / name, kind, random.Random(seed * 1_000_003 + number))
+                how, message = look(copy, identity_of(index), state, bundles)
+                row = {"file": name, "kind": kind, "how": how, "said": message}
                 os.write(pipe, json.dumps(row).encode() + b"\n")
 
         done, status = living.output_of(work)
@@ -136,8 +135,8 @@ def cases(count: int, seed: int, folder: Path) -> list[living.Row]:
         rows += done
         if status:
             name, kind, _ = batch[min(len(done), len(batch) - 1)]
-            said = f"the process ended with {status} {' '.join(faults)}".strip()
-            rows.append({"file": name, "kind": kind, "how": "crash", "said": said})
+            message = f"the process ended with {status} {' '.join(faults)}".strip()
+            rows.append({"file": name, "kind": kind, "how": "crash", "said": message})
         print(len(rows), flush=True)
     return rows
 
@@ -161,13 +160,13 @@ def render(raw: living.Row) -> str:
 
         `python benchmarks/damage.py --count {raw["cases"]} --seed {raw["seed"]}`; {raw["machine"]}.
 
-        {raw["cases"]:,} times one file of a living index, whose writer had been killed, was altered
-        or cut off. Then an opened index was compared with a model in memory: ids, labels, metadata,
-        arrays, originals, counts, generations, filters and neighbours.
+        {raw["cases"]:,} times one file of a living index, whose writer had been killed, was changed
+        or cut off. The index was then opened and compared with a model in memory: ids, labels,
+        metadata, arrays, originals, counts, generations, filters and neighbours.
 
-        **Wrong answers without a word: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused
-        with a sentence: {totals["refused"]:,}. All answers right, since what was altered is not
-        used, or is made again: {totals["right"]:,}.
+        **Silently wrong answers: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused with a
+        sentence: {totals["refused"]:,}. Right answers only, because the damaged part is unused or
+        rebuilt: {totals["right"]:,}.
 
         {living.counts_table(["file", "damage"], hows, raw["cells"])}
 

@@ -1,27 +1,26 @@
-"""Do several metrics gain over one on real data (DAMML)?
+"""Whether several metrics gain over one on real data (DAMML): digits and UCI sets, paired over ten
+splits.
 
-Digits and two UCI sets, each difference paired over ten splits.
-
-    python benchmarks/daml_real.py # what is not measured yet, then the page
+    python benchmarks/daml_real.py              # measures missing runs, then writes the page
     python benchmarks/daml_real.py --sets digits vehicle
-    python benchmarks/daml_real.py --write                  # the page alone, from what is kept
+    python benchmarks/daml_real.py --write      # writes the page from the kept runs
 
-`uci.py` names the packages of the UCI sets. Each run goes to results/raw/daml_real.jsonl as soon as
-it is measured.
+`uci.py` names the packages of the UCI sets. Each run is kept at once in
+results/raw/daml_real.jsonl.
 
-Protocol: 40 % of a set's items (of letter's classes) are for choices alone: three quarters of them
-(half of letter's) train and the rest judges, two seeds, by Recall@1 among those that judge. Each of
-ten seeds then halves the other 60 % anew: one half trains, the other is searched, each of its items
-for the others. No item that is searched there had a say in a choice. In all sets but "letter,
-unseen classes" the classes are known; there classes are divided in place of items.
+Protocol: 40 % of a set's items (of letter's classes) only choose settings: three quarters of them
+(half of letter's) train, and the others judge by Recall@1, with two seeds. Each of ten further
+seeds halves the other 60 % anew: one half trains, and each item of the other half searches among
+the rest of that half. No searched item takes part in a choice. In "letter, unseen classes" the
+split divides classes instead of items.
 
-Every row has 32 numbers per item beside the discriminator's, the triplet loss on the hardest semi-
-hard negatives, 120 batches, a linear head, and chooses among the same ten pairs of margin and
-learning rate (at first six: the rates at both ends were added for every row, since choices lay at
-the ends of the three; what was chosen then was searched with again). `daml.discriminator` trains as
-Algorithm 2 has it, at first with even weights; its own parameters are the defaults, with 32 hidden
-units. "views" are the four quarters of an image, of which each metric sees one. The first row of a
-set is the features, not trained.
+Every row has 32 numbers per item besides the discriminator's, the triplet loss on the hardest
+semi-hard negatives, 120 batches and a linear head, and chooses among the same ten pairs of margin
+and learning rate. (There were six pairs at first. Learning rates at both ends were added for every
+row because the best ones lay at the ends, and all choices were made again.) `daml.discriminator`
+trains by Algorithm 2, starting with equal weights; its own parameters are the defaults, with 32
+hidden units. "views" are the four quarters of an image, one for each metric. The first row of a set
+is the untrained features.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from bench import Kept, half_width, markdown, page, resume_arguments, train_and_
 
 SETS = {"digits": "digits", "vehicle": "vehicle", "letter": "letter, unseen classes"}
 MOST = {"letter": 5200}
-"""Items that are taken of a large set, at random."""
+"""Number of random items taken from a large set."""
 EVEN = {"name": "daml.uniform", "metrics": 4}
 LEARNED = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
 RAW = "not trained, unit length"
@@ -54,19 +53,19 @@ Choice = tuple[float, float]
 CANDIDATES: tuple[Choice, ...] = tuple(
     itertools.product((0.2, 1.0), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
 )
-"""Margin and learning rate."""
+"""Pairs of margin and learning rate."""
 CHOOSING_SEEDS = (100, 101)
 SEEDS = tuple(range(10))
 Floats = NDArray[np.float64]
 
 
 def methods(name: str) -> list[str]:
-    """Return the rows of a set; views need an image."""
+    """Return the rows of a set. Only sets of images have rows of views."""
     return [method for method in METHODS if name == "digits" or "views" not in method]
 
 
 def quarters(images: NDArray[Any]) -> Floats:
-    """Return images (N, S, S) as (N, 4, S² / 4), a quarter a row."""
+    """Return images (N, S, S) as quarters (N, 4, S² / 4)."""
     half = images.shape[1] // 2
     parts = [images[:, a : a + half, b : b + half] for a in (0, half) for b in (0, half)]
     return np.stack([part.reshape(len(images), -1) for part in parts], 1).astype(np.float64)
@@ -76,10 +75,10 @@ ONE, FIGURES = "one metric", ("recall_at_1", "map_at_r")
 
 
 def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
-    """Return features (N, F), of images (N, 4, F), and labels (N,)."""
+    """Return features (N, F), or (N, 4, F) for images, and labels (N,)."""
     if name == "digits":
-        found = load_digits()
-        return quarters(found.images), found.target.astype(np.int64)
+        digits = load_digits()
+        return quarters(digits.images), digits.target.astype(np.int64)
     x, y = uci.load(name)
     some = np.random.default_rng(0).permutation(len(y))[: MOST.get(name)]
     return x[some], y[some]
@@ -88,7 +87,7 @@ def load(name: str) -> tuple[Floats, NDArray[np.int64]]:
 def divided(
     name: str, y: NDArray[np.int64], seed: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the rows that train and those that are searched."""
+    """Return the rows that train and the rows that are searched."""
     units = np.unique(y) if name == "letter" else np.arange(len(y))
     order = np.random.default_rng(1).permutation(units)
     for_choice = round(0.4 * len(units))
@@ -104,7 +103,7 @@ def divided(
 
 
 def prepared(x: Floats, train: NDArray[np.intp]) -> Floats:
-    """Return features of about unit length, by means and spreads of the rows that train."""
+    """Return features standardised by the training rows, of length about one."""
     if x.ndim == 2:
         return (x - x[train].mean(0)) / (x[train].std(0) + 1e-9) / np.sqrt(x.shape[1])
     views = []
@@ -115,9 +114,8 @@ def prepared(x: Floats, train: NDArray[np.intp]) -> Floats:
 
 
 def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> dict[str, Any]:
-    """Return the recipe of one run."""
     metric = ["backbone", "head", "loss"]
-    made: dict[str, Any] = {
+    table: dict[str, Any] = {
         "name": "real",
         "seed": seed,
         "data": {"name": "core.features", "file": str(file)},
@@ -133,14 +131,14 @@ def recipe(file: Path, method: str, choice: Choice, classes: int, seed: int) -> 
         "evaluate": {"metrics": ["recall_at_1", "map_at_r"]},
     }
     if combiner := METHODS[method]:
-        made["combiner"] = combiner
-    return made
+        table["combiner"] = combiner
+    return table
 
 
 def run(
     name: str, method: str, choice: Choice, seed: int, x: Floats, y: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Train once; return what is kept."""
+    """Train once; return the row to keep."""
     fit, searched = divided(name, y, seed)
     rows = np.concatenate([fit, searched])
     with tempfile.TemporaryDirectory() as folder:
@@ -150,18 +148,18 @@ def run(
         np.savez(file, features=features, labels=y[rows], splits=splits)
         table = recipe(file, method, choice, len(np.unique(y[fit])), seed)
         own = seed in SEEDS and method == ONE
-        found, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
+        metrics, seconds = train_and_judge(table, Path(folder) / "run", baseline=own)
     row = {"set": name, "method": method, "choice": choice, "seed": seed}
     row["items"] = [len(fit), len(searched)]
-    row |= {figure: found["trained"][figure] for figure in FIGURES}
+    row |= {figure: metrics["trained"][figure] for figure in FIGURES}
     if own:
-        (raw,) = (figures for title, figures in found.items() if title != "trained")
+        (raw,) = (figures for title, figures in metrics.items() if title != "trained")
         row["raw"] = {figure: raw[figure] for figure in FIGURES}
     return row | {"seconds": round(seconds, 1)}
 
 
 class Runs:
-    """What is kept, by set, method, margin and rate, and seed."""
+    """The kept runs by set, method, margin and rate, and seed."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = {(r["set"], r["method"], tuple(r["choice"]), r["seed"]): r for r in rows}
@@ -175,22 +173,22 @@ class Runs:
         return CANDIDATES[int(np.argmax([sum(r["recall_at_1"] for r in pair) for pair in rows]))]
 
     def tested(self, name: str, method: str, figure: str) -> list[float]:
-        """Return a figure in % of each of the ten seeds."""
+        """Return a metric in % for each of the ten seeds."""
         trained = ONE if method == RAW else method
         choice = self.chosen(name, trained)
         rows = [self.rows[name, trained, choice, seed] for seed in SEEDS]
         return [100 * (row["raw"] if method == RAW else row)[figure] for row in rows]
 
     def gains(self, name: str, method: str, figure: str, against: str = ONE) -> list[float]:
-        """Return the differences from another row, in points, seed by seed."""
+        """Return the differences from another row in points, for each seed."""
         pairs = zip(
             self.tested(name, method, figure), self.tested(name, against, figure), strict=True
         )
-        return [own - one for own, one in pairs]
+        return [own - other for own, other in pairs]
 
 
 def measure(kept: Kept, sets: list[str]) -> None:
-    """Run what is missing, all choices of a set first; keep each run at once."""
+    """Train what is missing, beginning with the choices of a set; keep each run at once."""
     import torch
 
     torch.set_num_threads(1)
@@ -208,7 +206,7 @@ def measure(kept: Kept, sets: list[str]) -> None:
 
 
 def gain(values: list[float]) -> str:
-    """Return differences as mean ± half of Student's 95 % interval."""
+    """Return differences as mean ± half-width of Student's 95 % interval."""
     return f"{np.mean(values):+.2f} ± {half_width(values):.2f}"
 
 
@@ -235,20 +233,20 @@ def render(rows: list[dict[str, Any]]) -> str:
     return page(f"""
         # Several metrics against one on real data (DAMML)
 
-        `python benchmarks/daml_real.py` says what is trained, and how margin and learning rate were
-        chosen, on items that are not searched here. Figures in %, mean ± standard deviation of
+        `python benchmarks/daml_real.py` describes the training. Margin and learning rate were
+        chosen on items that are not searched here. Values are in %, mean ± standard deviation of
         {len(SEEDS)} splits; gains over one metric are paired by split, with Student's 95 % interval
-        of the mean. The splits share items, so that the intervals are somewhat too narrow, and
-        there are several of them: read one that just leaves out 0 as none.
+        of the mean. The splits share items, so the intervals are somewhat too narrow, and there
+        are several of them: an interval that barely excludes 0 shows no gain.
 
         {markdown(head, lines)}
 
-        Learned weights minus even ones:
+        Learned weights minus equal weights:
 
         {markdown(["set", "Recall@1", "MAP@R"], weighed)}
 
-        Items searched in the first split: {searched}. The rate that was chosen lies at an end of
-        those tried in {"; ".join(ends) or "no row"}.
+        Items searched in the first split: {searched}. The chosen learning rate is the smallest or
+        largest of the candidates in {"; ".join(ends) or "no row"}.
     """)
 
 

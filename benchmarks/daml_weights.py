@@ -1,16 +1,17 @@
-"""How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small
+"""The influence of λ₁, λ₂, λ and μ: Tables XII and XIII and Figure 7 of DAML's paper, on a small
 set.
 
-    python benchmarks/daml_weights.py # what is not measured yet, then the page and the picture
-    python benchmarks/daml_weights.py --write    # from what is kept
+    python benchmarks/daml_weights.py    # measures missing runs, then writes page and picture
+    python benchmarks/daml_weights.py --write    # writes both from the kept runs
 
-letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features
-of unit length, a hidden layer of 128 and 32 dimensions, the N-pair loss as in the paper's tables,
-DAML's three phases with 240 batches of the metric, five seeds. Like the paper, λ₁ varies at λ₂ = 50
-and λ₂ at λ₁ = 1; besides, λ of Eq 7 (`loss_weight`) with both objectives flowing everywhere, the
-one case in which Adam lets it matter, and μ of Eq 15 with K = 4 and 60 items of each searched
-class. The held-out classes are looked at by every row: this shows how flat the curves are, and
-chooses nothing. An earlier page had more values, most of them of one seed.
+The set is letter, whose package `uci.py` names: A–M train, N–Z are searched. Features are
+standardised and of unit length. The net has a hidden layer of 128 and 32 dimensions; the loss is
+N-pair as in the paper's tables; DAML's three phases have 240 batches of the metric, with five
+seeds. As in the paper, λ₁ varies at λ₂ = 50, and λ₂ at λ₁ = 1. Further sweeps vary λ of Eq 7
+(`loss_weight`), with gradients of both objectives flowing everywhere (the only case where λ has an
+effect under Adam), and μ of Eq 15 with K = 4 and 60 items of each searched class. Every row is
+judged on the searched classes: the page shows how flat the curves are, and chooses nothing. An
+earlier page had more values, most of them with one seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import uci
 
 SEEDS = (0, 1, 2, 3, 4)
 FEW = 60
-"""Items of each searched class for μ, whose distance is weighed for every pair."""
+"""Items of each searched class for μ, whose distance is computed for every pair."""
 SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "lambda1": ("λ₁, at λ₂ = 50", (0.1, 1.0, 50.0, 1000.0)),
     "lambda2": ("λ₂, at λ₁ = 1", (0.1, 5.0, 50.0, 1000.0)),
@@ -37,12 +38,12 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, Any]:
-    """Return the recipe of one run; without a value, of the loss alone."""
+    """Return the recipe of one run; without a value, that of the loss alone."""
     weights = {"lambda_reg": 1.0, "lambda_adv": 50.0}
     if sweep in ("lambda1", "lambda2"):
         weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
     metric = ["backbone", "head", *(["combiner"] if sweep == "mu" else []), "loss"]
-    made: dict[str, Any] = {
+    table: dict[str, Any] = {
         "name": "weights",
         "seed": seed,
         "data": {"name": "core.features", "file": str(file)},
@@ -64,20 +65,20 @@ def recipe(file: Path, sweep: str, value: float | None, seed: int) -> dict[str, 
         "evaluate": {"metrics": ["recall_at_1"]},
     }
     if sweep == "mu":
-        made["head"] = {"embedding_size": 32}
-        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
-        made["combiner"] |= {"mu": value, "rho": 5.0}
+        table["head"] = {"embedding_size": 32}
+        table["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32}
+        table["combiner"] |= {"mu": value, "rho": 5.0}
     if sweep == "lambda":
-        made["train"] |= {"coupling": "joint", "loss_weight": value}
-    if value is None:  # for as many batches
+        table["train"] |= {"coupling": "joint", "loss_weight": value}
+    if value is None:  # for the same number of batches
         for part in ("generator", "generator_optimizer", "phase"):
-            del made[part]
-        made["train"]["epochs"] = 4
-    return made
+            del table[part]
+        table["train"]["epochs"] = 4
+    return table
 
 
 def letters(folder: Path) -> dict[bool, Path]:
-    """Write letter; return its file, and by True that with few items of each searched class."""
+    """Write letter; return the file, and under True one with few items of each searched class."""
     x, y = uci.load("letter")
     x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
@@ -92,7 +93,7 @@ def letters(folder: Path) -> dict[bool, Path]:
 
 
 def measure(kept: bench.Kept) -> None:
-    """Run what is missing; keep each run at once."""
+    """Train what is missing; keep each run at once."""
     import torch
 
     torch.set_num_threads(1)
@@ -110,28 +111,27 @@ def measure(kept: bench.Kept) -> None:
 
 def collected(rows: list[dict[str, Any]]) -> dict[str, dict[Any, list[float]]]:
     """Return Recall@1 in % by sweep and value."""
-    found: dict[str, dict[Any, list[float]]] = {}
+    results: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
-        values = found.setdefault(row["sweep"], {}).setdefault(row["value"], [])
+        values = results.setdefault(row["sweep"], {}).setdefault(row["value"], [])
         values.append(100 * row["recall_at_1"])
-    return found
+    return results
 
 
 def paper(sweep: str) -> list[float]:
-    """Return what the paper has of a sweep, in %; [] if it has nothing."""
+    """Return the paper's values of a sweep in %; [] if it has none."""
     grid = [f"{value:g}" for value in SWEEPS[sweep][1]]
     known = bench.has("daml_table_12", sweep, grid[0])
     return [bench.published("daml_table_12", sweep, value) for value in grid] if known else []
 
 
 def spread(values: list[float]) -> str:
-    """Return the mean and the standard deviation over seeds."""
     return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}"
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    found, parts = collected(kept), ""
-    for sweep, values in found.items():
+    results, parts = collected(kept), ""
+    for sweep, values in results.items():
         if sweep == "alone":
             continue
         title, grid = SWEEPS[sweep]
@@ -149,34 +149,33 @@ def render(kept: list[dict[str, Any]]) -> str:
     return bench.page(f"""
         # Weights of DAML: λ₁, λ₂, λ and μ
 
-        `python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes
-        N–Z, mean ± standard deviation over seeds; the loss alone, without generator and combiner:
-        {spread(found["alone"][None])}. The paper's figures are of Cars196.
+        `python benchmarks/daml_weights.py` describes the training. Recall@1 in % on letter's
+        classes N–Z, mean ± standard deviation over seeds; the loss alone, without generator and
+        combiner: {spread(results["alone"][None])}. The paper's values are for Cars196.
 
         {parts}
     """)
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw the four sweeps."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
-    found = collected(rows)
-    measured = [sweep for sweep in SWEEPS if sweep in found]
+    results = collected(rows)
+    measured = [sweep for sweep in SWEEPS if sweep in results]
     figure, axes = plt.subplots(
         1, len(measured), figsize=(2.8 * len(measured), 2.9), layout="constrained", squeeze=False
     )
     for axis, sweep in zip(axes[0], measured, strict=True):
         title, grid = SWEEPS[sweep]
-        values = found[sweep]
-        at = [value for value in grid if value in values]
-        means = np.array([np.mean(values[value]) for value in at])
-        bars = [np.std(values[value], ddof=1) for value in at]
-        shown = [max(value, 1e-3) for value in at]
+        values = results[sweep]
+        points = [value for value in grid if value in values]
+        means = np.array([np.mean(values[value]) for value in points])
+        bars = [np.std(values[value], ddof=1) for value in points]
+        shown = [max(value, 1e-3) for value in points]
         axis.errorbar(shown, means - means.mean(), bars, fmt="o-", ms=3, label="letter, here")
         if sweep != "mu":  # measured on fewer items
-            alone = np.mean(found["alone"][None]) - means.mean()
+            alone = np.mean(results["alone"][None]) - means.mean()
             axis.axhline(alone, ls=":", c="grey", label="the loss alone, here")
         if theirs := paper(sweep):
             line = {"c": "#d6604d", "ms": 4, "label": "paper, Cars196"}

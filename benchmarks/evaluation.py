@@ -4,9 +4,9 @@
     python benchmarks/evaluation.py --items 2000          # smaller; nothing is kept
 
 "Images" are Fashion-MNIST's training images as 128 principal components of unit length, in ten
-classes, so that MAP@R needs the nearest tenth of the gallery. "Small classes" are 15 items each:
-Gaussian clouds on the unit sphere. Each item is searched for among all others. Each contestant runs
-in a process of its own on one thread, after a call on a small set.
+classes, so MAP@R needs the nearest tenth of the gallery. "Small classes" have 15 items each:
+Gaussian clouds on the unit sphere. Each item searches among all others. Each contestant runs in a
+new process on one thread, after a warm-up on a small set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SETS, CALLS = ("images", "small classes"), 3
 
 
 def items_of(name: str, count: int) -> tuple[Any, Any]:
-    """Return embeddings (count, 128) float32 of unit length and labels (count,)."""
     random = np.random.default_rng(0)
     if name == "images":
         from retrieval.data.idx import read_idx
@@ -36,17 +35,17 @@ def items_of(name: str, count: int) -> tuple[Any, Any]:
         images = read_idx(bench.FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)
         rows = random.permutation(len(images))[:count]
         labels = read_idx(bench.FASHION / "train-labels-idx1-ubyte.gz", 1)[rows].astype(np.int64)
-        made = PCA(128, random_state=0).fit_transform(images[rows] / 255)
+        vectors = PCA(128, random_state=0).fit_transform(images[rows] / 255)
     else:
         labels = np.arange(count, dtype=np.int64) // 15
         centres = random.normal(size=(labels[-1] + 1, 128))
-        made = centres[labels] + 2.2 * random.normal(size=(count, 128))
-    made /= np.linalg.norm(made, axis=1, keepdims=True)
-    return made.astype(np.float32), labels
+        vectors = centres[labels] + 2.2 * random.normal(size=(count, 128))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float32), labels
 
 
 def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
-    """Return Recall@1 and MAP@R as a contestant computes them."""
+    """Return a contestant's Recall@1 and MAP@R."""
     if name == OURS:
         from retrieval.evaluation.evaluation import evaluate
 
@@ -58,24 +57,24 @@ def figures_of(name: str, embeddings: Any, labels: Any) -> dict[str, float]:
     names = {"precision_at_1": "recall_at_1", "mean_average_precision_at_r": "map_at_r"}
     kept = "max_bin_count" if name == BINS else None
     calculator = AccuracyCalculator(include=tuple(names), k=kept, device=torch.device("cpu"))
-    found = calculator.get_accuracy(torch.from_numpy(embeddings), torch.from_numpy(labels))
-    return {names[key]: float(value) for key, value in found.items()}
+    metrics = calculator.get_accuracy(torch.from_numpy(embeddings), torch.from_numpy(labels))
+    return {names[key]: float(value) for key, value in metrics.items()}
 
 
 def contestant(name: str, data: str, count: int) -> dict[str, Any]:
-    """Return a contestant's figures, its CPU seconds, and the memory that it added, in MB."""
+    """Return a contestant's metrics, CPU seconds, and additional memory in MB."""
     bench.one_thread()
     embeddings, labels = items_of(data, count)
     figures_of(name, embeddings[:300], labels[:300])
-    before, taken = bench.status("VmRSS"), []
+    before, times = bench.status("VmRSS"), []
     for _ in range(CALLS):
         began = time.process_time()
         values = figures_of(name, embeddings, labels)
-        taken.append(time.process_time() - began)
-        if taken[0] > 30:
+        times.append(time.process_time() - began)
+        if times[0] > 30:
             break
     added = (bench.status("VmHWM") - before) / 2**20
-    return {"cpu": statistics.median(taken), "added": added, "values": values}
+    return {"cpu": statistics.median(times), "added": added, "values": values}
 
 
 def measure(counts: list[int]) -> list[dict[str, Any]]:
@@ -95,7 +94,6 @@ def measure(counts: list[int]) -> list[dict[str, Any]]:
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     lines, apart = [], 0.0
     for row in raw["rows"]:
         ours = bench.chosen(raw["rows"], set=row["set"], items=row["items"])[0]
@@ -114,17 +112,17 @@ def render(raw: dict[str, Any]) -> str:
     return bench.page(f"""
         # Evaluation: Recall@1 and MAP@R
 
-        `python benchmarks/evaluation.py`. Each item is searched for among all others. *Images* are
+        `python benchmarks/evaluation.py`. Each item searches among all others. *Images* are
         Fashion-MNIST's as 128 principal components of unit length, 10 classes; *small classes* have
-        15 items each. `retrieval` measures in double precision and orders ties by row.
+        15 items each. `retrieval` computes in double precision and orders ties by row.
 
-        {raw["machine"]}, one thread, each contestant in a process of its own; {raw["versions"]};
-        load average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
-        memory is how far the process's peak rose.
+        {raw["machine"]}, one thread, each contestant in a new process; {raw["versions"]}; load
+        average {raw["load"]} at the start. CPU seconds are the median of up to {CALLS} calls;
+        memory is the rise of the process's peak.
 
         {bench.markdown(head, lines)}
 
-        Figures of contestants on the same items differ by {apart:.0e} at most.
+        The contestants' metrics on the same items differ by at most {apart:.0e}.
     """)
 
 

@@ -1,17 +1,17 @@
-"""Recorded histories: threads and processes read a living index while another thread writes to it;
-every answer is compared.
+"""Threads and processes read a living index while another thread writes to it; every answer is
+compared.
 
     python benchmarks/histories.py --seconds 60 --seeds 3        # writes results/histories.md
 
-One writer adds, changes and deletes items, compacts, and serves another bundle now and then; so few
-dead rows are allowed that compaction goes on all the while. Its operations are numbered. A reader
-notes the last operation that was acknowledged before it asked, and the last one that had begun when
-it was answered: its answer must be, in every digit, that of one state between these two (the
-history is linearizable: M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one
-writer, whose operations are in order, this is all there is to look for).
+One writer adds, changes and deletes items, compacts, and sometimes serves another bundle. So few
+dead rows are allowed that compaction runs all the time. The writer's operations are numbered. A
+reader notes the last operation that was acknowledged before its question, and the last operation
+that had begun when its answer came. The answer must equal, in every digit, that of one state
+between these two: the history is linearizable (M. Herlihy and J. Wing, Linearizability, ACM TOPLAS
+12(3), 1990). With a single writer, nothing else needs to be compared.
 
-Vectors are of whole numbers, so that every distance is exact and the expected answer has no
-rounding of its own.
+Vectors consist of whole numbers, so that every distance is exact and the expected answer has no
+rounding.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ from living_model import board_of, run_arguments
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"
 QUERIES = np.random.default_rng(77).integers(-9, 10, (12, NUMBERS)).astype(np.float32)
-SMALL = 24  # dead rows at which compaction begins
+SMALL = 24  # number of dead rows at which compaction begins
 Change = tuple[str, Any]
 
 
 class Answer(NamedTuple):
-    """An answer to a reader, in plain values: `about` is a query's number or ids, `after` the last
-    operation acknowledged before the question, `until` the last one begun before the answer.
+    """An answer to a reader.
+
+    Attributes:
+        about: a query's number, or ids.
+        after: the last operation acknowledged before the question.
+        until: the last operation begun before the answer.
     """
 
     after: int
@@ -60,18 +64,18 @@ class Answer(NamedTuple):
 
 
 BEGUN, ACKNOWLEDGED, STOP, READY = range(4)
-"""Places on the board: operations, whether to stop, and from there on which processes read."""
+"""Places on the board: operations, whether to stop, and from READY on which processes read."""
 
 
 @dataclass
 class State:
-    """What the index should hold after so many operations."""
+    """The items of the index after a number of operations."""
 
     bundle: int = 0
     items: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # features, price
 
     def apply(self, change: Change) -> None:
-        """Take an operation in."""
+        """Apply an operation."""
         kind, what = change
         if kind == "upsert":
             self.items.update(what)
@@ -79,15 +83,15 @@ class State:
             for id in what:
                 self.items.pop(id, None)
         elif kind == "cheap":
-            self.items = {id: one for id, one in self.items.items() if one[1] >= what}
+            self.items = {id: entry for id, entry in self.items.items() if entry[1] >= what}
         elif kind == "migrate":
             self.bundle = what
 
     def answer(self, kind: str, about: Any, maps: list[Any]) -> Any:
-        """Return what a reader should be told."""
+        """Return the right answer to a reader."""
         if kind == "get":
             return {id: self.items[id][1] for id in about if id in self.items}
-        cheap = {id: one for id, one in self.items.items() if one[1] < 3}
+        cheap = {id: entry for id, entry in self.items.items() if entry[1] < 3}
         if kind == "count":
             return len(self.items)
         if kind == "count cheap":
@@ -99,11 +103,11 @@ class State:
         vectors = np.array([chosen[id][0] for id in ids], float) @ maps[self.bundle]
         distances = np.sqrt(np.square(vectors - QUERIES[about] @ maps[self.bundle]).sum(1))
         order = np.argsort(distances, kind="stable")[:K]
-        return [(ids[at], float(distances[at]), chosen[ids[at]][1]) for at in order]
+        return [(ids[row], float(distances[row]), chosen[ids[row]][1]) for row in order]
 
 
 def read(index: Index, board: Any, seed: int) -> list[Answer]:
-    """Ask until told to stop; return what was answered."""
+    """Ask until told to stop; return the answers."""
     random = np.random.default_rng(seed)
     kinds = ["search", "search", "search cheap", "count", "count cheap", "get"]
     answers = []
@@ -113,19 +117,19 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
         after = int(board[ACKNOWLEDGED])
         if kind == "get":
             about = [f"id {number}" for number in random.integers(0, IDS, 5)]
-            found: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
+            result: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
         elif kind.startswith("count"):
-            found = index.count(CHEAP if "cheap" in kind else None)
+            result = index.count(CHEAP if "cheap" in kind else None)
         else:
             about = int(random.integers(len(QUERIES)))
             hits = index.search(QUERIES[about], K, where=CHEAP if "cheap" in kind else None)
-            found = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
-        answers.append(Answer(after, int(board[BEGUN]), kind, about, found))
+            result = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
+        answers.append(Answer(after, int(board[BEGUN]), kind, about, result))
     return answers
 
 
 def read_apart(folder: Path, number: int, processes: int, seed: int) -> list[Answer]:
-    """Do the same in a process of its own."""
+    """Do `read` in another process."""
     board = board_of(folder / "board", READY + processes)
     with busy_upkeep(), open_index(folder / "index", threads=1) as index:
         board[READY + number] = 1
@@ -159,7 +163,7 @@ def changes(seconds: float, seed: int) -> Iterator[Change]:
 def _do(index: Index, change: Change, bundles: list[Path]) -> None:
     kind, what = change
     if kind == "upsert":
-        features = np.array([one for one, _ in what.values()], np.float32)
+        features = np.array([vector for vector, _ in what.values()], np.float32)
         arrays = zip(index.bundle.encode(features).vector, features, strict=True)
         index.upsert(
             [
@@ -180,15 +184,15 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
 
 
 def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list[Answer]:
-    """Return the answers that are of no state between their asking and their answering."""
-    state, at, bad = State(), 0, []
-    for answer in sorted(answers, key=lambda one: one.after):
-        while at < answer.after:
-            state.apply(history[at])
-            at += 1
+    """Return the answers that match no state between question and answer."""
+    state, applied, bad = State(), 0, []
+    for answer in sorted(answers, key=lambda answer: answer.after):
+        while applied < answer.after:
+            state.apply(history[applied])
+            applied += 1
         then = State(state.bundle, dict(state.items))
-        for number in range(at, answer.until + 1):
-            if number > at:
+        for number in range(applied, answer.until + 1):
+            if number > applied:
                 then.apply(history[number - 1])
             if then.answer(answer.kind, answer.about, maps) == answer.answer:
                 break
@@ -199,7 +203,7 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def busy_upkeep() -> Iterator[None]:
-    """Have compaction go on all the while, and filters be looked up."""
+    """Make compaction run all the time, and filters read columns in memory instead of SQL."""
     with patch.object(upkeep, "_MIN_DEAD_ROWS", SMALL), patch.object(masks, "_SMALL", 0):
         yield
 
@@ -207,10 +211,11 @@ def busy_upkeep() -> Iterator[None]:
 def run(
     folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2
 ) -> dict[str, Any]:
-    """Record one history and compare it; return what there was, and each answer that is wrong."""
+    """Record and compare one history; return counts and all wrong answers."""
     bundles = [make_bundle(folder / f"bundle {number}", seed=number) for number in range(2)]
     opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
-    maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
+    units = np.eye(NUMBERS, dtype=np.float32)
+    maps = [bundle.encode(units).vector.astype(float) for bundle in opened]
     create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
     board, history = board_of(folder / "board", READY + processes), list[Change]()
     spawn = multiprocessing.get_context("spawn")
@@ -218,7 +223,7 @@ def run(
         busy_upkeep(),
         open_index(folder / "index", threads=1) as index,
         ThreadPoolExecutor(threads) as own,
-        ProcessPoolExecutor(max(processes, 1), spawn) as others,
+        ProcessPoolExecutor(max(processes, 1), spawn) as pool,
     ):
 
         def write(change: Change) -> None:
@@ -228,9 +233,9 @@ def run(
             board[ACKNOWLEDGED] = len(history)
 
         try:
-            write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # so that the field price is known
+            write(("upsert", {"id 0": ((0,) * NUMBERS, 19)}))  # makes the field `price` known
             apart = [
-                others.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
+                pool.submit(read_apart, folder, number, processes, seed * 1000 + 500 + number)
                 for number in range(processes)
             ]
             while not board[READY:].all() and not any(reader.done() for reader in apart):
@@ -256,32 +261,32 @@ def run(
         "processes": processes,
         "from threads": len(answers),
         "from processes": len(foreign),
-        "kinds": dict(Counter(one.kind for one in every)),
-        "several": sum(one.until > one.after for one in every),
-        "wrong": [repr(one) for one in wrong(history, every, maps)],
+        "kinds": dict(Counter(answer.kind for answer in every)),
+        "several": sum(answer.until > answer.after for answer in every),
+        "wrong": [repr(answer) for answer in wrong(history, every, maps)],
     }
 
 
 def render(kept: list[dict[str, Any]]) -> str:
-    total = sum(one["from threads"] + one["from processes"] for one in kept)
+    total = sum(row["from threads"] + row["from processes"] for row in kept)
     head = ["seed", "seconds", "operations", "transactions of upkeep and of generations"]
     head += ["answers to threads", "to processes", "with an operation under way", "wrong"]
     lines = []
-    for one in kept:
-        counts = [one["upkeep"], one["from threads"], one["from processes"], one["several"]]
-        cells = [f"{count:,}" for count in [*counts, len(one["wrong"])]]
-        done = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
-        lines.append([str(one["seed"]), f"{one['seconds']:g}", done, *cells])
+    for row in kept:
+        counts = [row["upkeep"], row["from threads"], row["from processes"], row["several"]]
+        cells = [f"{count:,}" for count in [*counts, len(row["wrong"])]]
+        done = ", ".join(f"{count} {kind}" for kind, count in sorted(row["operations"].items()))
+        lines.append([str(row["seed"]), f"{row['seconds']:g}", done, *cells])
     return page(f"""
         # Answers while an index changes
 
         `python benchmarks/histories.py`. One thread writes, {kept[0]["threads"]} threads and
         {kept[0]["processes"]} processes read. Each answer (the ids, distances and metadata of the
-        ten nearest, with a filter or without; counts; items by id) is compared with the exact one
-        of every state that the index had between question and answer. Compaction begins at {SMALL}
-        dead rows, so that it goes on all the while.
+        ten nearest, with a filter or without; counts; items by id) is compared with the exact
+        answer in every state of the index between question and answer. Compaction begins at
+        {SMALL} dead rows, so it runs all the time.
 
-        **{total:,} answers, {sum(len(one["wrong"]) for one in kept)} of them wrong.**
+        **{total:,} answers, {sum(len(row["wrong"]) for row in kept)} of them wrong.**
 
         {markdown(head, lines)}
     """)
@@ -295,7 +300,7 @@ def main() -> None:
             kept.append(run(Path(folder), options.seconds, seed))
         print(json.dumps(kept[-1])[:2000], flush=True)
     finish("histories", kept, render(kept), folder=options.output)
-    if any(one["wrong"] for one in kept):
+    if any(row["wrong"] for row in kept):
         raise SystemExit(1)
 
 

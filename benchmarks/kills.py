@@ -1,16 +1,16 @@
-"""Kill a process that writes to a living index, again and again, and compare what is left with what
-it had been told is written.
+"""Kill a process that writes to a living index, again and again, and compare the index with what
+was acknowledged.
 
     # writes results/raw/kills.json and results/kills.md
     python benchmarks/kills.py --count 1000 --seed 0
 
-A child does random calls of a store and says over a pipe which one it begins and which one has
-returned. It is killed by SIGKILL: either by this process, after a drawn time, so that it stops
-within SQLite or the system, or by itself, at a drawn line of Python of the store. Another child
-then opens the index and compares everything with a model in memory: all that was acknowledged, and
-of the call that ran, all or nothing. The next child goes on with what is left.
+A child makes random calls of a store and reports over a pipe which call begins and which has
+returned. SIGKILL ends it: this process sends it after a random time, so that it hits SQLite or the
+system, or the child kills itself at a random line of the store's Python. Another child then opens
+the index and compares everything with a model in memory. Everything acknowledged must be there, and
+the running call must have had its whole effect or none. The next child continues with that index.
 
-Modelled: a process that dies. The system lives, and loses nothing of what it was given to write.
+Only the process dies. The system lives, and keeps everything that it was given to write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTCOMES = ("there", "not there", "same either way")
 
 
 class Life:
-    """An index that is written to, killed and looked at."""
+    """An index that is written to, killed and compared."""
 
     def __init__(self, folder: Path, bundles: list[Bundle], seed: int) -> None:
         self.folder, self.bundles = folder / "index", bundles
@@ -47,12 +47,12 @@ class Life:
         create_local(self.folder, bundles[0], widths_of(bundles[0], features=living.WIDTH))
 
     def kill(self) -> living.Row:
-        """Kill one writer, and return what is left of its work."""
+        """Kill one writer; return the row of its outcome."""
         seed, lines = self.random.randrange(1 << 40), self.random.random() < 0.5
         at_line = int(self.random.choice([40, 400, 4000]) * self.random.uniform(1, 10))
 
         def work(pipe: int) -> None:
-            living.small()
+            living.frequent_upkeep()
             begun = [0]
 
             def tell(what: str, call: living.Call | None) -> None:
@@ -61,22 +61,22 @@ class Life:
                 begun[0] += what == "begin"
                 os.write(pipe, json.dumps([what, call]).encode() + b"\n")
 
-            living.Writing(self.folder, self.bundles, self.state, seed, tell, self.again).run()
+            living.Writer(self.folder, self.bundles, self.state, seed, tell, self.again).run()
 
         process, pipe = living.forked(work)
-        told = self._listen(process, pipe, not lines)
+        reports = self._listen(process, pipe, not lines)
         _, status = os.waitpid(process, 0)
         how = "line" if lines else "time"
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            wrong = [f"the writer ended by itself: {told}"]
+            wrong = [f"the writer ended by itself: {reports}"]
             row: living.Row = {"call": "", "outcome": "crash", "wrong": wrong, "acknowledged": 0}
         else:
-            row = self._look(told)
+            row = self._look(reports)
         return row | {"how": how}
 
     def _listen(self, process: int, pipe: int, kill: bool) -> list[Any]:
-        """Read what a child tells until it is dead; kill it a drawn time after its first call."""
-        told: list[Any] = []
+        """Read a child's reports until it is dead; kill it some time after its first call."""
+        reports: list[Any] = []
         rest, deadline = b"", None
         while True:
             wait = 120.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -86,31 +86,31 @@ class Life:
                 continue
             if not (data := os.read(pipe, 1 << 20)):
                 os.close(pipe)
-                return told
+                return reports
             *whole, rest = (rest + data).split(b"\n")
-            told += map(json.loads, whole)
+            reports += map(json.loads, whole)
             if kill and deadline is None:
                 deadline = time.monotonic() + self.random.expovariate(4)
 
-    def _look(self, told: list[Any]) -> living.Row:
-        """Compare the index with what its writer told before it was killed."""
-        model = living.Told(self.state)
-        for what, call in told:
+    def _look(self, reports: list[Any]) -> living.Row:
+        """Compare the index with its writer's reports."""
+        model = living.Expected(self.state)
+        for what, call in reports:
             model.take(what, call)
         states, running, copies = model.states, model.running, model.copies
         seed = self.random.randrange(1 << 40)
 
         def work(pipe: int) -> None:
-            found = living.check(self.folder, states, copies, self.bundles, seed)
-            os.write(pipe, json.dumps(found).encode())
+            result = living.check(self.folder, states, copies, self.bundles, seed)
+            os.write(pipe, json.dumps(result).encode())
 
         lines, status = living.output_of(work)
-        found = lines[0] if lines and not status else {}
-        which = found.get("which")
+        result = lines[0] if lines and not status else {}
+        which = result.get("which")
         row = {
             "call": running["call"] if running else "between calls",
-            "acknowledged": sum(what == "end" for what, _ in told),
-            "wrong": found.get("wrong", [f"looking failed: {status} {lines}"]),
+            "acknowledged": sum(what == "end" for what, _ in reports),
+            "wrong": result.get("wrong", [f"looking failed: {status} {lines}"]),
         }
         if which is None:
             return row | {"outcome": "wrong"}
@@ -122,7 +122,7 @@ class Life:
 
 
 def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
-    """Kill so many writers, on as many indexes as it takes; return what each left."""
+    """Kill `count` writers, on as many indexes as that needs; return their rows."""
     bundles = living.make_bundles(folder)
     rows: list[living.Row] = []
     while len(rows) < count:
@@ -130,7 +130,7 @@ def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
             life = Life(Path(here), bundles, seed * 1_000_003 + len(rows))
             for _ in range(min(LIVES, count - len(rows))):
                 rows.append(life.kill())
-                living.show(len(rows), rows[-1])
+                living.report(len(rows), rows[-1])
                 if rows[-1]["wrong"]:
                     break
     return rows
@@ -145,15 +145,14 @@ def render(raw: living.Row) -> str:
 
         {raw["kills"]:,} writers of a living index were killed by SIGKILL after
         {raw["acknowledged"]:,} acknowledged calls. After each kill another process opened the index
-        and compared ids, labels, metadata, arrays, originals, counts, generations, filters and
-        neighbours with a model in memory, and the files with what the record names; snapshots that
-        were there were compared too.
+        and compared ids, labels, metadata, arrays, originals, counts, generations, filters,
+        neighbours and snapshots with a model in memory, and the files with the index's record.
 
         **Differences: {len(raw["wrong"])}.**
 
-        How: at a drawn time (within SQLite, NumPy or the system), or at a drawn line of Python of
-        the store. The call that ran was wholly there afterwards, or not at all; or it changes
-        nothing that can be seen.
+        How: at a random time (within SQLite, NumPy or the system), or at a random line of the
+        store's Python. Afterwards the running call had had its whole effect ("there") or none ("not
+        there"); some calls change nothing visible.
 
         {living.counts_table(["call that ran", "how"], OUTCOMES, raw["cells"])}
 

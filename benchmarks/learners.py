@@ -1,17 +1,16 @@
-"""Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and
-scikit-learn's, in time, memory and growth.
+"""Time, memory and growth of learners with many classes: LANML, GMML, AML, OAHU and `oahu.warm`
+beside metric-learn's and scikit-learn's.
 
-    python benchmarks/learners.py # what is not measured yet, then the page
-    # measured again, beside what is kept
+    python benchmarks/learners.py           # measures what is missing, then writes the page
+    # measures again, beside the kept results
     python benchmarks/learners.py --fresh --only GMML RCA --sizes 6250
 
-Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian,
-and spread differently along each of 100 random directions: along a few of them classes lie far
-apart, along others items of one class do, which is what a learner has to find. Each fit runs in a
-process of its own on one thread, with a limit of CPU time and of memory; a learner that was stopped
-at one size is not tried at a larger one. metric-learn's estimators run by way of the plugin's
-adapter, without which they fail under a current scikit-learn, and which changes nothing of what
-they compute.
+There are ten items a class, 100 features, and 6,250 to 50,000 items in 625 to 5,000 classes.
+Classes are Gaussian, with different spreads along 100 random directions: along some the classes lie
+far apart, along others the items of one class do. A learner has to find out which. Each fit runs in
+a new process on one thread, with limits of CPU time and memory. A learner that was stopped at one
+size is not tried at a larger one. metric-learn's estimators run through the plugin's adapter,
+because they fail with a current scikit-learn; the adapter does not change their results.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import bench
 LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
 LONGER = {"LANML": 900}
-"""CPU seconds of who may take longer, so that its growth can be seen."""
+"""CPU seconds of learners that may take longer, to show their growth."""
 SIZES = (6_250, 12_500, 25_000, 50_000)
 WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000
 OURS = {"GMML": "GMML()", "AML": "AML()", "Warm": "Warm()", "OAHU": "OAHU()", "LANML": "LANML()"}
@@ -47,8 +46,8 @@ ADAPTED = {title for title, made in PEERS.items() if made.startswith("adapted")}
 Floats = NDArray[np.float64]
 
 
-def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Return features (items, 100) and labels to fit, and `CHECKED` items of other classes."""
+def data_of(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
+    """Return features (items, 100) and labels for the fit, and `CHECKED` items of other classes."""
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
     between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))
@@ -66,12 +65,12 @@ def first(codes: Floats, labels: NDArray[np.int64]) -> float:
     return float(evaluate(np.asarray(codes), labels, metrics=["recall_at_1"]).values["recall_at_1"])
 
 
-def one(title: str, items: int) -> dict[str, Any]:
-    """Fit one learner in this process, which is held to the limits."""
+def fit(title: str, items: int) -> dict[str, Any]:
+    """Fit one learner in this process, within the limits."""
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-    import metric_learn  # noqa: F401  (before the clock starts, as the others)
+    import metric_learn  # noqa: F401  (imported before the clock starts)
     from retrieval_aml import AML, GMML
     from retrieval_anml import LANML
     from retrieval_metric_learn.learners import adapted
@@ -80,38 +79,38 @@ def one(title: str, items: int) -> dict[str, Any]:
     peers = (LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis, adapted)
     names = {kind.__name__: kind for kind in (AML, GMML, LANML, OAHU, Warm, *peers)}
     bench.one_thread()
-    x, y, others, truth = made(items)
+    x, y, checked, truth = data_of(items)
     learner = eval({**OURS, **PEERS}[title], names)
     learner_of_few = eval({**OURS, **PEERS}[title], names)
     if title in OURS or "LDA" in title:
-        learner_of_few.fit(x[:200], y[:200] % 10)  # imports and first calls, of the quick ones
+        learner_of_few.fit(x[:200], y[:200] % 10)  # imports and first calls of the fast learners
     began, limit = time.process_time(), LONGER.get(title, LIMIT)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit, int(began) + limit + 60))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
-    told: dict[str, Any] = {"learner": title, "items": items}
+    row: dict[str, Any] = {"learner": title, "items": items}
     try:
         learner.fit(x, y)
     except MemoryError as error:
-        return told | {"stopped": "memory", "why": str(error)}
+        return row | {"stopped": "memory", "why": str(error)}
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        return told | {"stopped": "failed", "why": " ".join(str(error).split())}
-    told["cpu"] = time.process_time() - began
-    told["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        return row | {"stopped": "failed", "why": " ".join(str(error).split())}
+    row["cpu"] = time.process_time() - began
+    row["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit + 55, int(began) + limit + 60))
-    told["iterations"] = getattr(learner, "n_iter_", None)
-    # metric-learn's own `transform` checks its input as a current scikit-learn no longer lets it
-    codes = others @ learner.components_.T if title in ADAPTED else learner.transform(others)
-    told["recall"] = first(np.real(codes), truth)
-    told["recall_before"] = first(others, truth)
-    return told
+    row["iterations"] = getattr(learner, "n_iter_", None)
+    # metric-learn's own `transform` checks its input in a way that a current scikit-learn rejects
+    codes = checked @ learner.components_.T if title in ADAPTED else learner.transform(checked)
+    row["recall"] = first(np.real(codes), truth)
+    row["recall_before"] = first(checked, truth)
+    return row
 
 
 def measure(title: str, items: int) -> dict[str, Any]:
-    """Return a row of one fit in a process of its own."""
+    """Return the row of one fit in a new process."""
     before = bench.load()
     try:
-        row = bench.alone(one, title, items)
+        row = bench.alone(fit, title, items)
     except TimeoutError:
         row = {"learner": title, "items": items, "stopped": "time"}
     return row | {
@@ -122,7 +121,7 @@ def measure(title: str, items: int) -> dict[str, Any]:
 
 
 def growth(rows: dict[int, dict[str, Any]]) -> str:
-    """Return p of time ∝ itemsᵖ, by least squares of the logarithms, from three sizes on."""
+    """Return p of time ∝ itemsᵖ by least squares of the logarithms, for three sizes or more."""
     seen = [(items, row["cpu"]) for items, row in rows.items() if "cpu" in row]
     if len(seen) < 3:
         return "–"
@@ -156,15 +155,14 @@ def render(kept: list[dict[str, Any]]) -> str:
     return bench.page(f"""
         # Learners at many classes: time, memory, growth
 
-        `python benchmarks/learners.py`. One fit, as the learner comes unless the row says
-        otherwise: CPU seconds on one thread, and what the fit added to its process's peak resident
-        size. {WIDTH} features, Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items
-        are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a process of its own, stopped after
-        {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses, and then
-        not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more
-        were done. The last column, Recall@1 of 2,000 items of other classes at the largest size
-        done, says that the fit did something: without any learner it is {min(before):.3f} to
-        {max(before):.3f}.
+        `python benchmarks/learners.py`. One fit with the learner's defaults, unless the row says
+        otherwise: CPU seconds on one thread, and the rise of the process's peak memory. There are
+        {WIDTH} features and Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items are
+        {sizes[-1] // OF_A_CLASS:,} classes. Each fit runs in a new process, which is stopped after
+        {LIMIT} CPU seconds ({longer}, to see its growth) or at {MEMORY} GB of addresses. A stopped
+        learner is not tried at larger sizes. Growth is p of time ∝ itemsᵖ, for three sizes or more.
+        The last column is Recall@1 of 2,000 items of other classes at the largest completed size.
+        Without a learner it is {min(before):.3f} to {max(before):.3f}.
 
         Machine: {kept[0]["machine"]}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared
         the cores.
@@ -173,10 +171,9 @@ def render(kept: list[dict[str, Any]]) -> str:
 
         {reasons}
 
-        *Not tried*: stopped at a smaller size. OAHU and Warm learn from triplets, 10,000 at most
-        whatever the number of items, so their time hardly grows; LANML asks 5,000 items at most,
-        each among all. scikit-learn's LDA is at its best here: the classes are Gaussian, as it
-        takes them to be.
+        *Not tried*: stopped at a smaller size. OAHU and Warm learn from at most 10,000 triplets, so
+        their time hardly grows. LANML uses at most 5,000 items as queries, each among all items.
+        scikit-learn's LDA has an advantage: it assumes Gaussian classes, and these are Gaussian.
     """)
 
 

@@ -1,13 +1,13 @@
-"""Several levels of a frozen ImageNet net, beside its last layer and raw pixels, on classes that
-nothing was fitted to.
+"""Several levels of a frozen ImageNet net beside its last layer and raw pixels, on unseen classes.
 
     python benchmarks/levels.py            # chooses, then measures
-    python benchmarks/levels.py --write     # the page alone, from what is kept
+    python benchmarks/levels.py --write     # writes the page from the kept results
 
-Classes 0-4 train and choose, 5-9 are searched: scikit-learn's digits, and 200 images of each of
-Fashion-MNIST's classes. Each candidate is fitted to three of the training classes and judged by
-MAP@R on the other two, for every such pair; the classes to search are loaded once that choice is
-kept. The chosen recipes are `models/digits-levels` and `models/fashion-levels`: a test compares.
+The sets are scikit-learn's digits, and 200 images of each of Fashion-MNIST's classes. Classes 0-4
+train and choose, classes 5-9 are searched. Each candidate is fitted to three training classes and
+judged by MAP@R on the other two, for every such pair. The searched classes are loaded only after
+the choice is kept. The chosen recipes are `models/digits-levels` and `models/fashion-levels`; a
+test compares them.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ Metrics = dict[str, float]
 
 
 def items(name: str, searched: bool) -> Items:
-    """Return images (N, H, W) and labels (N,) of the classes to search, or of all the others."""
+    """Return images (N, H, W) and labels (N,) of the searched classes, or of all others."""
     images, labels = digits() if name == "digits" else fashion()
-    held = np.isin(labels, HELD_OUT)
-    return images[held == searched], labels[held == searched]
+    held_out = np.isin(labels, HELD_OUT)
+    return images[held_out == searched], labels[held_out == searched]
 
 
 def features(
     backbone: dict[str, Any], images: NDArray[np.uint8], labels: NDArray[np.str_]
 ) -> NDArray[np.float32]:
-    """Return a frozen backbone's features (N, F)."""
     import torch
     from retrieval.data.datasets import ArrayDataset
     from retrieval.data.features import backbone_features
@@ -70,16 +69,14 @@ def features(
 
 
 def metrics_of(vectors: NDArray[Any], labels: NDArray[np.str_]) -> Metrics:
-    """Return the metrics of vectors (N, C) by distance, each item searched for among all."""
+    """Return the metrics of vectors (N, C) by distance; each item searches among all others."""
     from retrieval.evaluation.evaluation import evaluate
 
     return dict(evaluate(vectors, labels, metrics=METRICS).values)
 
 
 def choose(name: str) -> list[dict[str, Any]]:
-    """Return the candidates, as tables of a recipe, with their mean MAP@R on pairs of classes left
-    out, the best first.
-    """
+    """Return the candidates' recipe tables with mean MAP@R on left-out classes, best first."""
     images, labels = items(name, searched=False)
     pairs = list(itertools.combinations(np.unique(labels).tolist(), 2))
     tried = []
@@ -99,7 +96,7 @@ def choose(name: str) -> list[dict[str, Any]]:
 
 
 def measure(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a recipe and of both baselines on the classes to search."""
+    """Return the metrics of a recipe and of both baselines on the searched classes."""
     fit, fit_labels = items(name, searched=False)
     images, labels = items(name, searched=True)
     learner = create("learner", **chosen["learner"])
@@ -121,27 +118,26 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # Several levels of a frozen net
 
-        `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. A recipe
-        without training: `core.efficientnet_lite0` with `levels`, its ImageNet weights frozen, and
-        a learner in closed form. Nothing in it is random, so there are no seeds and no intervals;
-        queries of five classes are all that stands behind a figure.
+        `python benchmarks/levels.py`. {raw["machine"]}, torch {raw["torch"]}, one thread. The
+        recipe needs no training: it has `core.efficientnet_lite0` with `levels`, frozen ImageNet
+        weights, and a learner in closed form. Nothing in it is random, so there are no seeds and no
+        intervals. Each number rests on the queries of five classes only.
 
-        Chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels; {len(LEVELS)} sets
-        of levels; {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes
-        that a candidate was not fitted to; `results/raw/levels.json` has all that was tried.
-        Candidates were thought of while looking at training classes only.
+        The recipe was chosen among {count} candidates ({" or ".join(map(str, SIZES))} pixels;
+        {len(LEVELS)} sets of levels; {len(LEARNERS)} learners) by mean MAP@R over all ten pairs of
+        left-out training classes; `results/raw/levels.json` has all candidates. Only training
+        classes were looked at when the candidates were defined.
 
-        **The classes to search were seen once before.** A first run measured by angle, while a
-        learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451 on
-        Fashion-MNIST) was read before that was mended. The choice was then made anew by the same
-        rule, from training classes alone.
+        **Results of the searched classes were seen once before.** A first run measured by angle,
+        although a learner's recipe is searched by distance. Its held-out MAP@R (.683 on digits,
+        .451 on Fashion-MNIST) was read before this was corrected. Then the choice was made again by
+        the same rule, from training classes alone.
 
         {"".join(section(name, **kept) for name, kept in raw["sets"].items())}
     """)
 
 
 def section(name: str, tried: list[dict[str, Any]], figures: dict[str, Any]) -> str:
-    """Return a set's part of the page."""
     backbone, learner = tried[0]["backbone"], tried[0]["learner"]
     levels = ", ".join(f"{level} on {grid} × {grid}" for level, grid in backbone["levels"].items())
     parameters = ", ".join(f"{key} = {value}" for key, value in learner.items() if key != "name")

@@ -1,5 +1,5 @@
-"""What the scripts that stop a writer of a living index share: random calls, a model of what the
-index should hold after them, the comparison of the two, processes that are killed, and the page.
+"""Helpers of the scripts that interrupt a writer of a living index: random calls, a model of the
+index, comparison, killed processes, and pages.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ Row = dict[str, Any]
 
 @dataclass
 class State:
-    """What an index should hold.
+    """The expected content of an index.
 
     Attributes:
-        items: version of each item, by id; all else of an item follows from the two.
-        generations: of each, by number: which bundle, the ids that it leaves out with their
-            versions, and its state.
+        items: the version of each item by id. Id and version determine everything else of an item.
+        generations: by number: the bundle, the ids left out with their versions, and the state.
     """
 
     items: dict[str, int] = field(default_factory=dict)
@@ -61,15 +60,15 @@ class State:
     )
 
     def after(self, call: Call) -> State:
-        """Return what it should hold after a call."""
+        """Return the state after a call."""
         items, name = dict(self.items), call["call"]
         all_ = {n: (b, dict(out), s) for n, (b, out, s) in self.generations.items()}
         if name in ("upsert", "large"):
             items |= dict(call["items"])
         elif name == "delete":
-            items = {id: one for id, one in items.items() if id not in call["ids"]}
+            items = {id: version for id, version in items.items() if id not in call["ids"]}
         elif name == "where":
-            items = {id: one for id, one in items.items() if _price(id, one) != call["price"]}
+            items = {id: v for id, v in items.items() if _price(id, v) != call["price"]}
         elif name == "begin":
             if all(bundle != call["bundle"] for bundle, _, _ in all_.values()):
                 all_[call["number"]] = (call["bundle"], {}, "building")
@@ -84,7 +83,7 @@ class State:
 
     @property
     def served(self) -> int:
-        """The number of the generation that is searched."""
+        """The number of the searched generation."""
         return next(number for number, (*_, state) in self.generations.items() if state == "served")
 
 
@@ -97,7 +96,7 @@ def _features(id: str, version: int) -> np.ndarray:
 
 
 def item_of(id: str, version: int, bundle: int) -> Item:
-    """Return the item that an id and its version stand for, as a bundle embeds it."""
+    """Return the item of an id and a version, as a bundle embeds it."""
     features = _features(id, version)
     original = f"{id} {version}".encode() * (version % 40)
     return Item(
@@ -111,17 +110,20 @@ def item_of(id: str, version: int, bundle: int) -> Item:
     )
 
 
-def small() -> None:
-    """Have few rows and pages start the upkeep, so that every kind of work happens often."""
+def frequent_upkeep() -> None:
+    """Let a few rows and pages start the upkeep, so that all its work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
     structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
 
 
-class Writing:
-    """Does random calls of an index that holds `state`. `tell` takes what is begun and what has
-    returned; `first` is a call that was cut short, to be done again; `background` says whether
-    upkeep has a thread (None: drawn).
+class Writer:
+    """Makes random calls of an index that holds `state`.
+
+    Attributes:
+        tell: called with "begin" and the call before each call, with "end" after it.
+        first: a call that was interrupted, to be made again.
+        background: whether upkeep has a thread (None: random).
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Writing:
         self.store = LocalStore(folder, upkeep=self.background)
 
     def run(self) -> None:
-        """Do calls until this process is killed."""
+        """Make calls until this process is killed."""
         while True:
             call = self.first or self.draw()
             self.first = None
@@ -153,7 +155,7 @@ class Writing:
                 self.state = self.state.after(call)
 
     def draw(self) -> Call | None:
-        """Return a call that can be made now; None where the drawn one cannot."""
+        """Return a random call, or None if it cannot be made now."""
         (name,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         call: Call = {"call": name}
         others = [number for number in self.state.generations if number != self.state.served]
@@ -185,7 +187,7 @@ class Writing:
             if name == "embed":
                 call["left_out"] = []
                 pending = self.store.pending(generation, self.random.choice([10, 100, 1000]))
-                call["pending"] = [one.id for one in pending]
+                call["pending"] = [item.id for item in pending]
                 if pending and self.random.random() < 0.2:
                     call["left_out"] = [self.random.choice(pending).id]
             elif name == "switch":
@@ -194,22 +196,23 @@ class Writing:
 
     def generation(self, number: int) -> Generation:
         """Return a generation by its number."""
-        return next(one for one in self.store.generations() if one.number == number)
+        return next(entry for entry in self.store.generations() if entry.number == number)
 
     def do(self, call: Call) -> None:
-        """Do a call."""
+        """Make a call."""
         store, name = self.store, call["call"]
         served = self.state.generations[self.state.served][0]
         if name in ("upsert", "large"):
             items = [item_of(id, version, served) for id, version in call["items"]]
             assert store.upsert(items, self.bundles[served].sha256) == sum(
-                one.id in self.state.items for one in items
+                item.id in self.state.items for item in items
             )
         elif name == "delete":
             assert store.delete(call["ids"]) == len(call["ids"])
         elif name == "where":
-            gone = sum(_price(id, one) == call["price"] for id, one in self.state.items.items())
-            assert store.delete(where=as_filter(f"price = {call['price']}")) == gone
+            prices = [_price(id, version) for id, version in self.state.items.items()]
+            count = prices.count(call["price"])
+            assert store.delete(where=as_filter(f"price = {call['price']}")) == count
         elif name == "tend":
             store.upkeep.step()
         elif name == "compact":
@@ -223,7 +226,7 @@ class Writing:
             generation = self.generation(call["number"])
             bundle = self.state.generations[call["number"]][0]
             pending = store.pending(generation, max(1, len(call["pending"])))
-            ids = [one.id for one in pending if one.id not in call["left_out"]]
+            ids = [item.id for item in pending if item.id not in call["left_out"]]
             done = [item_of(id, self.state.items[id], bundle) for id in ids]
             store.embed(generation, done, call["left_out"])
         elif name == "switch":
@@ -242,13 +245,15 @@ class Writing:
 
 
 Copies = dict[str, tuple[State, bool]]
-"""What each snapshot holds, and whether it must be there."""
+"""State of each snapshot, and whether the snapshot must exist."""
 
 
-class Told:
-    """What an index should hold after what its writer told: states that are right, and snapshots.
-    `moments` has for each message its time, the states that are right from then on, what each
-    snapshot holds and whether it must be there, and the call that runs.
+class Expected:
+    """What an index should hold according to its writer's messages: right states and snapshots.
+
+    Attributes:
+        moments: for each message its time, the states that are right from then on, the snapshots
+            (with whether each must exist), and the running call.
     """
 
     def __init__(self, state: State, running: Call | None = None) -> None:
@@ -257,11 +262,11 @@ class Told:
 
     @property
     def again(self) -> Call | None:
-        """The call that ran, if it may be done again where it did not come about."""
+        """The running call, if it may be made again after it had no effect."""
         return self.running if self.running and self.running["call"] != "begin" else None
 
     def take(self, what: str, call: Any, when: int = 0) -> None:
-        """Take in what a process told."""
+        """Take in a message: "begin" of a call, "end" of it, or "is" with the state's position."""
         state = self.states[0]
         if what == "begin":
             self.states, self.running = [state, state.after(call)], call
@@ -276,46 +281,48 @@ class Told:
 
 
 def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: int) -> list[str]:
-    """Return in what an opened index differs from what it should hold."""
+    """Return the differences of an open index from its expected state."""
     wrong = []
     number = state.served
     bundle, left_out, _ = state.generations[number]
-    found = [(one.number, one.bundle, one.state) for one in store.generations()]
-    if found != [(n, bundles[b].sha256, s) for n, (b, _, s) in sorted(state.generations.items())]:
-        return [f"generations {found}"]
-    expected = {id: item_of(id, one, bundle) for id, one in state.items.items()}
+    generations = [(entry.number, entry.bundle, entry.state) for entry in store.generations()]
+    right = [(n, bundles[b].sha256, s) for n, (b, _, s) in sorted(state.generations.items())]
+    if generations != right:
+        return [f"generations {generations}"]
+    expected = {id: item_of(id, version, bundle) for id, version in state.items.items()}
     scanned, after = [], None
     while page := store.scan(after=after, limit=100):
         scanned += page
         after = page[-1].id
-    ids = [one.id for one in scanned]
+    ids = [item.id for item in scanned]
     if ids != sorted(expected):
         lost, extra = len(set(expected) - set(ids)), len(set(ids) - set(expected))
         return [f"scan: {lost} lost, {extra} too many"]
     got = store.get(expected, arrays=True)
     for id, want in expected.items():
-        one = got[id]
-        if (one.label, dict(one.metadata), one.bytes) != (want.label, want.metadata, want.bytes):
+        item = got[id]
+        if (item.label, dict(item.metadata), item.bytes) != (want.label, want.metadata, want.bytes):
             wrong.append(f"{id}: its label or metadata")
         missing = left_out.get(id) == state.items[id]
-        if set(one.arrays) != (set() if missing else {"vector", "features"}):
-            wrong.append(f"{id}: has arrays {sorted(one.arrays)}, left out: {missing}")
+        if set(item.arrays) != (set() if missing else {"vector", "features"}):
+            wrong.append(f"{id}: has arrays {sorted(item.arrays)}, left out: {missing}")
         elif not all(
-            np.array_equal(array, want.arrays[name]) for name, array in one.arrays.items()
+            np.array_equal(array, want.arrays[name]) for name, array in item.arrays.items()
         ):
             wrong.append(f"{id}: its arrays")
         if store.original(id) != want.original:
             wrong.append(f"{id}: its original")
     if store.count() != len(expected):
         wrong.append("count")
-    embedded = [one for id, one in sorted(expected.items()) if left_out.get(id) != state.items[id]]
+    ids = [id for id in sorted(expected) if left_out.get(id) != state.items[id]]
+    embedded = [expected[id] for id in ids]
     return wrong + _searches(store, embedded, expected, bundles[bundle].sha256, seed)
 
 
 def _searches(
     store: LocalStore, items: list[Item], all_: dict[str, Item], sha256: str, seed: int
 ) -> list[str]:
-    """Compare neighbours with brute force, with a filter and without."""
+    """Compare neighbours with brute force, with and without a filter."""
     wrong = []
     queries = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
     for price in (None, 3, 7):
@@ -323,16 +330,16 @@ def _searches(
         if price is not None and not all_:
             continue
         matching, chosen = (
-            [one for one in some if price in (None, one.metadata["price"])]
+            [item for item in some if price in (None, item.metadata["price"])]
             for some in (all_.values(), items)
         )
         if store.count(where) != len(matching):
             wrong.append(f"count of price {price}")
-        vectors = np.array([one.vector for one in chosen], float).reshape(-1, WIDTH)
+        vectors = np.array([item.vector for item in chosen], float).reshape(-1, WIDTH)
         answers = store.search(queries, 10, sha256, where=where)
         for query, answer in zip(queries, answers, strict=True):
             order = np.argsort(((vectors - query) ** 2).sum(1))[:10]
-            if differ := {one.id for one in answer} ^ {chosen[at].id for at in order}:
+            if differ := {item.id for item in answer} ^ {chosen[row].id for row in order}:
                 wrong.append(f"neighbours with price {price}: {len(differ)} differ")
     return wrong
 
@@ -344,7 +351,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
     named = {f"arrays/{stem}.{name}" for stem, widths, _ in rows for name in json.loads(widths)}
     for *_, text in rows:
         named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
-    named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
+    named |= {f"bundles/{generation.bundle[:16]}/" for generation in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     folders = tuple(name for name in named if name.endswith("/"))
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -354,18 +361,18 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
 def check(
     folder: Path, states: list[State], copies: Copies, bundles: list[Bundle], seed: int
 ) -> dict[str, Any]:
-    """Return which of some states an index is in, and what is wrong with it and its snapshots."""
+    """Return which of some states an index has, and what is wrong with it and its snapshots."""
     with LocalStore(folder, upkeep=False) as store:
         faults = [differences(store, state, bundles, seed) for state in states]
-        which = next((at for at, fault in enumerate(faults) if not fault), None)
+        which = next((number for number, fault in enumerate(faults) if not fault), None)
         wrong = [] if which is not None else faults[-1] or faults[0]
         store._begin_to_write()
-        wrong += [f"left over: {one}" for one in leftovers(folder, store)]
+        wrong += [f"left over: {text}" for text in leftovers(folder, store)]
     for name, (state, must) in copies.items():
         if (copy := folder.parent / name).exists():
             with LocalStore(copy, upkeep=False) as store:
-                wrong += [f"snapshot: {one}" for one in differences(store, state, bundles, seed)]
-                wrong += [f"snapshot: left over: {one}" for one in leftovers(copy, store)]
+                wrong += [f"snapshot: {text}" for text in differences(store, state, bundles, seed)]
+                wrong += [f"snapshot: left over: {text}" for text in leftovers(copy, store)]
             shutil.rmtree(copy)
         elif must:
             wrong.append("snapshot: lost")
@@ -375,7 +382,7 @@ def check(
 
 
 def make_bundles(folder: Path) -> list[Bundle]:
-    """Write bundles, and open them."""
+    """Write and open bundles."""
     for number in range(BUNDLES):
         make_bundle(folder / f"bundle{number}", WIDTH, number + 1.0)
     return [Bundle.open(folder / f"bundle{number}", threads=1) for number in range(BUNDLES)]
@@ -385,7 +392,7 @@ def make_bundles(folder: Path) -> list[Bundle]:
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Do work in a child; return its process and the end of a pipe that it writes to."""
+    """Run `work` in a child; return its process id and the reading end of its pipe."""
     reading, writing = os.pipe()
     process = os.fork()
     if process:
@@ -396,13 +403,13 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
         work(writing)
         os._exit(0)
     except BaseException:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the reader has gone
             os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
         os._exit(1)
 
 
 def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
-    """Return the JSON objects that work writes in a child, and the child's wait status."""
+    """Return the JSON objects that `work` writes in a child, and the child's wait status."""
     process, pipe = forked(work)
     lines = []
     with os.fdopen(pipe) as file:
@@ -413,7 +420,7 @@ def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
 
 
 def kill_at_line(count: int) -> None:
-    """Have this process kill itself when it has executed so many lines of the store."""
+    """Make this process kill itself after executing so many lines of the store."""
     left = [count]
     here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
 
@@ -432,14 +439,14 @@ def kill_at_line(count: int) -> None:
 
 
 def board_of(path: Path, size: int) -> Any:
-    """Return whole numbers that all processes see, in a file that they map."""
+    """Return an array of whole numbers that processes share, in a mapped file."""
     if not path.exists():
         path.write_bytes(bytes(8 * size))
     return np.memmap(path, np.int64, "r+", shape=(size,))
 
 
 def unsound(index: Path) -> list[str]:
-    """Return what `retrieval index check` says of an index, unless it is whole."""
+    """Return the findings of `retrieval index check`, or nothing."""
     line = [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)]
     done = subprocess.run(line, capture_output=True, text=True)
     whole = not done.returncode and "is whole" in done.stdout
@@ -455,7 +462,7 @@ def system() -> str:
 
 
 def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
-    """Return a parser of how many or how long, of which seed, and of the folder of results."""
+    """Return a parser for the count or duration, the seed, and the folder of results."""
     parser = arguments(doc)
     for name, default in most.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -465,7 +472,7 @@ def run_arguments(doc: str | None, **most: float) -> argparse.ArgumentParser:
 
 
 def summary(what: str, rows: Sequence[Row], seed: int, *keys: str) -> Row:
-    """Return what is kept of a run: how many rows have the same values of some keys."""
+    """Return the results of a run: counts of rows with the same values of some keys."""
     python = f"Python {platform.python_version()}, apsw {version('apsw')}"
     return {
         "seed": seed,
@@ -477,7 +484,7 @@ def summary(what: str, rows: Sequence[Row], seed: int, *keys: str) -> Row:
 
 
 def cells_of(rows: Sequence[Row], *keys: str) -> list[list[Any]]:
-    """Return the values of some keys, and how many rows have them."""
+    """Return the combinations of values of some keys, with their counts."""
     counts = Counter(tuple(row[key] for key in keys) for row in rows)
     return [[*values, count] for values, count in sorted(counts.items())]
 
@@ -495,13 +502,13 @@ def counts_table(
     return markdown([*head, *names], lines)
 
 
-def show(number: int, row: Row) -> None:
-    """Print a row that is wrong, and each fiftieth."""
+def report(number: int, row: Row) -> None:
+    """Print a wrong row, and every fiftieth row."""
     if row["wrong"] or number % 50 == 0:
         print(number, row, flush=True)
 
 
 def conclude(name: str, raw: Row, text: str, folder: Path = RESULTS) -> None:
-    """Keep a run and its page, and end with status 1 if anything was wrong."""
+    """Keep the results and the page; exit with code 1 if anything was wrong."""
     finish(name, raw, text, folder=folder)
     sys.exit(bool(raw["wrong"]))

@@ -1,5 +1,5 @@
-"""Losses, generators and learners side by side on held-out classes with one small budget:
-`retrieval compare` with a search, on three class splits of three sets.
+"""Losses, generators and learners on held-out classes with the same small budget: `retrieval
+compare` with a search, on three class splits of three sets.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
     pip install resvg-py==0.5.0 'embedding-retrieval[compare,efficientnet]' matplotlib
@@ -7,20 +7,20 @@
     OMP_NUM_THREADS=1 python benchmarks/methods.py --sets digits --methods triplet contrastive
     python benchmarks/methods.py --write
 
-The second run is a subset of five minutes, and the last command writes the page from what is kept.
-All continue where they stopped; `--methods` may add methods later. Everything takes about two
-hours of one idle core and Debian's package dataset-fashion-mnist (or a downloaded
+The second run is a part that takes five minutes; the last command writes the page from the kept
+results. Interrupted runs resume, and `--methods` may add methods later. Everything takes about two
+hours of one idle core. It needs Debian's package dataset-fashion-mnist (or a downloaded
 Fashion-MNIST).
 
 - digits: scikit-learn's 1,797; six of the ten classes train, four are searched.
-- fashion: 200 images of each of Fashion-MNIST's ten classes, six train and four are searched.
-- icons: 600 names of Phosphor's 1,512 icons, a class each, in six weights (thin, light, regular,
-  bold, fill, duotone), rendered with 32 × 32 pixels; 400 classes train, 200 are searched.
+- fashion: 200 images of each of Fashion-MNIST's ten classes; six train, four are searched.
+- icons: 600 of Phosphor's 1,512 icons, a class each, in six weights (thin, light, regular, bold,
+  fill, duotone), rendered with 32 × 32 pixels; 400 classes train, 200 are searched.
 
-A set's splits are drawn by `retrieval compare --splits 3`. Each setting is judged on two folds of
-the training classes. Every net on a set has the same layers, batches and epochs. The rate of every
-net is searched over three decades, and with it the parameter that a method's paper tunes (N-pair
-and lifted have the rate alone).
+`retrieval compare --splits 3` draws a set's splits. Each setting is judged on two folds of the
+training classes. Every net on a set has the same layers, batches and epochs. The search varies
+every net's learning rate over three decades, and the parameter that a method's paper tunes (for
+N-pair and lifted, only the rate).
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ SETS: dict[str, dict[str, Any]] = {
     "fashion": dict(zip(FRAMES, ("Fashion-MNIST", 14, 1, (5, 6), 4, 0), strict=True)),
     "icons": dict(zip(FRAMES, ("Icons", 16, 2, (16, 4), 200, 255), strict=True)),
 }
-"""Pixels on a side for nets and learners, the net's stem, a batch (classes × items), how many
-classes are searched, and the grey of what lies beside a picture."""
+"""Pixels on a side for nets and learners, the net's stem, a batch (classes × items), the number of
+searched classes, and the grey around a picture.
+"""
 SIZES = {"digits": (1797, 10), "fashion": (2000, 10), "icons": (3600, 600)}
 """Items and classes of each set."""
 
@@ -79,7 +80,7 @@ CLAIMS = (
     ("GMML", "raw pixels", "Zadeh et al., ICML 2016"),
     ("LANML", "GMML", "Song et al., ANML"),
 )
-"""Rankings that papers claim, fixed before any method was measured on classes to search."""
+"""Rankings that papers claim, chosen before any method was measured on searched classes."""
 
 Tables = dict[str, Any]
 Kept = dict[str, Any]
@@ -98,7 +99,9 @@ def _net(
     more: Tables | None = None,
     **further: Any,
 ) -> tuple[Tables, Tables]:
-    """Return a net's tables and what is tried: the rate, and one parameter of the loss."""
+    """Return a net's recipe tables and its search: the learning rate, and one parameter of the
+    loss.
+    """
     values = {key: own} if key else {}
     tables = {"loss": {"name": loss, **values, **(more or {})}, "optimizer": {"lr": OWN_RATE}}
     spans = {f"loss.{key}": _range(*span, log=log)} if key else {}
@@ -115,9 +118,9 @@ RECALL: tuple[Any, ...] = ("rank_temperature", 0.01, (0.003, 0.3))
 METRIX: tuple[Any, ...] = ("weight", 0.4, (0.1, 0.9), False)
 TWO_VIEWS = {"views": 2, "positives": "item"}
 PROXIES = {"lr": OWN_RATE, "lr_factor": {"loss": 100.0}}
-"""Proxies and class weights learn 100 times faster than the net, as Proxy-Anchor's authors do."""
+"""Proxies and class weights learn 100 times faster than the net, as in Proxy-Anchor's code."""
 FIRST = {"name": "metric", "epochs": 1, "train": ["backbone", "head", "loss"]}
-"""DAML's and DAMML's first phase."""
+"""First phase of DAML and DAMML."""
 METHODS: dict[str, tuple[Tables, Tables]] = {
     "triplet": _net(*TRIPLET, **MINED),
     "contrastive": _net("pml.contrastive", "neg_margin", 0.8, (0.1, 1.5)),
@@ -175,11 +178,10 @@ METHODS: dict[str, tuple[Tables, Tables]] = {
         {"learner.learning_rate": _range(0.003, 0.3), "learner.tau": _range(0.1, 1.9, log=False)},
     ),
 }
-"""Each method's tables and what a search may try, in the order in which they are measured."""
+"""The recipe tables and the search of each method, in the order of measurement."""
 
 
 def recipe(name: str, method: str, work: Path) -> Tables:
-    """Return the recipe of a method on a set."""
     about, (own, tried) = SETS[name], METHODS[method]
     file = work / f"{name}.npz"
     with np.load(file) as saved:
@@ -198,7 +200,7 @@ def recipe(name: str, method: str, work: Path) -> Tables:
     if "phase" not in own:
         table["train"]["epochs"] = EPOCHS
     classes_per_batch, items = about["batch"]
-    if "augmentation" in own:  # pairs of views, without labels
+    if "augmentation" in own:  # learns from pairs of views, without labels
         transforms = [pictures.MOVED | {"fill": about["background"]}]
         table["augmentation"] = {**own["augmentation"], "transforms": transforms}
         classes_per_batch, items = classes_per_batch * items // 2, 1
@@ -211,7 +213,7 @@ def recipe(name: str, method: str, work: Path) -> Tables:
 
 
 def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
-    """Compare methods on a set, or continue; return what is kept of it."""
+    """Compare methods on a set, or resume; return the results to keep."""
     import retrieval
     import tomli_w
 
@@ -224,7 +226,7 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
     for method in methods:
         files.append(work / name / "recipes" / f"{method}.toml")
         files[-1].write_text(tomli_w.dumps(recipe(name, method, work)), encoding="utf-8")
-    os.environ["RETRIEVAL_ALLOW_PLUGINS"] = "1"  # of a run that continues: its own copy
+    os.environ["RETRIEVAL_ALLOW_PLUGINS"] = "1"  # a resumed run has its own copy
     result = retrieval.compare(
         files,
         work / name / "comparison",
@@ -239,12 +241,12 @@ def measure(name: str, work: Path, methods: Sequence[str], icons: Path) -> Kept:
 
 
 def comparison(kept: Kept) -> Comparison:
-    """Return the comparison, from what is kept of it."""
+    """Return the comparison from its kept results."""
     rows = []
     for row in kept["contestants"]:
         searches = [
-            Search(found["values"], [Trial(**trial) for trial in found["trials"]])
-            for found in row["searches"]
+            Search(search["values"], [Trial(**trial) for trial in search["trials"]])
+            for search in row["searches"]
         ]
         rows.append(Contestant(row["name"], row["kind"], row["metrics"], searches))
     plan = Plan({}, TRIALS, FOLDS, None, SEEDS, SPLITS)
@@ -252,7 +254,7 @@ def comparison(kept: Kept) -> Comparison:
 
 
 def tested(result: Comparison, pairs: Sequence[tuple[str, str]]) -> list[Difference]:
-    """Test pairs together, baselines too; splits are the blocks."""
+    """Test pairs together, including baselines; the splits are the blocks."""
     return statistics.compare(result.primary, list(result.primary), pairs)
 
 
@@ -265,13 +267,12 @@ def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
 
 
 def signed(difference: Difference) -> str:
-    """Return a difference as the tables write it."""
     half = f" ± {number(difference.mean.half)}" if difference.mean.half else ""
     return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
 
 def metrics_table(result: Comparison) -> str:
-    """Return each contestant's metrics, the agreement of its folds and its best rates."""
+    """Return a table of metrics, the agreement of the folds and the best learning rates."""
     rows = []
     for row in sorted(result.contestants, key=lambda row: -result.mean(row, METRICS[0]).value):
         tuned = [search for search in row.searches if "optimizer.lr" in search.values]
@@ -289,7 +290,6 @@ def metrics_table(result: Comparison) -> str:
 
 
 def section(name: str, kept: Kept) -> str:
-    """Return a set's part of the page."""
     result, about, (items, classes) = comparison(kept), SETS[name], SIZES[name]
     lines = ""
     for base in (row.name for row in result.contestants if row.kind in ("raw", "frozen")):
@@ -332,13 +332,13 @@ def summary(sets: Kept) -> str:
 
 
 def agreed(row: Contestant) -> float:
-    """Return the mean rank correlation of the folds, over the splits."""
+    """Return the mean rank correlation of the folds over the splits."""
     folds = [agreement(search.trials) for search in row.searches]
-    return float(np.mean([found[0] for found in folds if found]))
+    return float(np.mean([fold[0] for fold in folds if fold]))
 
 
 def rankings(raw: Kept) -> str:
-    """Return what papers claim beside what was measured."""
+    """Return the papers' claims beside our results."""
     results = {name: comparison(kept) for name, kept in raw.items()}
     measured = set.intersection(*(set(result.primary) for result in results.values()))
     claims = [claim for claim in CLAIMS if {claim[0], claim[1]} <= measured]
@@ -360,7 +360,7 @@ def rankings(raw: Kept) -> str:
 
 
 def picture(points: dict[str, list[list[float]]], file: Path) -> None:
-    """Draw the rates that the search tried, before and now, a line for each method."""
+    """Draw the learning rates of the search, then and now, with a line for each method."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -392,21 +392,21 @@ def render(raw: Kept) -> str:
 
         **The budget is small**: `core.convnet` from scratch (three stages of a convolution, the
         first {WIDTH} channels wide; 32 numbers an item), {EPOCHS} epochs of {BATCHES} batches, no
-        augmentation, a constant rate. The page says what a method does with little, not what papers
-        measure with pretrained nets and long training. Where a claim turns out the other way round,
-        it does so at this budget.
+        augmentation, a constant rate. The page shows methods at a small budget; papers measure them
+        with pretrained nets and long training. A claim that is not confirmed here is not confirmed
+        at this budget.
 
         ± is Student's 95 % interval over the splits, each the mean over its seeds; p values are
         corrected by Holm's method within each table. Splits of ten classes overlap, so the
         intervals of digits and Fashion-MNIST are too narrow. *Folds' ρ* is the mean rank
-        correlation of the trials' scores between the two folds: near 0, the search could not tell
-        settings apart. Rows in italics are baselines.
+        correlation of the trials' scores between the two folds; near 0, the search could not
+        distinguish the settings. Rows in italics are baselines.
 
         **What differs**: learners (GMML, LANML, OAHU) are fitted to pixels and have no epochs.
-        "Triplet" takes semi-hard negatives; AML confusion, DAML and DAMML add a generator or a
-        combiner to it. The first epoch of DAML and DAMML trains the metric alone. Proxies and class
-        weights learn 100 times faster than the net. **Barlow Twins has no labels**: it sees two
-        views of each image, turned, moved, scaled and sheared a little.
+        "Triplet" uses semi-hard negatives; AML confusion, DAML and DAMML add a generator or a
+        combiner to this loss. The first epoch of DAML and DAMML trains the metric alone. Proxies
+        and class weights learn 100 times faster than the net. **Barlow Twins has no labels**: it
+        sees two views of each image, which are turned, moved, scaled and sheared a little.
 
         {summary(sets)}
         {rankings(sets)}
@@ -415,31 +415,35 @@ def render(raw: Kept) -> str:
         ![Rates that a search of {TRIALS} trials draws for each net](methods_search.png)
 
         The rates of {TRIALS} trials for each net on the first split of digits; bars mark the first
-        four. Left: as an earlier search drew them, which made a new sampler for each trial, so that
-        nets shared their second to fourth rate (computed when it was replaced, with scores that
-        fall with the distance from the rate chosen now). Right: as the search draws them now.
+        four. Left: an earlier search made a new sampler for each trial, so the nets shared their
+        second to fourth rate. (Its rates were computed later, with scores that fall with the
+        distance from today's choice.) Right: the current search.
         {"".join(section(name, sets[name]) for name in SETS)}
     """)
 
 
 def main() -> None:
     parser = bench.arguments(__doc__)
-    parser.add_argument("--work", type=Path, default=bench.WORK / "methods", help="finished runs")
+    parser.add_argument(
+        "--work", type=Path, default=bench.WORK / "methods", help="folder of finished runs"
+    )
     parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--write", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--write", action="store_true", help="write the page from the kept results; run nothing"
+    )
     options = parser.parse_args()
     raw = json.loads(KEPT.read_text(encoding="utf-8"))
     if not options.write:
-        given = (options.work, options.methods, options.icons)
-        sets = {name: measure(name, *given) for name in options.sets}
+        arguments = (options.work, options.methods, options.icons)
+        sets = {name: measure(name, *arguments) for name in options.sets}
         if set(sets) != set(SETS):
             print(bench.page("".join(section(name, kept) for name, kept in sets.items())))
             return
         raw |= {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)}
         for name, kept in sets.items():
-            # methods that were not measured now keep their rows
+            # methods that were not measured now keep their earlier rows
             both = [*raw["sets"][name]["contestants"], *kept["contestants"]]
             rows = {row["name"]: row for row in both}
             raw["sets"][name] = {"contestants": list(rows.values())}

@@ -1,15 +1,15 @@
 """OAHU and its baselines on Fashion-MNIST: Table 3 of the paper, pairs, and unseen classes.
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
-    # a part, measured again
+    # measures a part again
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py --fresh --methods LEGO --repeats 0
 
-Each figure is kept at once, in results/raw/oahu_table3.jsonl: a run that stops goes on where it
-was. About five minutes of CPU time and Debian's package dataset-fashion-mnist. The queries are
-4,000 images a repeat. 35,000 of the other images are the development part, as in the paper: they
+Each row is kept at once in results/raw/oahu_table3.jsonl, so an interrupted run resumes. Everything
+takes about five minutes of CPU time and needs Debian's package dataset-fashion-mnist. Each repeat
+has 4,000 images as queries. 35,000 other images are the development part, as in the paper: they
 give the triplets and are the references. Constants of the baselines were chosen on the development
-parts of two other splits, which hold none of the queries. Of the paper's baselines OPML, the
-slowest, is left out.
+parts of two other splits, without any of the queries. OPML, the slowest of the paper's baselines,
+is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RECALLS = ("r1", "r5", "r10", "p10")
 
 
 def learners() -> dict[str, Callable[[int], Any]]:
-    """Return what is compared: each makes a learner of a seed."""
+    """Return functions that make a learner from a seed, by name."""
     return {
         "LEGO": lambda seed: LEGO(seed=seed),
         "RDML": lambda seed: RDML(seed=seed),
@@ -56,7 +56,7 @@ def fashion() -> tuple[Floats, Floats]:
 
 
 def split(repeat: int) -> tuple[Floats, Floats]:
-    """Return rows of the development part (35,000) and of the queries."""
+    """Return the rows of the development part (35,000) and of the queries."""
     chosen_on = [np.random.default_rng(seed).permutation(70_000)[:35_000] for seed in (0, 1)]
     untouched = np.setdiff1d(np.arange(70_000), np.concatenate(chosen_on))
     queries = np.random.default_rng(100).permutation(untouched)[QUERIES * repeat :][:QUERIES]
@@ -65,13 +65,13 @@ def split(repeat: int) -> tuple[Floats, Floats]:
 
 
 def vote(labels: Floats) -> Floats:
-    """Return the most frequent label of each row (Q, k); of equally frequent ones the nearest."""
+    """Return the most frequent label of each row (Q, k); ties go to the nearest."""
     counts = (labels[:, :, None] == labels[:, None]).sum(2)
     return labels[np.arange(len(labels)), counts.argmax(1)]
 
 
 def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int = 5) -> Floats:
-    """Return labels of the queries by each learner's own way; None is Euclid."""
+    """Return the queries' labels as the learner itself predicts them; None is Euclid."""
     kind = type(learner).__name__
     if kind == "OAHU":
         return learner.classify(query, learner.spaces(refs), labels, k)
@@ -83,10 +83,10 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
     return vote(labels[bench.nearest(query, refs, k)])
 
 
-def scores(truth: Floats, found: Floats) -> dict[str, float]:
+def scores(truth: Floats, predicted: Floats) -> dict[str, float]:
     """Return error and macro-F1."""
-    f1 = float(f1_score(truth, found, average="macro"))
-    return {"error": float((truth != found).mean()), "f1": f1}
+    f1 = float(f1_score(truth, predicted, average="macro"))
+    return {"error": float((truth != predicted).mean()), "f1": f1}
 
 
 def triplet_rows(labels: Floats, seed: int) -> Floats:
@@ -95,7 +95,7 @@ def triplet_rows(labels: Floats, seed: int) -> Floats:
 
 
 def measured(part: str, name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
-    """Return the rows of a job, the CPU seconds with the first."""
+    """Return the rows of a job; the first has the CPU seconds."""
     started = time.process_time()
     rows = {"table": table_rows, "retrieval": retrieval_rows}[part](name, repeat, x, y)
     rows = [{"part": part, "method": name, "repeat": repeat, **row} for row in rows]
@@ -104,7 +104,7 @@ def measured(part: str, name: str, repeat: int, x: Floats, y: Floats) -> list[di
 
 
 def table_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
-    """Error, F1 and utilisation of Table 3; error with few references; AUC of pairs."""
+    """Return error, F1 and utilisation of Table 3; error with few references; AUC of pairs."""
     (dev, queries), learner, seconds = split(repeat), None, 0.0
     if name != "Euclid":
         started = time.process_time()
@@ -115,24 +115,24 @@ def table_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, A
     if learner is not None:
         row["utilization"] = learner.constraint_utilization_
     for count in (100, 1000):
-        few = dev[:count]
-        answers = classified(learner, x[few], y[few], x[queries])
+        references = dev[:count]
+        answers = classified(learner, x[references], y[references], x[queries])
         row[f"error_{count}"] = scores(y[queries], answers)["error"]
     a, b = np.random.default_rng(repeat).integers(0, len(queries), (2, 20_000))
     a, b = a[a != b], b[a != b]
-    one, other = x[queries[a]], x[queries[b]]
+    first, second = x[queries[a]], x[queries[b]]
     if learner is None:
-        d = ((one - other) ** 2).sum(1)
+        d = ((first - second) ** 2).sum(1)
     elif name == "OASIS":
-        d = -(learner.queries(one) * learner.transform(other)).sum(1)
+        d = -(learner.queries(first) * learner.transform(second)).sum(1)
     else:
-        d = ((learner.transform(one) - learner.transform(other)) ** 2).sum(1)
+        d = ((learner.transform(first) - learner.transform(second)) ** 2).sum(1)
     row["auc"] = float(roc_auc_score(y[queries[a]] == y[queries[b]], -d))
     return [row]
 
 
 def retrieval_rows(name: str, repeat: int, x: Floats, y: Floats) -> list[dict[str, Any]]:
-    """Recall@K and precision@10 on unseen classes: each item is a query for the others."""
+    """Return Recall@K and precision@10 on unseen classes; each item searches among the others."""
     rng = np.random.default_rng(300 + repeat)
     order = rng.permutation(70_000)
     train = order[y[order] < 5][:15_000]
@@ -183,12 +183,12 @@ def render(rows: list[dict[str, Any]]) -> str:
         body.append([*cells, f"{np.mean([row['fit_seconds'] for row in own]):.1f}"])
     head = ["", "error", "macro-F1", "utilisation", "error, 1,000 references"]
     head += ["error, 100 references", "AUC of pairs", "seconds to learn"]
-    found = bench.chosen(rows, part="retrieval")
-    for title in dict.fromkeys(row["title"] for row in found):
-        own = bench.chosen(found, title=title)
+    results = bench.chosen(rows, part="retrieval")
+    for title in dict.fromkeys(row["title"] for row in results):
+        own = bench.chosen(results, title=title)
         retrieval.append([title, *(spread([row[k] for row in own]) for k in RECALLS)])
     overlap = {
-        name: [row["overlap"] for row in bench.chosen(found, method=name) if "overlap" in row]
+        name: [row["overlap"] for row in bench.chosen(results, method=name) if "overlap" in row]
         for name in ("OAHU", TUNED)
     }
     agreement = ", ".join(f"{spread(values, 2)} ({name})" for name, values in overlap.items())
@@ -196,25 +196,25 @@ def render(rows: list[dict[str, Any]]) -> str:
         # OAHU and its baselines on Fashion-MNIST
 
         5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random
-        triplets and 5,000 that follow from them; mean ± standard deviation of three repeats. In
-        brackets what the paper's Table 3 prints. `python benchmarks/oahu_table3.py` states the
+        triplets and 5,000 that follow from them; mean ± standard deviation of three repeats. The
+        values of the paper's Table 3 are in brackets. `python benchmarks/oahu_table3.py` states the
         protocol.
 
         {bench.markdown(head, body)}
 
-        How η .01 and τ 1.9 were chosen was not recorded.
+        There is no record of how η .01 and τ 1.9 were chosen.
 
         ## Retrieval, class-disjoint
 
-        Learned on five classes, searched in 5,000 images of the other five, each asking for the
-        others. The two ways to search an OAHU model:
+        Learned on five classes; each of 5,000 images of the other five classes searches among the
+        rest. The two ways to search an OAHU model:
 
         {bench.markdown(["", "Recall@1", "Recall@5", "Recall@10", "Precision@10"], retrieval)}
 
         Their first ten answers agree by {agreement}: neither is an approximation of the other.
 
         Measured in {sum(row.get("cpu", 0) for row in rows) / 60:.0f} minutes of CPU time, one
-        thread, with two cores shared by other work.
+        thread, on two cores that other programs shared.
     """)
 
 

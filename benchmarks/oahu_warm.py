@@ -2,26 +2,27 @@
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_warm.py
 
-16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones. `uci.py` names
-the sets, by a rule that was fixed before anything was measured. Half of a set's items give the
-triplets and are the references, the other half are the queries. Two kinds of stream, each in its
-own order:
+There are 16 sets × 20 seeds; features are raw for even seeds and standardised for odd ones.
+`uci.py` names the sets, by a rule that was fixed before any measurement. Half of a set's items give
+the triplets and are the references; the other half are the queries. There are two kinds of stream,
+each in its own order:
 
 - *random*: `from_labels(labels)`;
-- *closure*: `with_closure(from_labels(labels))`, each random triplet followed by one that follows
-  from the stream so far.
+- *closure*: `with_closure(from_labels(labels))`, where each random triplet is followed by one that
+  follows from the stream so far.
 
-After 100 to 10,000 triplets: 5-nearest-neighbour accuracy, Recall@1, and MAP@R of up to 500
-queries, each less Euclid's. With *shuffled labels* there is nothing to learn: counted are the
-streams of 1,000 triplets that leave Euclid after any block.
+After 100 to 10,000 triplets, the script measures 5-nearest-neighbour accuracy, Recall@1, and MAP@R
+of up to 500 queries, and subtracts Euclid's. With *shuffled labels* there is nothing to learn, and
+the script counts the streams of 1,000 triplets that leave Euclid after any block.
 
-Noise: of the queries that only one of both has right, c are the learner's and b Euclid's; the upper
-end of Clopper and Pearson's one-sided 95 % interval of c / (b + c) makes an upper bound of the
-gain. A stream is *below beyond noise* where that bound is under −.005 at some point.
+Noise: among the queries that only one of the two gets right, c are the learner's and b are
+Euclid's. The upper end of Clopper and Pearson's one-sided 95 % interval of c / (b + c) gives an
+upper bound of the gain. A stream is *below beyond noise* if that bound is below −.005 at some
+point.
 
-Then Fashion-MNIST's pixels, by the splits of `oahu_table3.py` and its stream in a random order.
-Each stream's metrics go to results/raw/oahu_warm.jsonl as soon as they are measured, and a second
-run goes on from there. About an hour of one core.
+Then follow Fashion-MNIST's pixels, with the splits of `oahu_table3.py` and its stream in a random
+order. Each stream's metrics are kept at once in results/raw/oahu_warm.jsonl, so an interrupted run
+resumes. Everything takes about an hour of one core.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FASHION_REPEATS, SLACK, K, MAP_QUERIES = 3, 0.005, 5, 500
 
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return features and labels of the part that learns, and of the queries."""
+    """Return features and labels of the learning part and of the queries."""
     x, y = uci.items(name)
     order = np.random.default_rng(1000 + seed).permutation(len(x))
     refs, queries = order[: len(x) // 2], order[len(x) // 2 :]
@@ -63,7 +64,7 @@ def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Flo
 
 
 def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
-    """Return the first triplets (count, 3) of a stream, in its own order."""
+    """Return the first triplets (count, 3) of a stream."""
     stream: Iterator[Any] = from_labels(labels, seed=seed)
     if kind == "closure":
         stream = with_closure(stream, seed=seed)
@@ -71,7 +72,7 @@ def triplets(kind: str, labels: Floats, seed: int, count: int) -> Floats:
 
 
 def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[str, Floats]:
-    """Return who of the queries is right by five neighbours and by one, and some queries' MAP@R."""
+    """Return which queries are right by five neighbours and by one, and MAP@R of some queries."""
     near = labels[nearest(queries, refs, K)]
     judged = truth[:MAP_QUERIES]
     relevant = np.bincount(labels, minlength=int(truth.max()) + 1)[judged]
@@ -85,11 +86,11 @@ def score(refs: Floats, labels: Floats, queries: Floats, truth: Floats) -> dict[
 
 
 Parts = tuple[Floats, Floats, Floats, Floats]
-"""Features and labels of the part that learns, and of the queries."""
+"""Features and labels of the learning part and of the queries."""
 
 
 def along(learner: Any, parts: Parts, stream: Floats, points: tuple[int, ...]) -> Iterator[Row]:
-    """Yield what a learner that sees the stream gains on Euclid at each point."""
+    """Yield a learner's gain on Euclid at each point of the stream."""
     x, y, queries, truth = parts
     learner.prepare(x)
     mean = x.mean(axis=0)
@@ -119,14 +120,13 @@ def along(learner: Any, parts: Parts, stream: Floats, points: tuple[int, ...]) -
 
 
 def upper(row: Row) -> float:
-    """Return the upper bound of a gain, noise of the queries taken into account."""
+    """Return the upper bound of a gain, which allows for the noise of the queries."""
     won, lost = row["won"], row["lost"]
     share = float(beta.ppf(0.95, won + 1, lost)) if lost else 1.0
     return (won + lost) / row["queries"] * (2 * share - 1)
 
 
 def measured(name: str, kind: str, seed: int) -> list[Row]:
-    """Return the rows of a stream."""
     if kind.startswith("shuffled"):
         return _shuffled(name, kind, seed)
     if name == "fashion":
@@ -141,7 +141,7 @@ def measured(name: str, kind: str, seed: int) -> list[Row]:
 
 
 def jobs() -> Iterator[tuple[str, str, int]]:
-    """Yield set, kind ("shuffled random" where its labels are) and seed of the streams, the most
+    """Yield set, kind ("shuffled random" with shuffled labels) and seed of each stream, the most
     important first.
     """
     for repeat in range(FASHION_REPEATS):
@@ -187,9 +187,9 @@ def render(rows: list[Row]) -> str:
     return page(f"""
         # `oahu.warm` along its stream
 
-        Gain on Euclid of 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that gave no
-        triplet. `python benchmarks/oahu_warm.py` says how, and what *below beyond noise* means;
-        `benchmarks/uci.py` names the sets, by a rule that was fixed first.
+        Gain on Euclid in 5-nearest-neighbour accuracy, Recall@1 and MAP@R on queries that are in no
+        triplet. `python benchmarks/oahu_warm.py` states the protocol and defines *below beyond
+        noise*; `benchmarks/uci.py` names the sets, by a rule that was fixed first.
 
         {tables}
 

@@ -1,10 +1,10 @@
-"""The tables of docs/aml.md, anml.md, daml.md, oahu.md and recipes.md: blocks between marks, made
-of what the benchmarks kept.
+"""Write the tables of docs/aml.md, anml.md, daml.md, oahu.md and recipes.md from the benchmarks'
+results.
 
-    python benchmarks/pages.py        # writes them; a test compares
+    python benchmarks/pages.py        # a test compares the pages with the results
 
-A block reads `<!-- figures: NAME -->` … `<!-- end of figures -->`. Papers' figures come from
-published.toml, ours from the tables of results/, so that a page says what a result says.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`. Papers' numbers come
+from published.toml, ours from the tables in results/, so that both show the same numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tables(result: str) -> dict[str, list[Table]]:
 
 
 def rows(result: str, heading: str, number: int = 0) -> Table:
-    """Return a table of a result: that under the heading which begins so, counted from 0."""
+    """Return a table of a result: number `number` under the heading that begins with `heading`."""
     for title, entries in tables(result).items():
         if title.startswith(heading) and number < len(entries):
             return entries[number]
@@ -52,13 +52,12 @@ def rows(result: str, heading: str, number: int = 0) -> Table:
 
 
 def whole(table: Table, without: tuple[str, ...] = ()) -> str:
-    """Return a table as a page has it."""
     columns = [column for column in table[0] if column not in without]
     return markdown(columns, [[entry[column] for column in columns] for entry in table])
 
 
 def beside_paper(table: Table, paper: str, titles: dict[str, str], printed: str) -> str:
-    """Return a table of means, with the paper's figures of some columns in brackets."""
+    """Return a table of means, with the paper's values of some columns in brackets."""
     lines = []
     for entry in table:
         (_, name), *cells = entry.items()
@@ -71,7 +70,7 @@ def beside_paper(table: Table, paper: str, titles: dict[str, str], printed: str)
 
 
 def claimed(first: str, second: str) -> dict[str, str]:
-    """Return by set what a method gains over another that a paper claims to beat."""
+    """Return by set a method's gain over another, where the paper claims one."""
     for entry in rows("methods", "Claimed"):
         if (entry[""], entry["claimed above"]) == (first, second):
             return dict(list(entry.items())[3:])
@@ -82,7 +81,7 @@ def claimed(first: str, second: str) -> dict[str, str]:
 
 
 def aml_held_out() -> str:
-    """Differences on sets that were chosen by rule."""
+    """Differences on sets that a rule chose."""
     parts = {"all": rows("aml_heldout", "All of", 1), "ten a class": rows("aml_heldout", "Ten", 1)}
     lines = [{"items": size, **entry} for size, table in parts.items() for entry in table]
     return whole(lines)
@@ -118,7 +117,7 @@ def anml_table_2() -> str:
 
 
 def daml_real() -> str:
-    """Whether several metrics gain on real data, and learned weights over even ones."""
+    """Gains of several metrics on real data, and of learned weights over equal ones."""
     title = "Several metrics"
     return f"""{whole(rows("daml_real", title), ("margin, rate",))}
 
@@ -130,7 +129,7 @@ somewhat too narrow. Learned weights minus even ones:
 
 
 def oahu_itself() -> str:
-    """What OAHU does on the set of the paper, and how its two ways to search do."""
+    """OAHU on the paper's set, and its two ways to search."""
     names = ("Euclid", "LEGO", "OAHU, untrained", "OAHU", "OAHU, η .01 τ 1.9")
     measured = {entry[""]: entry for entry in rows("oahu_table3", "OAHU and its baselines")}
     lines = [
@@ -147,7 +146,7 @@ classes:
 
 
 def oahu_warm() -> str:
-    """What the warm start gains, where it loses, and how often it leaves Euclid without reason."""
+    """Gains and losses of the warm start, and how often it leaves Euclid without reason."""
     counts, shuffled, means, _, pixels = (
         whole(rows("oahu_warm", "`oahu.warm` along", number)) for number in range(5)
     )
@@ -181,10 +180,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def written(name: str) -> str:
-    """Return a page with its blocks made anew.
+    """Return a page with new blocks.
 
     Raises:
-        KeyError: the page names a block that there is not, or lacks one.
+        KeyError: the page names an unknown block, or lacks one.
     """
     text, blocks = (DOCS / name).read_text(encoding="utf-8"), PAGES[name]
     if missing := set(blocks) ^ set(MARK.findall(text)):

@@ -1,13 +1,13 @@
-"""The picture of a search without labels in docs/engineer.md: Fashion-MNIST's images, a pretrained
-backbone, nothing trained.
+"""The picture of a search without labels in docs/engineer.md: Fashion-MNIST with a pretrained
+backbone, without training.
 
     # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
     python benchmarks/photos_without_labels.py
 
-The first 500 training images are indexed by `retrieval index create --model
-core.efficientnet_lite0`. The queries are the first 40 test images; of each class the first is
-drawn, with its six nearest. Labels, the names of the images' folders, only judge what came: they
-are Fashion-MNIST's own (Debian's package dataset-fashion-mnist).
+`retrieval index create --model core.efficientnet_lite0` indexes the first 500 training images. The
+queries are the first 40 test images; the picture shows the first of each class with its six nearest
+images. The labels, the names of the images' folders, only judge the results. They are
+Fashion-MNIST's own (Debian's package dataset-fashion-mnist).
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def render(raw: dict[str, Any]) -> str:
         # Photos without labels
 
         `python benchmarks/photos_without_labels.py`, {raw["date"]}. {GALLERY:,} images of
-        Fashion-MNIST indexed by `retrieval {raw["command"]}`, nothing trained; their classes only
-        judge. Of the first {QUERIES} test images the nearest is of the same class for
-        {raw["nearest"]}; of all {NEAREST * QUERIES} answers ({NEAREST} each), {raw["all"]} are, and
-        at random {raw["random"]:.0f} would be. EfficientNet-Lite0 was trained on photographs, which
-        small grey pictures of clothes are not.
+        Fashion-MNIST were indexed by `retrieval {raw["command"]}`, without training; their classes
+        only judge the results. For {raw["nearest"]} of the first {QUERIES} test images, the nearest
+        image is of the same class. Of all {NEAREST * QUERIES} hits ({NEAREST} for each),
+        {raw["all"]} are of the same class; random hits would give {raw["random"]:.0f}.
+        EfficientNet-Lite0 was trained on photographs, not on small grey pictures of clothes.
     """)
 
 

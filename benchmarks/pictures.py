@@ -1,4 +1,4 @@
-"""Sets of pictures that several benchmarks measure on, and a plugin that reads a saved one."""
+"""Sets of pictures that several benchmarks use, and a plugin that reads a saved set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
 
 
 def load(name: str, package: Path, count: int) -> Pictures:
-    """Return digits, fashion, or so many of the icons in npm's package."""
+    """Return digits, fashion, or `count` of the icons in npm's package."""
     return {"digits": digits, "fashion": fashion}.get(name, lambda: icons(package, count))()
 
 
@@ -42,7 +42,7 @@ def fashion() -> Pictures:
 
 
 def icon_names(package: Path) -> list[str]:
-    """Return the names of Phosphor's icons in the folder of npm's package @phosphor-icons/core."""
+    """Return the names of the icons in the folder of npm's package @phosphor-icons/core."""
     folder = package / "assets" / "regular"
     names = sorted(file.stem for file in folder.glob("*.svg"))
     if len(names) != ICONS:
@@ -51,7 +51,7 @@ def icon_names(package: Path) -> list[str]:
 
 
 def icon(package: Path, name: str, weight: str, side: int) -> Any:
-    """Return an icon as a grey picture of Pillow, black on white."""
+    """Return an icon as a grey Pillow image, black on white."""
     import resvg_py
     from PIL import Image
 

@@ -1,17 +1,16 @@
-"""The losses and miners of `pml` that compute for themselves, beside pytorch-metric-learning's own
-of the same parameters: time and memory.
+"""Time and memory of the losses and miners that `pml` computes itself, beside
+pytorch-metric-learning's.
 
-    python benchmarks/pml_losses.py # cases that are not measured yet, then the page
-    # measured again; nothing is kept
+    python benchmarks/pml_losses.py    # measures missing cases, then writes the page
+    # measures again; nothing is kept
     python benchmarks/pml_losses.py --fresh --only triplet_margin
 
-All other losses and miners of `pml` are pytorch-metric-learning's classes, and as fast. A loss is
-called forward and backward, a miner once, on one thread. Both sides are called in turn in one
-process; the median CPU time of the rounds is kept. Memory is how far the process's peak rises
-during a first call over what it holds before, each side in a process of its own, which may take 3
-GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its
-class's random vector plus one and a half times as much noise. Cases are kept in
-raw/pml_losses.json.
+All other losses and miners of `pml` are pytorch-metric-learning's classes, and equally fast. A call
+of a loss is a forward and a backward pass; a call of a miner is one pass. Both sides take turns in
+one process with one thread, and the median CPU time of the rounds is kept. Memory is the rise of
+the process's peak during a first call, for each side in a new process, which may take 3 GB and a
+minute. A side that needs more is reported without times. A batch has 8 items a class: the class's
+random vector, plus noise of one and a half times its size. Cases are kept in raw/pml_losses.json.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ CASES = [
     *(("miners", name) for name in ("multi_similarity", "triplet_margin", "angular")),
     *(("recipe", name) for name in ("multi_similarity", "triplet_margin")),
 ]
-"""Kind and name; a recipe is a loss with the miner of the same name."""
+"""Kind and name. A recipe is a loss with the miner of the same name."""
 
 
 def part(kind: str, name: str, ours: bool) -> Any:
-    """Return a loss or miner: the plugin's, or upstream's class of the same parameters."""
+    """Return a loss or miner of the plugin, or upstream's class with the same parameters."""
     import pytorch_metric_learning as upstream
     import torch
 
@@ -53,29 +52,29 @@ def part(kind: str, name: str, ours: bool) -> Any:
 
     torch.manual_seed(0)
     factory = getattr(retrieval_pml, f"retrieval_{kind}")()[name]
-    made = factory(classes=CLASSES, embedding_size=WIDTH) if name == "manifold" else factory()
+    product = factory(classes=CLASSES, embedding_size=WIDTH) if name == "manifold" else factory()
     if ours:
-        return made
+        return product
     if name != "manifold":
-        return getattr(getattr(upstream, kind), type(made).__name__)()
+        return getattr(getattr(upstream, kind), type(product).__name__)()
     loss = upstream.losses.ManifoldLoss(l=WIDTH)
-    loss.meta_classes = made.meta_classes
+    loss.meta_classes = product.meta_classes
     return loss
 
 
 def call(kind: str, name: str, ours: bool) -> Callable[[Any, Any], Any]:
-    """Return a function of embeddings and labels that gives a loss or a miner's indices."""
+    """Return a function of embeddings and labels that returns a loss or a miner's indices."""
     if kind == "recipe":
         loss, miner = part("losses", name, ours), part("miners", name, ours)
         return lambda x, y: loss(x, y, miner(x, y))
-    made = part(kind, name, ours)
+    product = part(kind, name, ours)
     if name == "manifold" and not ours:
-        return lambda x, y: made(x, indices_tuple=made.meta_classes[y])
-    return lambda x, y: made(x, y)
+        return lambda x, y: product(x, indices_tuple=product.meta_classes[y])
+    return lambda x, y: product(x, y)
 
 
 class Side:
-    """One side of a case, ready to be called."""
+    """One side of a case, ready for calls."""
 
     def __init__(self, kind: str, name: str, ours: bool, items: int) -> None:
         import torch
@@ -86,10 +85,10 @@ class Side:
         centres = torch.randn(items // EACH, WIDTH)
         self.x = centres[self.labels] + 1.5 * torch.randn(items, WIDTH)
         self.x.requires_grad_()
-        self.once(64)  # what is set up once
+        self.once(64)  # set up once, before the measured calls
 
     def once(self, rows: int | None = None) -> tuple[float, float | None]:
-        """Call it, and return CPU seconds and the loss."""
+        """Make one call; return CPU seconds and the loss."""
         self.x.grad = None
         x, y = self.x[:rows], self.labels[:rows]
         start = time.process_time()
@@ -101,7 +100,7 @@ class Side:
 
 
 def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
-    """Return a first call's memory in MB and CPU seconds, and the loss; or why there are none."""
+    """Return memory in MB, CPU seconds and the loss of a first call, or why it failed."""
     size = bench.status("VmSize") + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
@@ -121,14 +120,14 @@ def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
 
 
 def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
-    """Return the median CPU seconds of each side, called in turn."""
-    made = [Side(kind, name, ours, items) for ours in sides]
-    taken = [[side.once()[0] for side in made] for _ in range(rounds)]
-    return [median(side) for side in zip(*taken, strict=True)]
+    """Return the median CPU seconds of each side; the sides take turns."""
+    contestants = [Side(kind, name, ours, items) for ours in sides]
+    times = [[side.once()[0] for side in contestants] for _ in range(rounds)]
+    return [median(side) for side in zip(*times, strict=True)]
 
 
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
-    """Return a case's figures."""
+    """Return the row of a case."""
     kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": bench.load()}
     for side in ("theirs", "ours"):
         try:
@@ -150,7 +149,7 @@ def measure(kind: str, name: str, items: int) -> dict[str, Any]:
 def render(raw: dict[str, Any]) -> str:
     kept, about = raw["cases"], raw["machine"]
     loads = sorted(row["load"] for row in kept)
-    gone = sum("failed" in row["theirs"] for row in kept)
+    failures = sum("failed" in row["theirs"] for row in kept)
     apart = dict.fromkeys(f"`{row['name']}`" for row in kept if _apart(row))
     lines = [
         [title, f"{row['items']:,}", *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)]
@@ -162,15 +161,16 @@ def render(raw: dict[str, Any]) -> str:
     return bench.page(f"""
         # Losses and miners of `pml` beside pytorch-metric-learning's own
 
-        `python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread;
-        median CPU time, both sides in turn; peak memory of a call. {EACH} items a class, {WIDTH}
-        dimensions. All other losses and miners of `pml` are pytorch-metric-learning's classes, and
-        as fast.
+        `python benchmarks/pml_losses.py`: median CPU time and peak memory of a loss's forward and
+        backward pass, or a miner's call, on one thread; both sides take turns. {EACH} items a
+        class, {WIDTH} dimensions. All other losses and miners of `pml` are
+        pytorch-metric-learning's classes, and equally fast.
 
         {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
 
-        The peer gives nothing within 3 GB and a minute in {gone} of {len(kept)} cases. Values
-        differ where the factory's description says how: {", ".join(apart) or "none"}.
+        pytorch-metric-learning does not finish within 3 GB and a minute in {failures} of
+        {len(kept)} cases. These losses have other values, as their descriptions explain:
+        {", ".join(apart) or "none"}.
 
         {bench.markdown([*head, "times faster"], lines)}
     """)
@@ -201,7 +201,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     bench.one_thread()
-    # imported here, before the processes are copied
+    # imported before processes are forked
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners  # noqa: F401
     import torch

@@ -1,14 +1,14 @@
-"""Which pool a net should end in, on classes that it was not trained on.
+"""The pool at the end of a net, measured on unseen classes.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
     OMP_NUM_THREADS=1 python benchmarks/pooling.py --icons package
 
-Three sets of images of 32 × 32: scikit-learn's digits, 2,000 of Fashion-MNIST, and 300 of
-Phosphor's icons in six weights. Half of the classes train, the others are queries and gallery.
-Each pool of `core.convnet` trains with the same recipe, split and steps; with one seed, small
+There are three sets of images of 32 × 32: scikit-learn's digits, 2,000 of Fashion-MNIST, and 300 of
+Phosphor's icons in six weights. Half of the classes train; the others are queries and gallery. Each
+pool of `core.convnet` trains with the same recipe, split, steps and the one seed, so small
 differences mean nothing. Pools of a frozen ImageNet net are measured with EfficientNet-Lite0 at 96
-pixels, whose last map has 3 × 3 positions: nothing trains, and all classes are searched. It stands
-for `core.timm` and `core.torchvision`, whose weights need a download. Finished runs are kept in
+pixels, whose last map has 3 × 3 positions, without training and on all classes. It stands for
+`core.timm` and `core.torchvision`, whose weights need a download. Finished runs are kept in
 results/raw/pooling.jsonl and not repeated.
 """
 
@@ -57,7 +57,7 @@ def recipe(pool: str, sampler: dict[str, int]) -> dict[str, Any]:
 
 
 def measure(name: str, pool: str, data: pictures.Pictures) -> dict[str, Any]:
-    """Train a net that ends in a pool; return its row."""
+    """Train a net with a pool; return its row."""
     dataset = ArrayDataset(data[0], data[1].tolist())
     with tempfile.TemporaryDirectory() as folder:
         table = recipe(pool, SETS[name])
@@ -84,7 +84,6 @@ def measure_frozen(name: str, pool: str, data: pictures.Pictures) -> dict[str, A
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a table of pools and sets."""
     lines = []
     for pool in POOLS:
         cells = [

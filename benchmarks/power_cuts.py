@@ -1,14 +1,15 @@
-"""Cut the power of a machine that writes to a living index, at a thousand moments, and compare what
+"""Cut the power of a machine that writes to a living index at a thousand moments, and compare what
 a disk may then hold with what was acknowledged.
 
     # writes results/raw/power_cuts.json and results/power_cuts.md; needs strace
     python benchmarks/power_cuts.py --count 1000 --seed 0
 
-A process makes an index and does random calls of a store, or is killed in their midst and another
-goes on; `strace` records every system call that changes a file or a name. Of drawn moments of that
-record a disk is built as a power cut may leave it (`power_disk.py`): of what was not synced any
-part is missing. An opened index is then compared with a model in memory: all that was acknowledged
-is there, the call that ran is there or not, no open is refused, and the index goes on.
+A process creates an index and makes random calls of a store. Sometimes it is killed during a call,
+and another process continues. `strace` records every system call that changes a file or a name. For
+random moments of that record, `power_disk.py` builds a disk as a power cut may leave it: any part
+of what was not synced is missing. The script then opens the index and compares it with a model in
+memory. Everything acknowledged must be there, the running call must have had its whole effect or
+none, the index must open, and it must accept further calls.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from bench import page
 from power_disk import MODES, Disk, strace
 
 LIVES, CALLS, CUTS = 3, 12, 40
-"""Processes of one record, calls of each, and cuts of one record."""
+"""Processes in one record, calls of each process, and cuts of one record."""
 FAULTS = ("commits", "folders")
-"""What a store can be made not to sync, to see that it would be found out."""
+"""Syncs that a store can leave out, to show that the script detects it."""
 CREATE: living.Call = {"call": "create"}
 
 
-# The process that is recorded
+# The recorded process
 
 
 class _Enough(Exception):
-    """So many calls were done."""
+    """Raised after the wanted number of calls."""
 
 
 def forget(fault: str) -> None:
-    """Have this process leave out syncs."""
+    """Make this process leave out syncs."""
     sync, opened = os.fsync, Record._open
     if fault == "commits":
 
@@ -68,18 +69,18 @@ def forget(fault: str) -> None:
 
 
 def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
-    """Make an index, or go on with one, and tell what begins and what has returned.
+    """Create or continue an index, and report the begin and the end of each call.
 
-    A process that is killed ("line", "sync") has no thread for upkeep, and one that ends by itself
-    waits for it: so no other call is under way, of which the trace would not say how far it came.
+    A process that is killed ("line", "sync") has no thread for upkeep, and a process that ends
+    normally waits for its upkeep. So no other call is running whose progress the trace would not
+    show.
     """
-    living.small()
+    living.frequent_upkeep()
     if fault is not None:
         forget(fault)
     draw = random.Random(seed)
-    bundles = [
-        Bundle.open(folder / f"bundle{number}", threads=1) for number in range(living.BUNDLES)
-    ]
+    paths = [folder / f"bundle{number}" for number in range(living.BUNDLES)]
+    bundles = [Bundle.open(path, threads=1) for path in paths]
     marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     count = [0]
 
@@ -98,11 +99,12 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
         create_local(index, bundles[0], widths_of(bundles[0], features=living.WIDTH))
         tell("end", None)
     known = json.loads((folder / "states.json").read_text())
-    states = [living.State(**one) for one in known["states"]]
+    states = [living.State(**fields) for fields in known["states"]]
     for state in states:
-        state.generations = {int(number): tuple(one) for number, one in state.generations.items()}  # type: ignore[misc]
+        entries = state.generations.items()
+        state.generations = {int(number): tuple(entry) for number, entry in entries}  # type: ignore[misc]
     background = None if killed == "no" else False
-    writing = living.Writing(
+    writing = living.Writer(
         index, bundles, states[0], draw.randrange(1 << 40), tell, None, background
     )
     if not created:
@@ -120,18 +122,18 @@ def live(folder: Path, seed: int, killed: str, fault: str | None) -> None:
         os._exit(0)
 
 
-# What it leaves
+# The index after a power cut
 
 
 def record(
     folder: Path, seed: int, fault: str | None = None, lives: int = LIVES
-) -> tuple[Disk, living.Told]:
-    """Have processes make an index and work on it; return the record of it, and what they told."""
+) -> tuple[Disk, living.Expected]:
+    """Run processes that create an index and change it; return the disk and what it should hold."""
     root = folder / "disk"
     root.mkdir()
-    disk, told, draw = Disk(root), living.Told(living.State(), CREATE), random.Random(seed)
+    disk, expected, draw = Disk(root), living.Expected(living.State(), CREATE), random.Random(seed)
     for life in range(lives):
-        known = {"states": [vars(state) for state in told.states], "again": told.again}
+        known = {"states": [vars(state) for state in expected.states], "again": expected.again}
         (folder / "states.json").write_text(json.dumps(known))
         killed = draw.choice(["line", "sync", "sync", "no"]) if life < lives - 1 else "no"
         words = ["--live", str(folder), str(seed + life), killed, *([fault] if fault else [])]
@@ -143,14 +145,14 @@ def record(
         seen = len(disk.marks)
         disk.replay(folder / "trace", folder / "marks")
         for when, text in disk.marks[seen:]:
-            told.take(*json.loads(text), when)
-    return disk, told
+            expected.take(*json.loads(text), when)
+    return disk, expected
 
 
 def same(disk: Disk, folder: Path) -> list[str]:
-    """Return the files of a record's end that differ from the system's: a whole record has none."""
+    """Return the files that differ between the end of a trace and the system; none should."""
     disk.write(folder, disk.time, "all", "all", random.Random(0))
-    there, made = (
+    real, replayed = (
         {
             path.relative_to(top): path.read_bytes()
             for path in Path(top).rglob("*")
@@ -158,18 +160,18 @@ def same(disk: Disk, folder: Path) -> list[str]:
         }
         for top in (disk.root, folder)
     )
-    names = there.keys() | made.keys()
-    return sorted(str(name) for name in names if there.get(name) != made.get(name))
+    names = real.keys() | replayed.keys()
+    return sorted(str(name) for name in names if real.get(name) != replayed.get(name))
 
 
 def cut(
-    disk: Disk, told: living.Told, bundles: list[Bundle], folder: Path, draw: random.Random
+    disk: Disk, expected: living.Expected, bundles: list[Bundle], folder: Path, draw: random.Random
 ) -> dict[str, Any]:
-    """Cut the power at a drawn moment of a drawn call; return what an index is like afterwards."""
-    ends = [when for when, *_ in told.moments[1:]] + [disk.time]
+    """Cut the power at a random moment of a random call; return the state of the index."""
+    ends = [when for when, *_ in expected.moments[1:]] + [disk.time]
     within = [
         (moment, times)
-        for moment, end in zip(told.moments, ends, strict=True)
+        for moment, end in zip(expected.moments, ends, strict=True)
         if (times := [when for when in disk.moments if moment[0] < when <= end])
     ]
     (_, states, copies, running), times = draw.choice(within)
@@ -197,29 +199,31 @@ def look(
     bundles: list[Bundle],
     draw: random.Random,
 ) -> tuple[str, list[str]]:
-    """Return what became of the call that ran, and all that is wrong."""
+    """Return the outcome of the running call, and everything that is wrong."""
     index = folder / "index"
     if running == CREATE and not index.exists():
         return "not there", []
-    said = living.check(index, states, copies, bundles, 0)
-    if said["wrong"]:
-        return "wrong", said["wrong"]
-    state = states[said["which"]]
+    result = living.check(index, states, copies, bundles, 0)
+    if result["wrong"]:
+        return "wrong", result["wrong"]
+    state = states[result["which"]]
     pairs = [[f"id{number}", draw.randrange(1 << 30)] for number in range(3)]
     more: living.Call = {"call": "upsert", "items": pairs}
     served = state.generations[state.served][0]
     with LocalStore(index, upkeep=False) as store:
-        store.upsert([living.item_of(id, one, served) for id, one in pairs], bundles[served].sha256)
+        store.upsert(
+            [living.item_of(id, version, served) for id, version in pairs], bundles[served].sha256
+        )
     with LocalStore(index, upkeep=False) as store:
         if wrong := living.differences(store, state.after(more), bundles, 1):
-            return "wrong", [f"goes on: {one}" for one in wrong]
+            return "wrong", [f"goes on: {fault}" for fault in wrong]
     if len(states) < 2 or states[0] == states[1]:
         return ("there" if running == CREATE else "same either way"), []
-    return ("there" if said["which"] else "not there"), []
+    return ("there" if result["which"] else "not there"), []
 
 
 def cuts(options: Any, folder: Path) -> list[living.Row]:
-    """Cut the power as often as the options say; return what each cut left."""
+    """Cut the power as often as the options say; return one row per cut."""
     bundles = living.make_bundles(folder)
     rows: list[living.Row] = []
     while len(rows) < options.count:
@@ -228,12 +232,12 @@ def cuts(options: Any, folder: Path) -> list[living.Row]:
             here = Path(name)
             for number in range(living.BUNDLES):
                 shutil.copytree(folder / f"bundle{number}", here / f"bundle{number}")
-            disk, told = record(here, draw.randrange(1 << 40), options.without, options.lives)
+            disk, expected = record(here, draw.randrange(1 << 40), options.without, options.lives)
             if differ := same(disk, here / "whole"):
                 raise RuntimeError(f"The record is not whole: {', '.join(differ)}")
             for number in range(min(options.each, options.count - len(rows))):
-                rows.append(cut(disk, told, bundles, here / f"cut{number}", draw))
-                living.show(len(rows), rows[-1])
+                rows.append(cut(disk, expected, bundles, here / f"cut{number}", draw))
+                living.report(len(rows), rows[-1])
     return rows
 
 
@@ -241,29 +245,29 @@ def render(raw: living.Row) -> str:
     outcomes = ("there", "not there", "same either way", "wrong", "refused", "crash")
     order = sorted(raw["modes"], key=lambda cell: MODES.index(cell[0]))
     wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
-    verdict = """Everything that was acknowledged was there; the call that ran was wholly there, or
-        not at all; no index was refused."""
+    verdict = """Everything acknowledged was there, the running call had had its whole effect or
+        none, and every index opened."""
     return page(f"""
         # Power cuts
 
         `python benchmarks/power_cuts.py --count {raw["cuts"]} --seed {raw["seed"]}`;
         {raw["machine"]}.
 
-        Processes made a living index and did random calls; some were killed, at a drawn line of
-        Python or as they entered a sync, and others went on. `strace` recorded each system call
-        that changed a file or a name. {raw["cuts"]:,} times a disk was built from the record as a
-        power cut at a drawn moment may leave it: of what was not synced by then, any part is
-        missing. An index was then opened and compared with a model in memory: ids, labels,
-        metadata, arrays, originals, counts, generations, filters, neighbours, snapshots, and the
-        files with what the record names. Then it was written to and opened again.
+        Processes created a living index and made random calls. Some were killed, at a random line
+        of Python or when they entered a sync, and others continued. `strace` recorded each system
+        call that changed a file or a name. {raw["cuts"]:,} times a disk was built from the record
+        as a power cut at a random moment may leave it: any part of what was not synced by then is
+        missing. The index was then opened and compared with a model in memory: ids, labels,
+        metadata, arrays, originals, counts, generations, filters, neighbours and snapshots, and the
+        files with the index's record. Then the index was written to and opened again.
 
         **Differences: {len(raw["wrong"])}.** {"" if raw["wrong"] else verdict}
 
         {living.counts_table(["call that ran"], outcomes, raw["cells"])}
 
-        What had become of changes that were not synced, and how often it was drawn. Prefix: those
-        before a drawn moment are there, the next one in part. Any: each change of a name, and each
-        sector of 512 or 4,096 bytes, is there or not.
+        Unsynced changes that reached the disk, and how often each case was drawn. Prefix: the
+        changes before a random moment, and a part of the next one. Any: a random choice of changed
+        names and of sectors of 512 or 4,096 bytes.
 
         {living.counts_table(["names"], MODES, order, prefix="bytes: ")}
 
@@ -276,7 +280,7 @@ def main() -> None:
         folder, seed, killed, *faults = sys.argv[2:]
         live(Path(folder), int(seed), killed, faults[0] if faults else None)
     parser = living.run_arguments(__doc__, count=1000)
-    parser.add_argument("--lives", type=int, default=LIVES, help="processes of one record")
+    parser.add_argument("--lives", type=int, default=LIVES, help="processes in one record")
     parser.add_argument("--each", type=int, default=CUTS, help="cuts of one record")
     less = "have the store leave out these syncs; losses are then expected"
     parser.add_argument("--without", choices=FAULTS, help=less)

@@ -1,10 +1,10 @@
-"""What a power cut may leave of a folder: from a record of system calls, the files and names that a
-disk may hold at any moment of it.
+"""The files and names that a disk may hold after a power cut at any moment, from a record of system
+calls.
 
-A file is what was written before its last sync that had ended, and of each sector written since the
-old or any newer version, whether others are there or not. A name is what its folder held when that
-was last synced, and of each change since, whether it happened or not. Nothing is assumed of the
-order in which a disk writes, nor of what a file system does beyond POSIX.
+A file has the content of its last completed sync. Each sector written since then has the old or any
+newer version, independently of other sectors. A folder has the names of its last sync, and each
+later change of a name has happened or not. Nothing is assumed about the order in which a disk
+writes, nor about a file system beyond POSIX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS = ",".join([*sorted(ON_HANDLES | OPENS), "pwritev,pwritev2,fallocate,trunc
     ",sync_file_range,msync"
 )
 _COPIES = "sendfile,copy_file_range"
-"""Calls whose bytes a trace does not show: refused, so that Python reads and writes."""
+"""Calls whose bytes a trace does not show. They are refused, so that Python reads and writes."""
 _PLAIN = re.compile(r"^(\d+)\s+(\w+)\((.*)$", re.DOTALL)
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
 _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
@@ -32,7 +32,7 @@ SECTORS = (512, 4096)
 
 
 def strace(output: Path, kill: int | None = None) -> list[str]:
-    """Return a command that records changes of files, and kills at the sync number `kill`."""
+    """Return a command that records changes of files, and kills a process at a sync's number."""
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
     line = f"strace -f --seccomp-bpf -qq -y -xx -s {1 << 26} -e trace={CALLS},{_COPIES}"
     line += f" -e inject={_COPIES}:error=ENOSYS -e signal=none"
@@ -40,28 +40,28 @@ def strace(output: Path, kill: int | None = None) -> list[str]:
 
 
 Span = tuple[int, float]
-"""When a call began, and when it had ended."""
+"""When a call began and when it ended."""
 
 
 @dataclass(eq=False)
 class File:
-    """What was written (began, ended, at, bytes; None: a cut to the length `at`), and the syncs."""
+    """The writes (begin, end, position, bytes; or None for a cut to a length), and the syncs."""
 
     changes: list[tuple[int, float, int, bytes | None]] = field(default_factory=list)
     syncs: list[Span] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        """How long it is now."""
+        """The current length."""
         size = 0
-        for _, _, at, content in self.changes:
-            size = at if content is None else max(size, at + len(content))
+        for _, _, place, content in self.changes:
+            size = place if content is None else max(size, place + len(content))
         return size
 
 
 @dataclass(eq=False)
 class Folder:
-    """Names that changed (began, ended, what each stands for now), the syncs, and the names now."""
+    """Changes of names (begin, end, new target of each name), syncs, and the current names."""
 
     changes: list[tuple[int, float, dict[str, File | Folder | None]]] = field(default_factory=list)
     syncs: list[Span] = field(default_factory=list)
@@ -73,7 +73,7 @@ Parts = tuple[str, ...]
 
 
 def _texts(name: str, words: str) -> list[bytes]:
-    """Return the texts of a call, which must be whole in the trace."""
+    """Return the texts in a call; the trace must show them in full."""
     texts = _TEXT.findall(words)
     if any(cut for _, cut in texts):
         raise ValueError(f"A {name} is cut short in the trace.")
@@ -81,7 +81,7 @@ def _texts(name: str, words: str) -> list[bytes]:
 
 
 def _handles(words: str) -> list[tuple[int, str]]:
-    """Return the descriptors of a call (-1: the current folder), and their paths."""
+    """Return the descriptors in a call (-1: the current folder) and their paths."""
     return [
         (
             -1 if number == "AT_FDCWD" else int(number),
@@ -92,14 +92,14 @@ def _handles(words: str) -> list[tuple[int, str]]:
 
 
 def _paths(name: str, texts: list[bytes], handles: list[tuple[int, str]]) -> list[Path]:
-    """Return the whole paths that a call names; the trace must tell the folder of each."""
+    """Return the absolute paths in a call; the trace must name the folder of each."""
     bases = [path for _, path in handles if name.endswith(("at", "at2"))]
     paths = []
-    for at, text in enumerate(texts):
+    for number, text in enumerate(texts):
         path = text.decode(errors="surrogateescape")
         if not bases and not path.startswith("/"):
             raise ValueError(f"{name} of {path}: which folder it is in is not in the trace.")
-        paths.append(Path(bases[min(at, len(bases) - 1)] if bases else "/") / path)
+        paths.append(Path(bases[min(number, len(bases) - 1)] if bases else "/") / path)
     return paths
 
 
@@ -109,12 +109,12 @@ def _last(words: str) -> int:
 
 
 def _synced(node: File | Folder, cut: int) -> float:
-    """Return the time before which all changes are on the disk for certain."""
+    """Return the time before which all changes are certainly on the disk."""
     return max((began for began, ended in node.syncs if ended <= cut), default=-1)
 
 
 class Disk:
-    """Replays traces of one folder, which is empty at first, and whose own name is on the disk."""
+    """Replays traces of a folder, which is empty at first and whose own name is on the disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = PurePosixPath(root)
@@ -125,28 +125,28 @@ class Disk:
         self._open: dict[int, tuple[File | Folder, int, bool]] = {}
 
     def replay(self, trace: Path, marks: Path) -> None:
-        """Take in what a process did, before another changes the folder; what it wrote to the file
-        `marks` is kept with its time.
+        """Read the trace of a process that has ended; writes to the file `marks` are kept with
+        their time.
 
         Raises:
-            ValueError: a call that is not understood, or that a kill ended, except for syncs.
+            ValueError: a call is not understood, or was interrupted by a kill (except syncs).
         """
         self._open.clear()
         waiting: dict[str, tuple[int, str]] = {}
         with trace.open(encoding="ascii") as lines:
             for line in lines:
                 self.time += 1
-                if found := _RESUMED.match(line):
-                    began, text = waiting.pop(found[1], (self.time, f"{found[2]}("))
-                    name, text = found[2], text.partition("(")[2] + found[3]
+                if match := _RESUMED.match(line):
+                    began, text = waiting.pop(match[1], (self.time, f"{match[2]}("))
+                    name, text = match[2], text.partition("(")[2] + match[3]
                     if name == "close":
                         continue
-                elif found := _PLAIN.match(line):
-                    began, name, text = self.time, found[2], found[3]
-                    waiting.pop(found[1], None)  # interrupted, and begun again
+                elif match := _PLAIN.match(line):
+                    began, name, text = self.time, match[2], match[3]
+                    waiting.pop(match[1], None)  # interrupted by a signal, and restarted
                     if text.rstrip().endswith("<unfinished ...>"):
-                        waiting[found[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
-                        # another thread may be given the number before this one returns
+                        waiting[match[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
+                        # another thread may get the number before this call returns
                         if name == "close":
                             self._call(name, text, 0, began, marks)
                         continue
@@ -154,13 +154,13 @@ class Disk:
                     continue
                 words, _, result = text.rpartition(" = ")
                 if result.startswith("?"):
-                    waiting[found[1]] = (began, f"{name}({words}")
-                number = re.match(r"\d+", result)  # none: it failed, or its process was killed
-                if number is not None:
+                    waiting[match[1]] = (began, f"{name}({words}")
+                # Without a number, the call failed or its process was killed.
+                if number := re.match(r"\d+", result):
                     self._call(name, words, int(number[0]), began, marks)
         self.time += 1
         for _, text in waiting.values():
-            if not text.startswith(("fsync(", "fdatasync(")):  # not returned: not happened
+            if not text.startswith(("fsync(", "fdatasync(")):  # did not return: has not happened
                 raise ValueError(f"How far a call came that a kill ended is not known: {text}")
 
     def _call(self, name: str, words: str, result: int, began: int, marks: Path) -> None:
@@ -181,14 +181,14 @@ class Disk:
             raise ValueError(f"{name} on {path}, which no call has opened.")
 
     def _inside(self, path: str) -> Parts | None:
-        """Return the parts of a path below the root; None outside."""
+        """Return the parts of a path below the root, or None if it lies outside."""
         pure = PurePosixPath(path)
         return pure.relative_to(self.root).parts if pure.is_relative_to(self.root) else None
 
     def _on_open(
         self, name: str, words: str, handle: int, texts: list[bytes], result: int, began: int
     ) -> None:
-        node, at, appends = self._open[handle]
+        node, position, appends = self._open[handle]
         if name == "close":
             del self._open[handle]
         elif name == "lseek":
@@ -201,7 +201,7 @@ class Disk:
             if name == "pwrite64" or content is None:
                 place = _last(words)
             else:
-                place = node.size if appends else at
+                place = node.size if appends else position
                 self._open[handle] = (node, place + result, appends)
             node.changes.append((began, self.time, place, content))
             self.moments.append(self.time)
@@ -241,7 +241,7 @@ class Disk:
         return node
 
     def _set(self, began: int, changed: dict[Parts, File | Folder | None]) -> None:
-        """Change names; those of one folder change together, as every journal has it."""
+        """Change names; changes in one folder happen together, as with every journal."""
         folders: dict[Folder, dict[str, File | Folder | None]] = {}
         for path, node in changed.items():
             folder = self._find(path[:-1])
@@ -255,16 +255,16 @@ class Disk:
         self.moments.append(self.time)
 
     def write(self, target: Path, cut: int, names: str, data: str, draw: random.Random) -> None:
-        """Write to a new folder what a cut at a moment may leave.
+        """Write what a power cut may leave to a new folder.
 
         Args:
             target: the new folder.
-            cut: when.
-            names: what became of changes of names that were not synced: see `MODES`.
-            data: the same of what was written to files.
-            draw: for what is left to chance.
+            cut: the moment of the power cut.
+            names: which unsynced changes of names have happened; see `MODES`.
+            data: which unsynced writes have happened; see `MODES`.
+            draw: the source of randomness.
         """
-        # of a "prefix", what came before this is there
+        # with "prefix", changes before this moment have happened
         order = draw.uniform(max(0, cut - draw.choice([3, 30, 300])), cut)
         sector, likely = draw.choice(SECTORS), draw.random()
         _write_folder(self.tree, target, _Chance(cut, names, data, order, sector, likely, draw))
@@ -272,7 +272,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class _Chance:
-    """How one cut came out; `likely`: the share of sectors that got there."""
+    """The random choices of one cut; `likely` is the share of sectors that reached the disk."""
 
     cut: int
     names: str
@@ -283,7 +283,7 @@ class _Chance:
     draw: random.Random
 
     def there(self, mode: str, ended: float) -> bool:
-        """Whether a change that was not synced is there."""
+        """Return whether an unsynced change has happened."""
         if mode == "any":
             return self.draw.random() < self.likely
         return mode == "all" or (mode == "prefix" and ended <= self.order)
@@ -301,7 +301,7 @@ def _write_folder(folder: Folder, target: Path, chance: _Chance) -> None:
             _write_folder(node, target / name, chance)
         elif node is not None:
             content = _content(node, chance)
-            if name.endswith("-shm"):  # written through memory, which no trace shows: any bytes
+            if name.endswith("-shm"):  # a mapped file, whose writes no trace shows: any bytes
                 content = chance.draw.randbytes(len(content))
             (target / name).write_bytes(content)
 
@@ -309,41 +309,41 @@ def _write_folder(folder: Folder, target: Path, chance: _Chance) -> None:
 def _content(file: File, chance: _Chance) -> bytes:
     synced, content = _synced(file, chance.cut), bytearray()
     pending = []
-    for began, ended, at, written in file.changes:
+    for began, ended, place, written in file.changes:
         if ended <= synced:
-            _apply(content, at, written)
+            _apply(content, place, written)
         elif began <= chance.cut and chance.data != "none":
-            pending.append((ended, at, written))
+            pending.append((ended, place, written))
     if chance.data == "any":
         return _torn(content, [change[1:] for change in pending], chance)
-    there = [change for change in pending if chance.there(chance.data, change[0])]
-    for _, at, written in there:
-        _apply(content, at, written)
-    return _torn(content, [change[1:] for change in pending[len(there) :][:1]], chance)
+    happened = [change for change in pending if chance.there(chance.data, change[0])]
+    for _, place, written in happened:
+        _apply(content, place, written)
+    return _torn(content, [change[1:] for change in pending[len(happened) :][:1]], chance)
 
 
-def _apply(content: bytearray, at: int, written: bytes | None) -> None:
-    """Do a write, or a cut to a length."""
-    content.extend(bytes(max(0, at - len(content))))
+def _apply(content: bytearray, place: int, written: bytes | None) -> None:
+    """Apply a write, or a cut to a length."""
+    content.extend(bytes(max(0, place - len(content))))
     if written is None:
-        del content[at:]
+        del content[place:]
     else:
-        content[at : at + len(written)] = written
+        content[place : place + len(written)] = written
 
 
 def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
-    """Return a file of which each sector, and the length, is of some moment since the sync."""
+    """Return a file whose sectors and length are each from some moment since the sync."""
     if not pending:
         return bytes(content)
     now, lengths, sector = bytearray(content), [len(content)], chance.sector
     versions: dict[int, list[bytes]] = {}
-    for at, written in pending:
-        _apply(now, at, written)
+    for start, written in pending:
+        _apply(now, start, written)
         lengths.append(len(now))
-        for place in range(at // sector, -(-(at + len(written or b"")) // sector)):
+        for place in range(start // sector, -(-(start + len(written or b"")) // sector)):
             versions.setdefault(place, []).append(bytes(now[place * sector : (place + 1) * sector]))
-    for place, held in versions.items():
+    for place, contents in versions.items():
         if chance.draw.random() < chance.likely:
-            _apply(content, place * sector, chance.draw.choice(held))
+            _apply(content, place * sector, chance.draw.choice(contents))
     length = chance.draw.choice([lengths[-1], chance.draw.choice(lengths)])
     return bytes(content[:length]).ljust(length, b"\0")

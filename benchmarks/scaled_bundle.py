@@ -1,4 +1,4 @@
-"""A bundle whose encoder costs nothing, and an index of vectors."""
+"""A bundle whose encoder costs nothing, and an index of given vectors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from retrieval.serving.store.testing.small_bundles import save_graph
 def make_bundle(folder: Path, width: int, scale: float) -> None:
     """Write a bundle whose encoder multiplies features by a number."""
     folder.mkdir()
-    given, out = (
+    source, out = (
         helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", width])
         for n in ("input", "vector")
     )
     nodes = [helper.make_node("Mul", ["input", "scale"], ["vector"])]
     constants = {"scale": np.float32(scale)}
-    save_graph(folder / "encoder.onnx", nodes, [given], [out], constants)
+    save_graph(folder / "encoder.onnx", nodes, [source], [out], constants)
     manifest = Manifest(
         name="scaled",
         created="2025-01-01T00:00:00+00:00",
@@ -42,7 +42,7 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
 
 
 def make_index(folder: Path, bundle: Path, vectors: Any, structure: str = "flat") -> None:
-    """Make an index of vectors (N, D), whose ids are row numbers and which have ten labels."""
+    """Create an index of vectors (N, D), with row numbers as ids and ten labels."""
     opened, widths = Bundle.open(bundle, threads=1), {"vector": vectors.shape[1]}
     create_local(folder, opened, widths, structure=StructureChoice(structure), replace=True)
     with LocalStore(folder, upkeep=False) as store:

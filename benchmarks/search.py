@@ -1,17 +1,17 @@
-"""What a search costs, on one thread and real vectors: exact search, the whole path of a search
-with ids and labels, and each structure as an index grows.
+"""The cost of a search on one thread with real vectors: exact search, a whole search with ids and
+labels, and search structures of growing size.
 
     python benchmarks/search.py                      # all three parts, then results/search.md
-    python benchmarks/search.py --parts path         # one part, beside what is kept of the rest
-    python benchmarks/search.py --vectors mine.npy   # structures on vectors of your own, not kept
+    python benchmarks/search.py --parts path         # one part; the other results stay
+    python benchmarks/search.py --vectors mine.npy   # structures on your own vectors, not kept
 
-Vectors are Fashion-MNIST's training images, shifted and mirrored, along the principal components of
-their pixels; those of 128 numbers are damped as a trained embedding's are (96 % of the variance in
-about 20 directions). Queries are test images. Peers that are not installed are left out.
+Vectors are Fashion-MNIST's training images, shifted and mirrored, as principal components of their
+pixels. Vectors of 128 numbers are damped to resemble a trained embedding (96 % of the variance in
+about 20 directions). Queries are test images. Libraries that are not installed are left out.
 
-Exact search: the median CPU time of a call, beside FAISS's flat index as it comes. The whole path:
-the best of several rounds. Structures have their parameters as they come, and propose candidates
-that are measured again, as a search of the index does.
+Exact search: the median CPU time of a call, beside FAISS's flat index with its defaults. The whole
+path: the best of several rounds. Structures have their default parameters and propose candidates,
+whose distances are computed again, as in a search of the index.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
 # Exact search
 
 SHAPES = {(10_000, 128): 25, (50_000, 64): 25, (100_000, 128): 11, (1_000_000, 128): 5}
-"""Rows and numbers of the vectors, and how many calls are measured."""
+"""Rows and width of the vectors, and the number of measured calls."""
 BATCHES, COMPANION_FROM = (1, 8, 32), 50_000
 
 
 def exact() -> list[Row]:
-    """Return the milliseconds of exact search, for each shape and batch."""
+    """Return the milliseconds of exact search for each shape and batch."""
     return [row for shape, calls in SHAPES.items() for row in exact_rows(shape, calls)]
 
 
@@ -106,13 +106,13 @@ def exact_rows(shape: tuple[int, int], calls: int) -> list[Row]:
 
 ROWS, WIDTH, ROUNDS = 50_000, 64, 7
 CALLS = {1: 1000, 32: 100}
-"""Queries of a call, and how many calls a round has."""
+"""Queries of a call, and calls in a round."""
 BLAS = faiss.cvar.distance_compute_blas_threshold
 """FAISS's own setting, which our `hnsw` changes for the whole process."""
 
 
 def path() -> Row:
-    """Return the milliseconds of `Index.search` and its peers, and the recall of `hnsw`."""
+    """Return the milliseconds of `Index.search` and other libraries, and the recall of `hnsw`."""
     vectors, queries = vectors_of(ROWS, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries, np.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -130,14 +130,14 @@ def path() -> Row:
 
 
 def build(folder: Path, vectors: Any, structure: str) -> Index:
-    """Return an opened index of vectors with ids and labels."""
+    """Return an open index of vectors with ids and labels."""
     make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
     make_index(folder / structure, folder / f"bundle-{structure}", vectors, structure)
     return Index.open(folder / structure, threads=1)
 
 
 def peers(vectors: Any) -> dict[str, Search]:
-    """Return searches of the libraries as they come, by name; they give row numbers."""
+    """Return other libraries' searches with their defaults, by name; they return row numbers."""
     flat, graph = faiss.IndexFlatL2(WIDTH), faiss.IndexHNSWFlat(WIDTH, 32)
     for index in (flat, graph):
         index.add(vectors)
@@ -168,7 +168,7 @@ def peers(vectors: Any) -> dict[str, Search]:
 
 
 def best_of_rounds(searches: dict[str, Search], queries: Any) -> list[Row]:
-    """Return the milliseconds of a call, the least of all rounds, for each number of queries."""
+    """Return the milliseconds of a call, the best of all rounds, for each number of queries."""
     rows = []
     for batch, calls in CALLS.items():
         parts = [queries[start : start + batch] for start in range(0, batch * calls, batch)]
@@ -190,7 +190,7 @@ STRUCTURES = ("flat", "hnsw", "ivf", "ivfpq")
 
 
 def structures(file: Path | None = None) -> Row:
-    """Return what each structure costs, over our vectors of two sizes or all those of a file."""
+    """Return the cost of each structure on our vectors in two sizes, or on a file's vectors."""
     if file:
         whole = np.load(file, mmap_mode="r")
         whole, queries, sizes = whole[:-QUERIES], whole[-QUERIES:], (len(whole) - QUERIES,)
@@ -211,7 +211,7 @@ def structures(file: Path | None = None) -> Row:
 
 
 def structure_row(name: str, vectors: Any, queries: Any, truth: Any) -> Row:
-    """Return what one structure over all vectors costs."""
+    """Return the cost of one structure on all vectors."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "structure"
         began = time.process_time()
@@ -223,11 +223,11 @@ def structure_row(name: str, vectors: Any, queries: Any, truth: Any) -> Row:
         backend = make_backend(name, {})
         backend.load(file, vectors)
         hits, began = 0, time.process_time()
-        for query, wanted in zip(queries, truth, strict=True):
+        for query, neighbours in zip(queries, truth, strict=True):
             (rows,) = backend.search(query[None], min(backend.expand * K, len(vectors)))[1]
             rows = rows[rows >= 0]
             away = ((vectors[rows].astype(np.float64) - query) ** 2).sum(1)
-            hits += len(np.intersect1d(rows[np.argsort(away, kind="stable")[:K]], wanted))
+            hits += len(np.intersect1d(rows[np.argsort(away, kind="stable")[:K]], neighbours))
         spent = time.process_time() - began
     return {
         "structure": name,
@@ -242,7 +242,7 @@ def structure_row(name: str, vectors: Any, queries: Any, truth: Any) -> Row:
 
 
 def times_table(head: list[str], rows: list[Row], names: list[str]) -> str:
-    """Return a table of milliseconds: columns of text, then of contestants."""
+    """Return a table of milliseconds: columns of text, then a column for each contestant."""
     lines = [
         [*(str(row[key]) for key in head), *(f"{row[n]:.2f}" if n in row else "" for n in names)]
         for row in rows
@@ -252,7 +252,7 @@ def times_table(head: list[str], rows: list[Row], names: list[str]) -> str:
 
 
 def structures_part(raw: Row) -> str:
-    """Return the part about structures."""
+    """Return the page's part on structures."""
     columns: dict[str, Callable[[Row], str]] = {
         "vectors": lambda row: f"{row['size']:,}",
         "structure": lambda row: f"`{row['structure']}`",
@@ -290,10 +290,10 @@ def render(raw: Row) -> str:
 
         ## The whole path of a search
 
-        CPU milliseconds of a call among Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` gives
-        ids, labels and exact distances, the libraries row numbers. FAISS's flat index is measured
-        as it comes, and with the setting that our `hnsw` makes. The recall of our `hnsw` is
-        {raw["path"]["recall of hnsw"]:.4f}.
+        CPU milliseconds of a call among Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` returns
+        ids, labels and exact distances; the libraries return row numbers. FAISS's flat index is
+        measured with its defaults, and with the setting that our `hnsw` makes. The recall of our
+        `hnsw` is {raw["path"]["recall of hnsw"]:.4f}.
 
         {times_table(["queries"], raw["path"]["rows"], contestants)}
 

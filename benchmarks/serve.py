@@ -1,13 +1,13 @@
-"""The server beside ONNX Runtime and FAISS called by hand, and beside a bare ASGI application.
+"""The server beside ONNX Runtime and FAISS called directly, and beside a minimal ASGI application.
 
     python benchmarks/serve.py # indexes in benchmarks/work/serve; writes results/serve.md
-    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1 # a part of it, which is not kept
+    python benchmarks/serve.py --only PNG --seconds 1 --rounds 1 # a part, which is not kept
 
-Each contestant is a process of its own; they take turns in each round. A figure is the median over
-rounds of the CPU time, user and system, that all processes of a server took for a request. "By
-hand" is a loop without a server, which decodes with Pillow. "Bare" is an ASGI application under the
-same uvicorn that reads the upload and answers as many bytes. Requests come from this process, over
-connections that are kept.
+Each contestant is a new process; they take turns in each round. The measure is the CPU time (user
+and system) of all processes of a server per request, the median over rounds. "By hand" is a loop
+without a server that decodes with Pillow. "Bare" is an ASGI application under the same uvicorn that
+reads the upload and answers with as many bytes. This process sends the requests over kept
+connections.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ HEAD = b'--q\r\nContent-Disposition: form-data; name="image"; filename="q"\r\n\r
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of every contestant.
+    """The work of every contestant.
 
     Attributes:
         folder: has `index` (ours), `vectors.npy` (the same vectors, for FAISS) and `queries`.
-        bundle: the encoder's folder; None where queries are vectors.
+        bundle: the encoder's folder; None if the queries are vectors.
     """
 
     folder: Path
@@ -63,24 +63,23 @@ class Task:
         return [path.read_bytes() for path in sorted((self.folder / "queries").iterdir())]
 
     def requests(self) -> list[bytes]:
-        """Return whole HTTP requests."""
-        made = []
+        """Return complete HTTP requests."""
+        texts = []
         for query in self.queries():
             body, kind = b'{"vector":%s,"k":%d}' % (query, K), "application/json"
             if self.bundle is not None:
                 body, kind = HEAD + query + b"\r\n--q--\r\n", "multipart/form-data; boundary=q"
             head = f"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
-            made.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        return made
+            texts.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return texts
 
 
 def command(*words: object) -> None:
-    """Run a command of retrieval."""
     subprocess.run([sys.executable, "-m", "retrieval.cli", *map(str, words)], check=True)
 
 
 def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> None:
-    """Make an index of vectors, the vectors as a matrix, and queries."""
+    """Write an index of vectors, the vectors as a matrix, and the queries."""
     make_index(folder / "index", bundle, vectors)
     np.save(folder / "vectors.npy", vectors)
     (folder / "queries").mkdir(exist_ok=True)
@@ -89,7 +88,7 @@ def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> 
 
 
 def of_images(folder: Path, bundle: Path, items: list[Path], queries: list[Path]) -> Task:
-    """Make an index of images."""
+    """Write an index of images."""
     if not (folder / "queries").is_dir():
         vectors = Bundle.open(bundle).encode_images([str(path) for path in items], progress=False)
         prepared(folder, bundle, vectors, [path.read_bytes() for path in queries])
@@ -97,7 +96,7 @@ def of_images(folder: Path, bundle: Path, items: list[Path], queries: list[Path]
 
 
 def digits(work: Path) -> Task:
-    """Return the demo's small net over its digits, asked with PNGs of 16 × 16."""
+    """Return the demo's small net on its digits; queries are PNGs of 16 × 16."""
     demo = work / "demo"
     if not demo.is_dir():
         command("demo", "--output", demo)
@@ -106,7 +105,7 @@ def digits(work: Path) -> Task:
 
 
 def photos(work: Path) -> Task:
-    """Return EfficientNet-Lite0 over crops of scikit-learn's photographs, asked with JPEGs."""
+    """Return EfficientNet-Lite0 on crops of scikit-learn's photographs; queries are JPEGs."""
     from sklearn.datasets import load_sample_images
 
     crops, bundle = work / "crops", work / "lite0"
@@ -127,14 +126,14 @@ def photos(work: Path) -> Task:
 
 
 def vectors(work: Path) -> Task:
-    """Return 50,000 vectors, asked with vectors."""
+    """Return 50,000 vectors; queries are vectors."""
     from search import vectors_of
 
     folder = work / "vectors"
     if not (folder / "queries").is_dir():
-        rows, asked = vectors_of(50_000, 64, power=0.0)
+        rows, test_rows = vectors_of(50_000, 64, power=0.0)
         make_bundle(work / "identity", 64, 1.0)
-        lists = [[round(float(number), 6) for number in row] for row in asked[:QUERIES]]
+        lists = [[round(float(number), 6) for number in row] for row in test_rows[:QUERIES]]
         prepared(folder, work / "identity", rows, [json.dumps(row).encode() for row in lists])
     return Task(folder, None)
 
@@ -146,14 +145,14 @@ TASKS: dict[str, Callable[[Path], Task]] = {
 }
 
 
-def pixels(image: bytes, said: dict[str, Any]) -> Any:
-    """Return an image (1, C, H, W) as a manifest's `preprocessing` says, by Pillow alone."""
-    opened = Image.open(io.BytesIO(image)).convert("L" if said["channels"] == 1 else "RGB")
-    (height, width), method = said["size"], Image.Resampling[said["interpolation"].upper()]
-    if said["resize"] is None:
+def pixels(image: bytes, shape: dict[str, Any]) -> Any:
+    """Return an image (1, C, H, W) after a manifest's `preprocessing`, by Pillow alone."""
+    opened = Image.open(io.BytesIO(image)).convert("L" if shape["channels"] == 1 else "RGB")
+    (height, width), method = shape["size"], Image.Resampling[shape["interpolation"].upper()]
+    if shape["resize"] is None:
         opened = opened.resize((width, height), method)
     else:
-        shorter, (wide, high) = said["resize"], opened.size
+        shorter, (wide, high) = shape["resize"], opened.size
         longer = int(shorter * max(wide, high) / min(wide, high))
         opened = opened.resize((shorter, longer) if wide <= high else (longer, shorter), method)
         left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
@@ -164,7 +163,7 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
 
 @functools.cache
 def by_hand(task: Task) -> tuple[Any, Callable[[Any], Any], list[Any]]:
-    """Return FAISS's index, the encoder of a query, and the queries."""
+    """Return FAISS's index, a function that encodes a query, and the queries."""
     rows = np.load(task.folder / "vectors.npy")
     index = faiss.IndexFlatL2(rows.shape[1])
     index.add(rows)
@@ -188,7 +187,7 @@ def nearest_by_hand(task: Task) -> list[str]:
 
 
 def cpu_by_hand(task: Task, seconds: float) -> float:
-    """Search in a loop for so long; return CPU milliseconds a query."""
+    """Search in a loop for some seconds; return CPU milliseconds per query."""
     index, encode, queries = by_hand(task)
     end, count, cpu = time.monotonic() + seconds, 0, time.process_time()
     while time.monotonic() < end:
@@ -198,7 +197,7 @@ def cpu_by_hand(task: Task, seconds: float) -> float:
 
 
 def run_bare() -> None:
-    """Serve an application that reads the upload and answers as many bytes as ours."""
+    """Serve an application that reads the upload and answers with as many bytes as our server."""
     import uvicorn
 
     content = json.dumps({"read": "x" * (ANSWER - 12)}).encode()
@@ -221,7 +220,7 @@ def run_bare() -> None:
 
 @contextmanager
 def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python in a process of its own; yield it and the first line that it prints."""
+    """Run Python in a new process; yield it and the first line that it prints."""
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -235,10 +234,10 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def cpu_of(process: subprocess.Popen[str]) -> float:
-    """Return the CPU seconds of a process and of those that it started."""
+    """Return the CPU seconds of a process and its child processes."""
     top = psutil.Process(process.pid)
-    times = [one.cpu_times() for one in (top, *top.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    times = [member.cpu_times() for member in (top, *top.children(recursive=True))]
+    return sum(own.user + own.system for own in times)
 
 
 async def ask(port: int, requests: list[bytes], connections: int, seconds: float) -> int:
@@ -268,7 +267,7 @@ async def ask(port: int, requests: list[bytes], connections: int, seconds: float
 
 
 def nearest(port: int, request: bytes) -> str:
-    """Return the id of the first answer."""
+    """Return the id of the nearest hit."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(request.replace(b"Host", b"Connection: close\r\nHost", 1))
         body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")[2]
@@ -278,9 +277,9 @@ def nearest(port: int, request: bytes) -> str:
 def measure(
     name: str, work: Path, seconds: float, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Return what each contestant took, a row for each round."""
+    """Return the measurements of each contestant, a row per round."""
     task = TASKS[name](work)
-    requests, found = task.requests(), dict[str, list[dict[str, float]]]()
+    requests, results = task.requests(), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
         hand = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
         expected = hand.submit(nearest_by_hand, task).result()
@@ -294,19 +293,20 @@ def measure(
             running[title] = process, int(port[1])
             asyncio.run(ask(int(port[1]), requests, 8, 1.0))
         port = running["`retrieval serve`"][1]
-        same = sum(nearest(port, one) == id for one, id in zip(requests, expected, strict=False))
+        pairs = zip(requests, expected, strict=False)
+        same = sum(nearest(port, request) == id for request, id in pairs)
         assert same >= 0.9 * len(expected), f"only {same} of {len(expected)} answers are as by hand"
         for _ in range(rounds):
             cpu = hand.submit(cpu_by_hand, task, seconds).result()
-            found.setdefault("by hand", []).append({"cpu": cpu})
+            results.setdefault("by hand", []).append({"cpu": cpu})
             for title, (process, port) in running.items():
                 for connections in CONNECTIONS:
                     before = cpu_of(process)
                     count = asyncio.run(ask(port, requests, connections, seconds))
                     row = {"cpu": 1000 * (cpu_of(process) - before) / count}
-                    found.setdefault(f"{title}, {connections}", []).append(row)
-    print(name, {title: round(median(rows), 3) for title, rows in found.items()})
-    return found
+                    results.setdefault(f"{title}, {connections}", []).append(row)
+    print(name, {title: round(median(rows), 3) for title, rows in results.items()})
+    return results
 
 
 def median(rows: list[dict[str, float]]) -> float:
@@ -324,12 +324,13 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # The server beside the same work by hand
 
-        `python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes
-        of a server, the median of {raw["rounds"]} rounds of {raw["seconds"]:g} s, contestants in
-        turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow,
-        without a server or JSON. *Bare* is an ASGI application under uvicorn that only reads the
-        same upload. {K} nearest by exact search. {raw["machine"]}, {raw["versions"]}; load average
-        {raw["load"]} at the start: others and the client share the cores.
+        `python benchmarks/serve.py`: CPU milliseconds (user and system) of all processes of a
+        server per request, the median of {raw["rounds"]} rounds of {raw["seconds"]:g} s; the
+        contestants take turns. *By hand* is ONNX Runtime and FAISS in a loop with one thread,
+        decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under uvicorn
+        that only reads the same upload. {K} nearest by exact search. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the start: the client and other programs
+        share the cores.
 
         {markdown(head, lines)}
     """)
@@ -340,7 +341,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=WORK / "serve", help="folder of indexes and queries"
     )
-    parser.add_argument("--only", help="a word of the task's name; what is measured is not kept")
+    parser.add_argument("--only", help="a word of the task's name; the results are not kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

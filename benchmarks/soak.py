@@ -1,16 +1,16 @@
-"""Read and write an index over HTTP while its server is killed again and again, and compare what is
-left with what the clients were told.
+"""Read and write an index over HTTP while its server is killed repeatedly, and compare the index
+with what the clients were told.
 
     # writes results/raw/soak.json and results/soak.md
     python benchmarks/soak.py --seconds 600 --seed 0
 
-Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a
-time, search, and look at items. Each keeps its own record: of every id, what the server has
-acknowledged last, and what it was asked for since without an answer. Every answer to a read is
-compared with it at once. Meanwhile SIGKILL ends the whole server, or one of its two processes,
-every few seconds; a server that was killed as a whole is started again, with one process and with
-two in turns. At the end the index is checked, and compared with the records: ids, labels, metadata,
-vectors, and searches with exact search by NumPy.
+Several clients of `retrieval.client` put, relabel and delete their own items, one or many at a
+time, search, and read items. Each client records for every id what the server acknowledged last,
+and which later requests had no answer. It compares every answer to a read with this record at once.
+Meanwhile, SIGKILL ends the whole server, or one of its two processes, every few seconds. A killed
+server is started again, alternately with one process and with two. At the end the index is checked
+and compared with the records: ids, labels, metadata, vectors, and searches with exact search by
+NumPy.
 """
 
 from __future__ import annotations
@@ -44,55 +44,55 @@ from bench import page
 from living_model import conclude, run_arguments, system, unsound
 
 IDS = 150
-"""Of each client: few enough that most writes meet an item that is there."""
+"""Ids of each client, so few that most writes change an existing item."""
 RETRIES = Retries(times=40, seconds=30.0, first=0.05, longest=0.5)
 MANY, K, SEARCHES = 8, 10, 100
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an item is: of which features, with which label."""
+    """The features and the label of an item."""
 
     features: int
     label: str
 
     def numbers(self) -> list[float]:
-        """Return the features: whole numbers, so that vectors and distances are exact."""
-        drawn = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
-        return list(map(float, drawn))
+        """Return the features as whole numbers, so that vectors and distances are exact."""
+        vector = np.random.default_rng(self.features).integers(-99, 100, FEATURES)
+        return list(map(float, vector))
 
     def as_item(self) -> dict[str, Any]:
-        """Return what the client is given."""
+        """Return the client's item."""
         about = {"made": self.features}
         return {"vector": self.numbers(), "label": self.label, "metadata": about}
 
 
 def value_of(item: Any) -> Value:
-    """Return what an item, or a hit, is."""
+    """Return the value of an item or a hit."""
     return Value(item.metadata["made"], item.label or "")
 
 
 @dataclass
 class Record:
-    """By id what an item may be: one value if the last write was acknowledged; None: not there."""
+    """The possible values of each id: one after an acknowledged write; None means no item."""
 
     known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
 
     def may_be(self, id: str) -> tuple[Value | None, ...]:
-        """Return what an item may be."""
+        """Return the possible values of an item."""
         return self.known.get(id, (None,))
 
-    def asked(self, id: str, value: Value | None) -> None:
-        """Note a write that is under way: until it is acknowledged, both are right."""
+    def begin(self, id: str, value: Value | None) -> None:
+        """Note a write that has begun: until it is acknowledged, old and new value are right."""
         self.known[id] = (*self.may_be(id), value)
 
-    def told(self, id: str, value: Value | None) -> None:
-        """Note a write that was acknowledged."""
+    def acknowledge(self, id: str, value: Value | None) -> None:
+        """Note an acknowledged write."""
         self.known[id] = (value,)
 
 
 class Worker:
-    """A client, which writes items of its own (`name/…`) and compares what it reads."""
+    """A client that writes its own items (`name/…`) and compares what it reads."""
 
     def __init__(self, name: str, url: str, seed: int, stop: threading.Event) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class Worker:
         self.thread = threading.Thread(target=self._run, name=name)
 
     def _run(self) -> None:
-        """Do something after the other."""
+        """Make one call after the other."""
         with Client(self._url, retries=RETRIES, timeout=10.0) as client:
             while not self._stop_.is_set():
                 does = self._random.choices(
@@ -130,12 +130,12 @@ class Worker:
 
     @contextmanager
     def _written(self, values: Mapping[str, Value | None]) -> Iterator[None]:
-        """Note a write before it is asked for, and once it is acknowledged."""
+        """Note a write before its request and after its acknowledgement."""
         for id, value in values.items():
-            self.record.asked(id, value)
+            self.record.begin(id, value)
         yield
         for id, value in values.items():
-            self.record.told(id, value)
+            self.record.acknowledge(id, value)
         self.counts["writes"] += 1
 
     def _put(self, client: Client) -> None:
@@ -144,10 +144,10 @@ class Worker:
             client.put(id, **value.as_item())
 
     def _relabel(self, client: Client) -> None:
-        """Change label and metadata of an item that is surely there; keep its vector."""
+        """Change label and metadata of an item that surely exists; keep its vector."""
         known = {id: values[0] for id, values in self.record.known.items() if len(values) == 1}
-        if there := [(id, value) for id, value in known.items() if value]:
-            id, before = self._random.choice(there)
+        if entries := [(id, value) for id, value in known.items() if value]:
+            id, before = self._random.choice(entries)
             value = Value(before.features, f"relabelled {self._random.random()}")
             with self._written({id: value}):
                 client.patch(id, label=value.label, metadata={"made": value.features})
@@ -166,23 +166,23 @@ class Worker:
             self.wrong.append(f"{id} was there, and could not be deleted: {missing[0]}")
 
     def _get(self, client: Client) -> None:
-        id, found = self._id(), None
+        id, value = self._id(), None
         with _not_found():
-            found = value_of(client.get(id))
+            value = value_of(client.get(id))
         self.counts["reads"] += 1
-        if found not in self.record.may_be(id):
-            self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
+        if value not in self.record.may_be(id):
+            self.wrong.append(f"{id} is {value}, and may be {self.record.may_be(id)}")
 
     def _search(self, client: Client) -> None:
-        """Search for an own item: it is the nearest, unless it may be gone."""
+        """Search for an own item, which must be the nearest unless it may be deleted."""
         id = self._id()
         known = self.record.may_be(id)
         value = known[-1] or self._value()
-        found = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
+        results = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
         near = client.search(vector=value.numbers(), k=K).results
         self.counts["reads"] += 2
-        values = [value_of(hit) for hit in found] or [None]
-        if values[0] not in known or len(found) > 1:
+        values = [value_of(hit) for hit in results] or [None]
+        if values[0] not in known or len(results) > 1:
             self.wrong.append(f"a search for {id} found {values}, and it may be {known}")
         for hit in near:
             known, value = self.record.may_be(str(hit.id)), value_of(hit)
@@ -192,7 +192,7 @@ class Worker:
 
 @contextmanager
 def _not_found() -> Iterator[list[ServerError]]:
-    """Catch the answer 404, and put it into the list."""
+    """Catch the answer 404 and add it to the list."""
     faults: list[ServerError] = []
     try:
         yield faults
@@ -203,7 +203,7 @@ def _not_found() -> Iterator[list[ServerError]]:
 
 
 class Server:
-    """A server of an index that is killed; what it writes goes to `log`."""
+    """A server that is killed; its output goes to `log`."""
 
     def __init__(self, index: Path, log: Path) -> None:
         with socket.socket() as free:
@@ -215,7 +215,7 @@ class Server:
         self.start(2)
 
     def start(self, processes: int) -> None:
-        """Start it in a group of processes; its clients wait for it by themselves."""
+        """Start the server in a new process group; its clients wait for it themselves."""
         self.processes = processes
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -227,7 +227,7 @@ class Server:
             )
 
     def answers(self, end: float) -> None:
-        """Wait until it answers, or a time by `time.monotonic`."""
+        """Wait until the server answers, or until a time by `time.monotonic`."""
         while time.monotonic() < end:
             with (
                 suppress(OSError),
@@ -237,7 +237,7 @@ class Server:
             time.sleep(0.05)
 
     def members(self) -> list[psutil.Process]:
-        """Return its processes; decoders, which end by themselves, are none."""
+        """Return the server's processes, without decoders, which end by themselves."""
         members = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):
@@ -245,7 +245,7 @@ class Server:
         return members
 
     def kill(self) -> None:
-        """Kill all of it at once, and wait until all of it is gone."""
+        """Kill all processes at once, and wait until they are gone."""
         group = psutil.Process(self.process.pid).children(recursive=True)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -253,7 +253,7 @@ class Server:
             time.sleep(0.01)
 
     def end(self) -> int:
-        """Have it end in good order; return its exit code."""
+        """Stop the server normally; return its exit code."""
         self.process.terminate()
         return self.process.wait(30)
 
@@ -265,14 +265,14 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
-    """Kill the server or one of its processes repeatedly; return how often each was."""
-    drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
+    """Kill the server or one of its processes repeatedly; return the number of kills of each."""
+    draw, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     names = ("first process", "second process")
     while time.monotonic() < end:
         server.answers(end)
-        time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
+        time.sleep(min(draw.uniform(*pause), max(0.0, end - time.monotonic())))
         members = dict(zip(names, server.members(), strict=False))
-        what = drawn.choice(["whole", *members])
+        what = draw.choice(["whole", *members])
         if what == "whole":
             kills[f"whole, of {server.processes}"] += 1
             server.kill()
@@ -287,25 +287,25 @@ def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: i
 def differences(
     index: Path, bundle: Bundle, records: list[Record], seed: int
 ) -> tuple[int, list[str]]:
-    """Return how many items there are, and what in the index is not as the clients were told."""
+    """Return the number of items, and the differences of the index from the clients' records."""
     wrong = unsound(index)
     known = {id: values for record in records for id, values in record.known.items()}
     with Index.open(index, threads=1) as opened:
-        there = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
-        for id in known.keys() | there.keys():
-            found = value_of(there[id]) if id in there else None
-            if found not in known.get(id, ()):
-                wrong.append(f"{id} is {found}, and may be {known.get(id)}")
-        ids = sorted(there)
-        features = [value_of(there[id]).numbers() for id in ids]
+        items = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
+        for id in known.keys() | items.keys():
+            value = value_of(items[id]) if id in items else None
+            if value not in known.get(id, ()):
+                wrong.append(f"{id} is {value}, and may be {known.get(id)}")
+        ids = sorted(items)
+        features = [value_of(items[id]).numbers() for id in ids]
         vectors = np.asarray(bundle.encode(np.array(features, np.float32)).vector, np.float64)
-        kept = np.array([there[id].arrays["vector"] for id in ids], np.float64)
+        kept = np.array([items[id].arrays["vector"] for id in ids], np.float64)
         other = np.flatnonzero((vectors != kept).any(axis=1))
-        wrong += [f"{ids[at]} has another vector" for at in other]
-        drawn = np.random.default_rng(seed)
+        wrong += [f"{ids[row]} has another vector" for row in other]
+        draw = np.random.default_rng(seed)
         for _ in range(SEARCHES):
-            query = np.float32(features[drawn.integers(len(ids))])
-            query += drawn.integers(-5, 6, FEATURES).astype(np.float32)
+            query = np.float32(features[draw.integers(len(ids))])
+            query += draw.integers(-5, 6, FEATURES).astype(np.float32)
             exact = np.sqrt(((vectors - bundle.encode(query[None]).vector[0]) ** 2).sum(axis=1))
             hits = opened.search(query, K)
             distances = np.array([hit.distance for hit in hits])
@@ -313,14 +313,14 @@ def differences(
                 wrong.append(f"a search found {distances}")
             own = exact[[ids.index(hit.id) for hit in hits]]
             apart = np.flatnonzero(~np.isclose(distances, own, rtol=1e-6))
-            wrong += [f"{hits[at].id} is not so near" for at in apart]
+            wrong += [f"{hits[row].id} is not so near" for row in apart]
     return len(ids), wrong
 
 
 def soak(
     folder: Path, seconds: float, clients: int, pause: tuple[float, float], seed: int
 ) -> dict[str, Any]:
-    """Do all of it in a folder; return the counts and the differences."""
+    """Run everything in a folder; return the counts and the differences."""
     index = folder / "soak.index"
     bundle = make_bundle(folder / "bundle")
     create_index(index, bundle, progress=False)
@@ -371,12 +371,12 @@ def render(raw: dict[str, Any]) -> str:
 
         For {raw["seconds"] / 60:.3g} minutes {raw["clients"]} clients read and wrote an index over
         HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
-        {raw["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once),
-        {raw["reads"]:,} reads were answered and compared with what the client that read had been
-        told; {raw.get("unanswered", 0):,} requests were given up without an answer after their
-        retries. At the end the index had {raw["items"]:,} items, of which {raw["unknown"]:,} ids
-        had a last write that nobody had answered; `retrieval index check` read all of it;
-        {raw["searches compared"]} searches were compared with exact search.
+        {raw["writes"]:,} writes (of one item, or of {MANY} at once) were acknowledged.
+        {raw["reads"]:,} reads were answered and compared with the client's record.
+        {raw.get("unanswered", 0):,} requests had no answer after their retries. At the end the
+        index had {raw["items"]:,} items; the last write of {raw["unknown"]:,} ids had no answer.
+        `retrieval index check` read the whole index, and {raw["searches compared"]} searches were
+        compared with exact search.
 
         **Differences: {len(raw["wrong"])}.**
 
@@ -384,8 +384,8 @@ def render(raw: dict[str, Any]) -> str:
         |---|--:|
         {kills}
 
-        The whole: the supervisor and all processes at once, or the one process. Either process
-        answers searches and writes.
+        The whole: the supervisor and all processes at once, or the only process. Each of two
+        processes answers searches and writes.
     """)
 
 

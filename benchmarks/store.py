@@ -1,18 +1,18 @@
-"""Our local store beside others that are embedded: time, memory and disk of the same few verbs.
+"""Our local store beside other embedded stores: time, memory and disk of the same few operations.
 
     python benchmarks/store.py                                         # writes results/store.md
-    # a part of it, which is not kept
+    # a part, which is not kept
     python benchmarks/store.py --rows 2000 --only "local flat" FAISS
-    pip install qdrant-client lancedb chromadb # the peers; who is missing is left out
+    pip install qdrant-client lancedb chromadb # the others; a missing one is left out
 
-Vectors are Fashion-MNIST's training images, 64 numbers along the principal components of their
-pixels; queries are test images. Each item has a number as its id and one field, `share`, evenly
-spread over 0 to 99. Each system runs in a process of its own on one thread, as it comes. Writes are
-judged by wall time, since they wait for the disk; searches by CPU time, since others may share the
+Vectors are Fashion-MNIST's training images as 64 principal components of their pixels; queries are
+test images. Each item has a number as its id, and one field, `share`, evenly spread over 0 to 99.
+Each system runs with its defaults in a new process on one thread. Writes are measured in wall time,
+because they wait for the disk, and searches in CPU time, because other programs may share the
 cores.
 """
 
-# ruff: noqa: D102  System says what each verb is
+# ruff: noqa: D102  (System documents the methods)
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ Floats, Numbers = NDArray[np.float32], NDArray[np.int64]
 
 
 def shares(ids: Numbers) -> Numbers:
-    """Return each item's field: `share < 10` matches a tenth of all items."""
+    """Return each item's field; `share < 10` matches a tenth of all items."""
     return ids * 61 % 100
 
 
 class System:
-    """A store of vectors in a folder: `open` (made where it is not there), `add` new items until
-    the system says that they are written, `delete` items, and `search` for the ids nearest to each
-    query, of all items or of those whose share is below a number.
+    """A store of vectors in a folder.
+
+    `open` opens or creates the store, `add` adds items and returns when the system says that they
+    are written, and `delete` deletes items. `search` returns the ids nearest to each query, among
+    all items or among those whose share is below a number.
     """
 
     open: Callable[[], None]
@@ -55,17 +57,17 @@ class System:
         self.folder = folder
 
     def begin_load(self) -> None:
-        """Prepare for a load, which need not be durable at each step."""
+        """Prepare for a load whose steps need not be durable."""
 
     def loaded(self) -> None:
-        """Bring a loaded store into the form that its searches want."""
+        """Prepare a loaded store for searches."""
 
     def close(self) -> None:
         """Close it."""
 
 
 class Local(System):
-    """Ours, without a server or an encoder."""
+    """Our store, without a server or an encoder."""
 
     structure = "flat"
 
@@ -111,7 +113,7 @@ class Local(System):
 
 
 class LocalHNSW(Local):
-    """Ours, with FAISS's HNSW."""
+    """Our store with FAISS's HNSW."""
 
     structure = "hnsw"
 
@@ -163,7 +165,7 @@ class Qdrant(System):
             self.client.create_collection("items", vectors_config=vectors)
 
     def begin_load(self) -> None:
-        # It syncs after every point: 50,000 would take half an hour. The page says so.
+        # A sync after each of 50,000 points would take half an hour. The page says so.
         connection = self.client._client.collections["items"].storage.storage
         connection.execute("pragma synchronous = off")
         connection.execute("pragma journal_mode = memory")
@@ -267,11 +269,11 @@ SYSTEMS: dict[str, tuple[type[System], str, str]] = {
     "LanceDB": (Lance, "lancedb", "lancedb"),
     "Chroma": (Chroma, "chromadb", "chromadb"),
 }
-"""Each system's class, the package whose version is named, and its module."""
+"""Each system's class, its package, and its module."""
 
 
 def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, float]:
-    """Call something with 0, 1, … for so long; return wall and CPU milliseconds of a call."""
+    """Call a function with 0, 1, … for some seconds; return wall and CPU milliseconds per call."""
     count, wall, cpu = 0, time.perf_counter(), time.process_time()
     while count < most and (not count or time.perf_counter() - wall < seconds):
         call(count)
@@ -281,51 +283,51 @@ def timed(call: Callable[[int], Any], seconds: float, most: int) -> dict[str, fl
 
 
 def measure(folder: Path, name: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Return what the verbs of a system cost in an empty folder."""
+    """Return the cost of a system's operations in an empty folder."""
     one_thread()
     vectors, queries = vectors_of(rows, WIDTH, power=0.0)
     queries = np.ascontiguousarray(queries[: 10 * QUERIES], np.float32)
-    ids, made = np.arange(rows), SYSTEMS[name][0]
-    system = made(folder)
+    ids, kind = np.arange(rows), SYSTEMS[name][0]
+    system = kind(folder)
     system.open()
     system.begin_load()
     parts = [slice(start, start + STEP) for start in range(0, rows, STEP)]
-    found: dict[str, Any] = {}
-    found["load"] = timed(lambda n: system.add(ids[parts[n]], vectors[parts[n]]), 1e9, len(parts))
+    row: dict[str, Any] = {}
+    row["load"] = timed(lambda n: system.add(ids[parts[n]], vectors[parts[n]]), 1e9, len(parts))
     system.loaded()
     system.close()
-    found["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
-    system = made(folder)
+    row["MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    system = kind(folder)
     before = status("VmRSS")
-    found["open and search"] = timed(
+    row["open and search"] = timed(
         lambda _: (system.open(), system.search(queries[:1], None)), 0, 1
     )
-    found["memory"] = (status("VmRSS") - before) / 2**20
+    row["memory"] = (status("VmRSS") - before) / 2**20
 
     def search(batch: int, below: int | None) -> dict[str, float]:
         parts = lambda n: queries[n * batch % QUERIES :][:batch]  # noqa: E731
         return timed(lambda n: system.search(parts(n), below), seconds, QUERIES)
 
-    system.search(queries[:1], 10)  # reads the fields for the first time
-    found["search 1"], found["search 32"] = search(1, None), search(32, None)
-    found["search 1, filtered"] = search(1, 10)
+    system.search(queries[:1], 10)  # the first filter reads the fields
+    row["search 1"], row["search 32"] = search(1, None), search(32, None)
+    row["search 1, filtered"] = search(1, 10)
     away = ((vectors[:, None] - queries[None, :20]) ** 2).sum(2)
     answers = system.search(queries[:20], None)
     limit = np.sort(away, axis=0)[K - 1] * (1 + 1e-5)
-    found["recall"] = float(np.mean([away[one, n] <= limit[n] for n, one in enumerate(answers)]))
+    row["recall"] = float(np.mean([away[one, n] <= limit[n] for n, one in enumerate(answers)]))
     new = vectors[::-1]
     for count in (1, 100):
         start = 10**6 * count
-        found[f"add {count}"] = timed(
+        row[f"add {count}"] = timed(
             lambda n, c=count, s=start: system.add(np.arange(s + n * c, s + n * c + c), new[:c]),
             seconds,
             50,
         )  # type: ignore[misc]
-    found["delete 100"] = timed(
+    row["delete 100"] = timed(
         lambda n: system.delete(ids[n * 100 :][:100]), seconds, min(10, rows // 200)
     )
     system.close()
-    return found
+    return row
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -350,13 +352,13 @@ def render(raw: dict[str, Any]) -> str:
     return page(f"""
         # The local store and others that are embedded
 
-        `python benchmarks/store.py`. {raw["rows"]:,} vectors of {WIDTH} numbers of images, {K}
-        nearest, one thread, each system in a process of its own, as it comes. {raw["machine"]},
-        {raw["versions"]}; load average {raw["load"]} at the start: others share the cores and the
-        disk, so read ratios. Searches are CPU milliseconds of a call; the rest is wall time. Ours
-        returns whole items with their vectors, the others ids. FAISS keeps no fields and rewrites
-        its file with every write; qdrant-client syncs after every point, which was turned off while
-        it was loaded.
+        `python benchmarks/store.py`. {raw["rows"]:,} vectors of images with {WIDTH} numbers, {K}
+        nearest, one thread, each system with its defaults in a new process. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the start: other programs share the cores
+        and the disk, so compare ratios. Searches are CPU milliseconds of a call; the rest is wall
+        time. Our store returns whole items with their vectors, the others return ids. FAISS keeps
+        no fields and rewrites its file with every write. qdrant-client syncs after every point,
+        which was turned off for the load.
 
         {markdown(["", *COLUMNS], lines)}
     """)
@@ -368,7 +370,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", help="systems whose names have these words; nothing is kept"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of call, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="most seconds for each kind of call"
+    )
     options = parser.parse_args()
     one_thread()
     names = [

@@ -1,13 +1,13 @@
-"""One training epoch by the trainer beside the loop that one writes by hand for the same work.
+"""One training epoch of the trainer beside a hand-written loop for the same work.
 
-    python benchmarks/training.py                      # some 15 minutes of one core
+    python benchmarks/training.py                      # about 15 minutes of one core
     python benchmarks/training.py --only memory JPEGs  # cases with these words; nothing is kept
-    python benchmarks/training.py --write              # the page alone, from what is kept
+    python benchmarks/training.py --write              # writes the page from the kept results
 
-Both sides have the same network, loss, miner, optimiser and batches, so what differs is the
-trainer. By hand a batch is changed as one would write it with torchvision and Pillow. Pictures on
-the disk are Fashion-MNIST's, enlarged to 64 px, as JPEGs of two kilobytes, which are decoded and
-made smaller again. Epochs of both are taken in turns in one process, on one thread.
+Both sides have the same network, loss, miner, optimiser and batches, so the difference is the
+trainer's. The hand-written loop augments a batch with torchvision and Pillow. Images on the disk
+are Fashion-MNIST's, enlarged to 64 px, as JPEGs of two kilobytes, which are decoded and reduced
+again. Epochs of both sides take turns in one process on one thread.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Case:
     """One kind of work.
 
     Attributes:
-        title: of its row.
+        title: title of its row.
         augmentation: the recipe's table.
-        change: by hand, what becomes of a batch's pixels (B, 1, 28, 28), uint8.
-        files: whether pictures are files, and too many to keep in memory once decoded.
-        picture: by hand, what is made of one opened picture.
-        mix: whether two pictures become one.
+        change: augmentation of a batch's pixels (B, 1, 28, 28), uint8, in the hand-written loop.
+        files: whether images are files, too many to keep in memory after decoding.
+        picture: augmentation of an opened image in the hand-written loop.
+        mix: whether two images are mixed.
         net: the backbone's table.
-        variants: further settings of the trainer that are measured, by title.
+        variants: further settings of the trainer, by title.
     """
 
     title: str
@@ -110,7 +110,6 @@ CASES = (
 
 
 def recipe(case: Case, pictures: Path, **train: Any) -> dict[str, Any]:
-    """Return the recipe of a case."""
     table: dict[str, Any] = {
         "data": {"name": "core.fashion_mnist"},
         "split": {"by": "given", "validation": 0.0},
@@ -128,7 +127,7 @@ def recipe(case: Case, pictures: Path, **train: Any) -> dict[str, Any]:
 
 
 def write_pictures(folder: Path) -> None:
-    """Write Fashion-MNIST's first training images as JPEGs of 64 px, a folder for each class."""
+    """Write Fashion-MNIST's first training images as JPEGs of 64 px, in a folder of each class."""
     run = build_run(folder, check_recipe(recipe(CASES[0], folder)))
     pixels, labels = np.asarray(run.dataset.arrays), run.dataset.labels
     for number in range(PICTURES + 100):
@@ -139,7 +138,7 @@ def write_pictures(folder: Path) -> None:
 
 
 def by_trainer(case: Case, folder: Path, pictures: Path, **train: Any) -> Epoch:
-    """Return an epoch by the trainer, without validation and checkpoints."""
+    """Return a function that runs an epoch of the trainer, without validation and checkpoints."""
     made = check_recipe(recipe(case, pictures, **train))
     checkpoint.seed_everything(0)
     run = build_run(folder, made)
@@ -167,7 +166,7 @@ def by_trainer(case: Case, folder: Path, pictures: Path, **train: Any) -> Epoch:
 
 
 def by_hand(case: Case, folder: Path, pictures: Path) -> Epoch:
-    """Return an epoch of the loop that one writes by hand."""
+    """Return a function that runs an epoch of the hand-written loop."""
     checkpoint.seed_everything(0)
     run = build_run(folder, check_recipe(recipe(case, pictures)))
     assert run.objective is not None
@@ -200,7 +199,7 @@ def by_hand(case: Case, folder: Path, pictures: Path) -> Epoch:
 
 
 def images_of(case: Case, run: Run) -> Images:
-    """Return what gives the pixels (B, 1, 28, 28) of rows."""
+    """Return a function that returns the pixels (B, 1, 28, 28) of rows."""
     train = run.splits.train
 
     def stacked(opened: list[Image.Image]) -> Tensor:
@@ -218,7 +217,7 @@ def images_of(case: Case, run: Run) -> Images:
 
 
 def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
-    """Return every epoch's seconds: each case's loop by hand and the trainer, in turns."""
+    """Return every epoch's seconds; the hand-written loop and the trainer take turns."""
     one_thread()
     torch.set_num_threads(1)
     raw = machine_of("torch", "torchvision", "pytorch-metric-learning")
@@ -239,13 +238,12 @@ def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
 
 
 def ratio(rows: dict[str, Any], side: str, clock: str = "cpu") -> float:
-    """Return a side's time over that by hand: the median of neighbouring epochs."""
+    """Return a side's time over the hand-written loop's: the median of neighbouring epochs."""
     pairs = zip(rows[BARE][clock], rows[side][clock], strict=True)
     return statistics.median(own / bare for bare, own in pairs)
 
 
 def render(raw: dict[str, Any]) -> str:
-    """Return the page."""
     lines = []
     for title, rows in raw["cases"].items():
         bare = statistics.median(rows[BARE]["cpu"])
@@ -262,15 +260,16 @@ def render(raw: dict[str, Any]) -> str:
 
         `python benchmarks/training.py`. {raw["machine"]}, one thread, {raw["versions"]}; load
         average {raw["load"]} at the start. Fashion-MNIST at {SIZE} px, {BATCHES} batches of
-        {CLASSES} × {ITEMS}, {raw["repeats"]} epochs of each in turn after one to warm up. Where no
-        net is named it is a small one (`core.convnet` of width {SMALL["width"]}, one convolution a
-        stage), so that the trainer's own cost shows. Aim: {AIM} × the CPU seconds of the loop by
+        {CLASSES} × {ITEMS}, {raw["repeats"]} epochs of each side in turn after a warm-up. Rows
+        without a net have a small one (`core.convnet` of width {SMALL["width"]}, one convolution a
+        stage), which shows the trainer's own cost. Aim: {AIM} × the CPU seconds of the loop by
         hand.
 
         {markdown(head, lines)}
 
-        A transform by name draws from a generator of its own, so that a resumed run draws the same;
-        an image file is read, bounded and then decoded. By hand neither is done.
+        The trainer does two things that the loop by hand does not: a named transform draws from its
+        own generator, so a resumed run draws the same, and an image file's size is checked before
+        it is decoded.
     """)
 
 

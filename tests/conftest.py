@@ -1,4 +1,4 @@
-"""Fixtures of all tests: isolation from this machine, a command line, plugins to install."""
+"""Fixtures of all tests: isolation from this machine, the command line, plugins to install."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import numpy as np
 import pytest
 from PIL import Image
 
-# Several workers share the cores; said before anything loads a library that reads it
+# Parallel workers compute on one thread each. Libraries read the variable when they are imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests
-# send it
+# A shell's background jobs and their child processes ignore Ctrl-C, but tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more process than cores: many tests wait for a server or other processes."""
+    """Return one process more than cores, because many tests wait for another process."""
     return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """All tests of Milvus run in one process, and all that follow the tutorial: so a server starts
-    once, and a reader.
+    """Run all tests of Milvus in one process, and all tests that follow the tutorial in another.
+
+    The server then starts once, and the tutorial is followed once.
     """
     if config.option.dist != "loadfile":
         return None
@@ -46,18 +46,15 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if "/test_milvus" in file:
                 return "milvus"
-            return (
-                "tutorial"
-                if file.endswith(("docs/test_pages.py", "docs/test_indexes.py"))
-                else file
-            )
+            of_tutorial = ("docs/test_pages.py", "docs/test_indexes.py")
+            return "tutorial" if file.endswith(of_tutorial) else file
 
     return Together(config, log)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call of the command line left."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -66,17 +63,17 @@ class Outcome:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory):
-    """Keep cached features and notes in folders of this session, whatever the user has set."""
+    """Use a cache folder of this session, and ignore the user's settings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RETRIEVAL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("RETRIEVAL_ALLOW_PLUGINS", "1")  # what the tests write is their own
+        patch.setenv("RETRIEVAL_ALLOW_PLUGINS", "1")  # the tests write the plugins themselves
         patch.delenv("RETRIEVAL_BLOCK", raising=False)
         yield
 
 
 @pytest.fixture(scope="session")
 def makers():
-    """tests/helpers/makers.py: real bundles and images on demand."""
+    """The module tests/helpers/makers.py, which writes bundles and images."""
     import makers as module
 
     return module
@@ -84,9 +81,10 @@ def makers():
 
 @pytest.fixture(scope="session")
 def killed():
-    """Run a call in a child, which must die of SIGKILL in it.
+    """Run a function in a forked child, which the function must end by SIGKILL.
 
-    A child of a process that has searched with several threads would wait for threads it has not.
+    A process that has searched with several threads cannot use this: its child would wait for
+    threads that a fork does not copy.
     """
 
     def run(call: Callable[[], object]) -> None:
@@ -102,7 +100,7 @@ def killed():
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """The command line in this process: `cli("plugins", "list")`."""
+    """Run the command line in this process: `cli("plugins", "list")`."""
 
     def run(*arguments: str | Path) -> Outcome:
         from retrieval.cli.app import main
@@ -122,17 +120,17 @@ def cli(capsys, monkeypatch):
 
 @pytest.fixture
 def shown():
-    """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
+    """Compare a new picture with the one in `docs/`: same size, at most 60 KB, and alike.
 
-    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64
-    colours. `most` is the mean difference of two small grey copies that is allowed: more for
-    pictures of what is found, which after training depends on how the processor rounds (two such
-    pictures of other queries are some 60 apart).
+    RETRIEVAL_PICTURES=write in the environment first replaces the picture in `docs/`, in 64
+    colours. `most` is the largest mean difference of two small grey copies. Pictures of search
+    results need a larger one, because rounding during training differs between processors; such
+    pictures of different queries differ by about 60.
     """
     docs = Path(__file__).parents[1] / "docs"
 
-    def compare(made: Path, name: str, most: float = 12) -> None:
-        with Image.open(made) as opened:
+    def compare(file: Path, name: str, most: float = 12) -> None:
+        with Image.open(file) as opened:
             picture = opened.convert("RGB")
         if os.environ.get("RETRIEVAL_PICTURES") == "write":
             picture.quantize(64).save(docs / name, optimize=True)
@@ -140,21 +138,18 @@ def shown():
             assert kept.size == picture.size, (
                 f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
             )
-            # small grey pictures: single points, and the digits of a figure, differ from machine to
-            # machine
+            # Single points and digits differ between machines; small grey copies hide that.
             small = [
                 np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)
             ]
-        apart = np.abs(small[0] - small[1]).mean()
-        assert apart < most, (
-            f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
-        )
+        difference = np.abs(small[0] - small[1]).mean()
+        assert difference < most, f"{name} differs by {difference:.1f} of 255: write it again"
         assert (docs / name).stat().st_size < 60_000
 
     return compare
 
 
-# Chromium shall ask nobody for anything, and show no window
+# Chromium must not contact its maker, and must not open a window.
 QUIET = [
     "--no-sandbox",
     "--disable-gpu",
@@ -167,7 +162,7 @@ QUIET = [
 
 @pytest.fixture(scope="module")
 def browser():
-    """A real Chromium, driven by playwright; skipped where either is not."""
+    """Chromium, controlled by playwright; the tests are skipped if either is missing."""
     program = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
@@ -182,9 +177,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page of the browser's, in a context of its own; `faults` and `asked` say what went wrong in
-    it and which addresses it asked for.
-    """
+    """A page in the browser. `faults` has its errors, `asked` the addresses that it requests."""
     context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
     page = context.new_page()
     page.set_default_timeout(10_000)
@@ -198,8 +191,9 @@ def page(browser):
 
 @pytest.fixture
 def process():
-    """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path`
-    first on its path.
+    """Run Python in a new process: `process("-m", "retrieval.cli", "--help", path=folder)`.
+
+    `path` comes first in the process's module search path.
     """
 
     def run(
@@ -230,7 +224,7 @@ def process():
 
 @pytest.fixture
 def install():
-    """Lay a distribution with a plugin into a folder, as pip would: its metadata and one module."""
+    """Write a distribution with a plugin into a folder, as pip would: metadata and one module."""
 
     def write(
         folder: Path, project: str, plugin: str, module: str, code: str = "", version: str = "1.0"

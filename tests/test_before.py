@@ -1,4 +1,4 @@
-"""Runs and a bundle of an earlier version work as they did: `before/README.md`."""
+"""Runs and a bundle that an earlier version wrote still work; see `before/README.md`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
 
 @pytest.fixture
 def before(tmp_path):
-    """A copy that a command may write to."""
+    """A copy of the earlier version's files, which a command may change."""
     return Path(shutil.copytree(BEFORE, tmp_path / "before"))
 
 
 @pytest.mark.parametrize("name", ["run", "learner_run"])
-def test_a_run_has_the_figures_that_it_had(cli, before, name):
+def test_an_old_run_has_the_same_metrics(cli, before, name):
     done = cli("evaluate", before / name)
     assert done.code == 0, done.err
-    found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))
-    # another processor may swap neighbours that are equally far but for the last digit
+    result = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))
+    # On another processor, neighbours whose distances differ in the last digit may be swapped.
     figures = EXPECTED["figures"][name]["trained"]
-    assert found["metrics"]["trained"] == pytest.approx(figures, abs=0.02)
+    assert result["metrics"]["trained"] == pytest.approx(figures, abs=0.02)
 
 
-def test_a_run_goes_on(cli, before):
+def test_an_old_run_resumes(cli, before):
     recipe = before / "run" / "recipe.toml"
     done = cli("train", recipe, "--set", "phase.0.epochs=2", "--output", before / "run", "--resume")
     assert done.code == 0, done.err
@@ -37,12 +37,12 @@ def test_a_run_goes_on(cli, before):
 
 
 @pytest.mark.parametrize("name", ["run", "learner_run"])
-def test_a_run_is_exported(cli, before, name):
+def test_an_old_run_is_exported(cli, before, name):
     done = cli("export", before / name)
     assert done.code == 0, done.err
 
 
-def test_a_bundle_is_indexed_and_answers(cli, tmp_path):
+def test_an_old_bundle_is_indexed_and_searched(cli, tmp_path):
     (tmp_path / "images" / "3").mkdir(parents=True)
     shutil.copy(BEFORE / "query.png", tmp_path / "images" / "3")
     words = ["index", "create", tmp_path / "index", tmp_path / "images"]
@@ -50,5 +50,5 @@ def test_a_bundle_is_indexed_and_answers(cli, tmp_path):
     assert done.code == 0, done.err
     done = cli("search", tmp_path / "index", BEFORE / "query.png", "--json")
     assert done.code == 0, done.err
-    [found] = json.loads(done.out)[0]["results"]
-    assert (found["id"], found["label"], found["distance"]) == ("3/query.png", "3", 0.0)
+    [result] = json.loads(done.out)[0]["results"]
+    assert (result["id"], result["label"], result["distance"]) == ("3/query.png", "3", 0.0)

@@ -1,4 +1,4 @@
-"""`retrieval demo`, whole: what it leaves and prints, and that the next commands it names work."""
+"""`retrieval demo`: its files and output, and the next commands that it suggests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown
         assert (demo / file).is_file(), file
     assert (demo / "index/index.json").is_file()
     with Image.open(demo / "neighbours.png") as picture:
-        # ten rows, each a query with its ten neighbours
+        # Ten rows, each a query and its ten neighbours.
         assert picture.height > picture.width > 800
-    shown(demo / "neighbours.png", "neighbours.png", 30)  # the one in README and on the front page
+    shown(demo / "neighbours.png", "neighbours.png", 30)
     left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
     assert left == {str(digit): 1 for digit in range(10)}
-    found = re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.out, re.MULTILINE)
-    assert found == [*"0123456789"]
+    queries = re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.out, re.MULTILINE)
+    assert queries == [*"0123456789"]
     row = r"^ +(recall_at_1|map_at_r) +([\d.]+ +[\d.]+)$"
     figures = dict(re.findall(row, done.out, re.MULTILINE))
     trained, raw = map(float, figures["map_at_r"].split())
@@ -40,6 +40,6 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown
     assert again.code == 0, again.err
     assert (demo / "second-run" / "summary.json").is_file()
 
-    taken = run("demo")
-    assert taken.code == 2
-    assert "exists already" in taken.err and "Traceback" not in taken.err
+    second = run("demo")
+    assert second.code == 2
+    assert "exists already" in second.err and "Traceback" not in second.err

@@ -1,4 +1,4 @@
-"""Every installed loss and miner builds, runs both ways, and survives odd batches."""
+"""Every installed loss and miner builds, trains, and survives unusual batches and precisions."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def names(kind: str) -> list[str]:
 
 def values(plugins: Plugins, factory: Factory) -> dict[str, Any]:
     """Return a value for each parameter that a recipe must set."""
-    made: dict[str, Any] = {"name": factory.name}
+    table: dict[str, Any] = {"name": factory.name}
     for p in factory.parameters:
         if not p.required:
             continue
         if p.part:
             part = PARTS.get(p.part) or next(iter(plugins.factories(p.part)))
-            made[p.name] = [part] if p.many else part
+            table[p.name] = [part] if p.many else part
         else:
-            made[p.name] = smallest(p.annotation)
-    return made
+            table[p.name] = smallest(p.annotation)
+    return table
 
 
 def smallest(annotation: Any) -> Any:
@@ -63,7 +63,7 @@ def smallest(annotation: Any) -> Any:
 
 @functools.cache
 def teacher_file() -> Path:
-    """Return a file of a teacher's embeddings of twelve items, the only path that a loss takes."""
+    """Return a file with a teacher's embeddings of twelve items, for `core.distillation`."""
     path = Path(tempfile.mkdtemp()) / "teacher.npz"
     vectors = torch.randn(12, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(1))
     np.savez(path, vectors=vectors.numpy(), classes=np.arange(12) // 3)
@@ -71,9 +71,7 @@ def teacher_file() -> Path:
 
 
 class Weighted(Combiner):
-    """Squared differences, weighed by dimension: a combiner with parameters, in codes that are not
-    unit vectors.
-    """
+    """Weighted squared differences: a combiner with parameters, whose codes have any length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +89,10 @@ def build(plugins: Plugins, kind: str, name: str) -> Any:
 
 
 def batch(dtype: torch.dtype = torch.float32, items: int = 12) -> Tensor:
-    made = torch.randn(items, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(0))
-    return made.to(dtype).requires_grad_()
+    vectors = torch.randn(
+        items, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(0)
+    )
+    return vectors.to(dtype).requires_grad_()
 
 
 def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
@@ -103,10 +103,10 @@ def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reads(kind):
+def test_every_factory_is_documented(kind):
     for factory in PLUGINS.factories(kind).values():
         assert factory.summary.strip(), factory.name
-        assert not factory.hints, factory.hints  # ours are typed and documented
+        assert not factory.hints, factory.hints
         assert all(p.doc for p in factory.parameters), factory.name
 
 
@@ -115,7 +115,7 @@ class TestLoss:
     def test_trains_embeddings_and_own_parameters(self, name):
         torch.manual_seed(0)
         loss = build(PLUGINS, "losses", name)
-        for _ in range(2):  # some keep a state
+        for _ in range(2):  # some losses keep a state
             embeddings = batch()
             loss.zero_grad()
             value = loss(embeddings, LABELS)
@@ -158,7 +158,7 @@ class TestLoss:
         assert {key: tensor.dtype for key, tensor in loss.state_dict().items()} == before
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_is_of_the_embeddings_type(self, name, dtype):
+    def test_the_loss_has_the_type_of_the_embeddings(self, name, dtype):
         embeddings = batch().detach().to(dtype).requires_grad_()
         value = build(PLUGINS, "losses", name)(embeddings, LABELS)
         assert value.dtype == dtype
@@ -222,7 +222,7 @@ class TestLoss:
 def test_input_that_a_checked_loss_refuses(name):
     loss, broken = build(PLUGINS, "losses", name), batch().detach()
     if not isinstance(loss, CheckedLoss):
-        pytest.skip("wraps a loss that does")
+        pytest.skip("it wraps a loss, which checks the input")
     broken[2, 1] = math.nan
     with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 12 items"):
         loss(broken, LABELS)
@@ -237,7 +237,7 @@ class TestMiner:
         torch.manual_seed(0)
         return build(PLUGINS, "miners", name)(batch().detach(), LABELS, **reference)
 
-    def check(self, indices: tuple[Tensor, ...], others: Tensor, by_label: bool = True) -> None:
+    def check(self, indices: tuple[Tensor, ...], labels: Tensor, by_label: bool = True) -> None:
         pairs = [(indices[0], indices[1], True)]
         assert len(indices) in (3, 4)
         pairs.append((indices[-2] if len(indices) == 4 else indices[0], indices[-1], False))
@@ -245,7 +245,7 @@ class TestMiner:
             assert anchor.dtype == other.dtype == torch.int64 and anchor.shape == other.shape
             assert anchor.ndim == 1
             if by_label:
-                assert ((LABELS[anchor] == others[other]) == same).all()
+                assert ((LABELS[anchor] == labels[other]) == same).all()
 
     def test_indices_are_of_the_stated_kind(self, name):
         by_label = "already_packaged" not in name
@@ -254,10 +254,10 @@ class TestMiner:
         assert (indices[0] != indices[1]).all()
 
     def test_reference_set_as_stated(self, name):
-        others = torch.arange(20) % 4
-        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": others}
+        labels = torch.arange(20) % 4
+        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": labels}
         if PLUGINS.find("miners", name).supports_ref_emb:
-            self.check(self.indices(name, **reference), others)
+            self.check(self.indices(name, **reference), labels)
         else:
             with pytest.raises(ValueError):
                 self.indices(name, **reference)
@@ -271,9 +271,9 @@ class TestMiner:
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
     def test_batch_without_triplets(self, name, labels):
-        found = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
-        if len(found) == 3 and "already_packaged" not in name:
-            assert all(len(x) == 0 for x in found)
+        indices = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
+        if len(indices) == 3 and "already_packaged" not in name:
+            assert all(len(x) == 0 for x in indices)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_and_autocast(self, name, dtype):

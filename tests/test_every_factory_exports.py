@@ -1,4 +1,4 @@
-"""Every installed backbone, combiner and learner exports to what torch gives."""
+"""Every installed backbone, combiner and learner exports graphs that agree with torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from sklearn.datasets import load_digits, load_sample_images
 PLUGINS = load_plugins()
 DIGITS = load_digits()
 VECTORS: NDArray[np.float32] = DIGITS.data[:300].astype(np.float32)
-# Learners fit the sixteen pixels that vary most: some refuse constant columns, and a fit must be
-# quick.
+# Learners fit the sixteen pixels that vary most, because some learners refuse constant columns.
 FEW: NDArray[np.float32] = np.ascontiguousarray(
     VECTORS[:, np.sort(VECTORS.var(axis=0).argsort()[-16:])]
 )
 GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 
-# What a factory is built with where its defaults do not do, or would take long. A factory that
-# needs arguments and has no line here fails.
+# Arguments of factories whose defaults are missing or slow.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.convnet": {"width": 8, "size": 33, "channels": 3, "stem": 2},
     **{f"core.efficientnet_lite{i}": {"pretrained": False, "size": 64} for i in range(3)},
@@ -42,7 +40,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 NEEDS = dict.fromkeys(["core.timm", *(f"core.efficientnet_lite{i}" for i in range(3))], "timm")
 
 
-def build(kind: str, name: str, given: dict[str, Any]) -> Any:
+def build(kind: str, name: str, values: dict[str, Any]) -> Any:
     factory: Factory = PLUGINS.find(kind, name)
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}")
@@ -53,18 +51,18 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
         f"{name} needs {lacking}: add a line to ARGUMENTS, so that its export is tested"
     )
     torch.manual_seed(0)
-    return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, given)
+    return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, values)
 
 
 def photographs(preprocessing: Any, number: int = 20) -> NDArray[np.uint8]:
-    """Patches of scikit-learn's two photographs, through the backbone's own preprocessing."""
+    """Return preprocessed patches of scikit-learn's two photographs."""
     rng = np.random.default_rng(0)
     images = load_sample_images().images
-    found = []
+    patches = []
     for index in range(number):
         y, x = rng.integers(0, 200), rng.integers(0, 400)
-        found.append(preprocessing(from_array(images[index % 2][y : y + 200, x : x + 200])))
-    return np.stack(found)
+        patches.append(preprocessing(from_array(images[index % 2][y : y + 200, x : x + 200])))
+    return np.stack(patches)
 
 
 def exported_agrees(model: Model, items: NDArray[Any], folder: Path) -> Bundle:
@@ -93,7 +91,7 @@ def test_backbone(name, tmp_path):
     model = Model(backbone, build_head(backbone.features, 32))
     items = VECTORS if backbone.preprocessing is None else photographs(backbone.preprocessing)
     with torch.no_grad():
-        for _ in range(2):  # batch statistics of real images, as a trained network has them
+        for _ in range(2):  # gives batch normalisation the statistics of real images
             model(torch.from_numpy(items))
     bundle = exported_agrees(model, items, tmp_path)
     assert bundle.encode(items[:5]).vector.shape == (5, 32) and not bundle.has_code
@@ -110,13 +108,13 @@ def test_combiner(name, tmp_path):
 
 @pytest.mark.parametrize("name", PLUGINS.factories("learners"))
 def test_learner(name, tmp_path):
-    given = GIVEN | {"features": FEW.shape[1]}
-    learner = build("learners", name, given)
+    values = GIVEN | {"features": FEW.shape[1]}
+    learner = build("learners", name, values)
     learner.fit(FEW[:200].astype(np.float64), DIGITS.target[:200])
     head, combiner = learner.to_model_parts()
-    features = PLUGINS.build("backbones", {"name": "core.features"}, given)
+    features = PLUGINS.build("backbones", {"name": "core.features"}, values)
     bundle = exported_agrees(Model(features, head, combiner), FEW[200:], tmp_path)
     if combiner is None:
         codes = learner.transform(FEW[200:].astype(np.float64))
-        found = bundle.encode(FEW[200:]).vector
-        assert np.abs(found - codes).max() < 1e-4 * np.linalg.norm(codes, axis=1).mean()
+        vectors = bundle.encode(FEW[200:]).vector
+        assert np.abs(vectors - codes).max() < 1e-4 * np.linalg.norm(codes, axis=1).mean()

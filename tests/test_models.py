@@ -12,20 +12,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
 
 
-def test_there_are_models():
-    assert {"digits", "digits-lanml", "fashion-mnist", "digits-efficientnet-lda"} <= {
-        folder.name for folder in FOLDERS
-    }
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_recipe_is_valid_and_named_like_its_folder(folder):
-    made = read_recipe(folder / "recipe.toml")
-    assert made.name == folder.name
+    recipe = read_recipe(folder / "recipe.toml")
+    assert recipe.name == folder.name
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_card_has_measured_results_and_the_command_that_made_them(folder):
+def test_the_card_has_results_and_their_command(folder):
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert re.search(r"\| *(recall_at_1|map_at_r|Recall@1)", card), "no table of figures"
     assert re.search(r"(?<![\d.])0?\.\d{2,}", card), "no figure"
@@ -36,7 +30,7 @@ def test_the_card_has_measured_results_and_the_command_that_made_them(folder):
     ), "no command"
 
 
-def test_the_demos_recipe_is_the_one_in_models():
+def test_the_demo_trains_the_recipe_of_digits():
     assert (ROOT / "models" / "digits" / "recipe.toml").read_text() == (
         ROOT / "retrieval" / "cli" / "demo.toml"
     ).read_text()

@@ -93,10 +93,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG files, and return the paths of the queries.
+    """Write the test digits as PNG files; return the paths of the queries.
 
-    The first digit of each class is a query and goes to `queries/CLASS`, the others go to
-    `images/CLASS`.
+    The first digit of each class is a query, in `queries/CLASS`; the others lie in `images/CLASS`.
     """
     import numpy as np
 
@@ -117,17 +116,6 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     return sorted(written)
 
 
-def remove(folder: Path) -> None:
-    """Remove an earlier demo's folder.
-
-    Raises:
-        DataError: the folder does not hold a demo.
-    """
-    if not (folder / "run" / "recipe.toml").is_file():
-        raise DataError(f"{folder} is not a demo's folder, so it is not removed.")
-    shutil.rmtree(folder)
-
-
 @click.command()
 @click.option("--output", type=PATH, default=Path("demo"), help="Folder to create.")
 @click.option("--replace", is_flag=True, help="Remove an earlier demo in that folder first.")
@@ -139,5 +127,7 @@ def demo(output: Path, replace: bool) -> None:
     Example:  retrieval demo --output demo
     """
     if replace and output.exists():
-        remove(output)
+        if not (output / "run" / "recipe.toml").is_file():
+            raise DataError(f"{output} is not a demo's folder, so it is not removed.")
+        shutil.rmtree(output)
     run_demo(output, say)

@@ -143,9 +143,9 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, inputs: str) -> None:
-    """Print sizes and differences: of torch and ONNX Runtime, and of each variant and the encoder.
+    """Print sizes, and how far ONNX Runtime differs from torch and each variant from the encoder.
 
-    `inputs` says on what torch and ONNX Runtime were compared.
+    `inputs` names the items on which torch and ONNX Runtime were compared.
     """
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6

@@ -31,10 +31,11 @@ PLUGIN_OPTION = plugin_option()
 
 
 def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
-    """Set for the command whether a recipe's plugin files run: yes, no, or as the user answers."""
+    """Set whether this command runs a recipe's plugin files; a terminal without the option asks."""
     from retrieval.host.allow import answering
 
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all ask
+    # Of several training processes, none asks.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
     interactive = alone and sys.stdin.isatty() and sys.stderr.isatty()
     ctx.with_resource(answering(_confirm if interactive else None, allowed))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from retrieval.cli.common import (
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
+from retrieval.host.hit_table import text_table
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
@@ -219,17 +219,14 @@ def list_keys(path: Path, as_json: bool) -> None:
     """
     from retrieval.serving.http.keys import read_keys
 
-    records = [
-        key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)
-    ]
+    stored = read_keys(path)
     if as_json:
-        say_json(records)
+        say_json([key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in stored])
         return
-    for key in records:
-        name, role, id = key.pop("name"), key.pop("role"), key.pop("id")
-        rest = [f"indexes {', '.join(key.pop('indexes'))}"] if "indexes" in key else []
-        rest += [f"{what.replace('_', ' ')} {value}" for what, value in key.items() if value != ""]
-        say(f"{name}  {role}  rk_{id}_…  {'; '.join(rest)}".rstrip())
+    for key in stored:
+        details = [f"indexes {', '.join(key.indexes)}"] if key.indexes else []
+        details += [f"created {key.created}"] if key.created else []
+        say(f"{key.name}  {key.role}  rk_{key.id}_…  {'; '.join(details)}".rstrip())
 
 
 @keys.command()
@@ -318,11 +315,7 @@ def _plain(hit: Hit) -> dict[str, Any]:
 
 
 def _table(name: str, hits: list[Hit]) -> str:
-    """Return one query's results as aligned columns."""
-    rows = [("rank", "distance", "label", "id")]
-    rows += [(f"{n}", f"{h.distance:.4f}", h.label or "", h.id) for n, h in enumerate(hits, 1)]
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{a:>{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
-    text = "\n".join([f"Nearest to {name}:", *lines])
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    """Return one query's hits as aligned columns."""
+    head, *rows = text_table(hits).splitlines()
+    ranked = [f"{rank:>4}  {row}" for rank, row in enumerate(rows, 1)]
+    return "\n".join([f"Nearest to {name}:", f"rank  {head}" if rows else head, *ranked])

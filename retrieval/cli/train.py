@@ -136,13 +136,13 @@ def train(
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
-    before = _inode(folder)
+    written = _modified(folder / "recipe.toml")
     try:
         with naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except KeyboardInterrupt:
-        # if --replace has not replaced the old run yet, --resume would resume the old run
-        begun = resume or _inode(folder) != before
+        # --resume would resume the old run if --replace has not replaced it yet
+        begun = resume or _modified(folder / "recipe.toml") != written
         go_on = this_command("--resume", without=ONCE) if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
     except Interrupted as error:
@@ -151,19 +151,8 @@ def train(
     say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
 
 
-def _inode(path: Path) -> int | None:
-    """Return the inode of a path, which changes if the path is replaced; `None` if missing."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
-
-
 def _modified(file: Path) -> int | None:
-    """Return when a file was last modified, in nanoseconds; `None` if it is missing.
-
-    A file that is removed and written again may get its old inode.
-    """
+    """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
     try:
         return file.stat().st_mtime_ns
     except OSError:
@@ -205,12 +194,13 @@ def distill(
     with loading():
         from retrieval.training.distill import distill as distilled
     run = run or Path("runs") / output.stem
-    before = _modified(run / "distill.json")
+    written = _modified(run / "distill.json")
     try:
         result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
     except (KeyboardInterrupt, Interrupted):
-        # --replace stays, for the old bundle; before the old run is gone, --resume would resume it
-        begun = options["resume"] or _modified(run / "distill.json") != before
+        # --resume would resume the old run if --replace has not removed it yet. The suggested
+        # command keeps --replace, because the old bundle is still there.
+        begun = options["resume"] or _modified(run / "distill.json") != written
         again = this_command("--resume") if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))

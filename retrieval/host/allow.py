@@ -1,9 +1,9 @@
 """Permission to run the plugin files that come with a recipe or a run's folder.
 
-A plugin is a program, so opening somebody's recipe could run their code with the reader's rights.
-The user allows such plugins with `--allow-plugins`, by an answer on a terminal, or with
+A plugin is a program, so opening somebody's recipe could run their code with the user's rights. The
+user allows such plugins with `--allow-plugins`, by an answer on a terminal, or with
 RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which child processes inherit. Installed plugins and
-those passed with `--plugin` need no permission.
+plugins passed with `--plugin` need no permission.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
     """Context manager that sets who decides whether plugins may run.
 
     Args:
-        ask: called with a sentence that names the files; returns whether they may run. With
-            `None`, they may not.
+        ask: called with a sentence that names the files; returns whether the files may run.
+            `None` refuses them.
         allowed: whether plugins may run without asking.
     """
     token, setting = _ask.set(ask), os.environ.get(ALLOW)
@@ -53,7 +53,7 @@ def require(items: Sequence[str], where: Path) -> None:
     """Raise a `PluginError` unless the user allows the plugin files that a recipe brings."""
     if os.environ.get(ALLOW) == _YES:
         return
-    files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
+    files = dict.fromkeys(file for item in items for file in _sources(item, where.parent))
     if not files:
         return
     plural = len(files) > 1
@@ -71,11 +71,11 @@ def require(items: Sequence[str], where: Path) -> None:
     os.environ[ALLOW] = _YES
 
 
-def sources(item: str, recipe_folder: Path) -> list[Path]:
+def _sources(item: str, recipe_folder: Path) -> list[Path]:
     """Return the files that loading a plugin runs, and a package's folder.
 
-    The list is empty for an installed module, which lies neither in the working folder nor beside
-    the recipe.
+    A module counts only if it lies in the working folder or beside the recipe, not if it is
+    installed.
     """
     if is_file_plugin(item):
         if not Path(item).exists():

@@ -40,8 +40,8 @@ def _affinity() -> int:
 def _quota(root: Path) -> float:
     """Return how many cores' time the process's cgroups allow; infinity for no limit.
 
-    A parent's limit holds for its children. In a container, a path may be that of the host and not
-    exist.
+    The limit of a cgroup also holds for the cgroups below it. In a container, /proc may name a path
+    of the host, which does not exist here.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
@@ -52,7 +52,8 @@ def _quota(root: Path) -> float:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # Version 2 names no controllers. Its mount is a subfolder if version 1 is mounted as well.
+        # A line of cgroup version 2 names no controllers. If version 1 is mounted as well, version
+        # 2 lies in the subfolder `unified`.
         names = [name for name in path.split("/") if name]
         for mount in (controllers, "cpu" if controllers else "unified"):
             base = root / "sys/fs/cgroup" / mount

@@ -11,7 +11,7 @@ from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return a list of plugins, their factories (of all kinds, or of one), and disabled ones."""
+    """Return plugins, factories (of all kinds or of one), and why some factories are disabled."""
     if kind is not None and kind not in KINDS:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
@@ -33,7 +33,7 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
 
 
 def show_text(plugins: Plugins, name: str) -> str:
-    """Return description, parameters and a recipe snippet of every factory called `name`."""
+    """Return each factory called `name`: its description, parameters and lines for a recipe."""
     factories = [plugins.named(kind, plugins.full_name(kind, name)) for kind in KINDS]
     if matches := [factory for factory in factories if factory]:
         return "\n\n".join(map(_factory_text, matches))
@@ -64,28 +64,28 @@ def _factory_text(factory: Factory) -> str:
 
 def snippet(factory: Factory) -> str:
     """Return the recipe lines or the command that uses a factory, with its defaults."""
-    tables = {kind: table for table, kind in COMPONENTS.items()}
+    name = factory.name
     settable = [p for p in factory.parameters if not p.by_host]
     required = [p.name for p in settable if p.required]
-    if factory.kind in ("metrics", "augmentations"):
-        part = _inline(factory) if settable else toml_value(factory.name)
-        evaluated = factory.kind == "metrics"
-        place = "[evaluate]\nmetrics" if evaluated else "[augmentation]\ntransforms"
-        return f"{place} = [{part}]"
-    if factory.kind == "indexes":
-        options = "".join(f" --set {name}=…" for name in required)
-        create = "retrieval index create INDEX IMAGES --bundle BUNDLE"
-        return f"{create} --backend {factory.name}{options}"
-    if factory.kind == "stores":
-        options = "?" + "&".join(f"{name}=…" for name in required) if required else ""
-        address = f"{factory.name}://PLACE{options}"
-        return f"retrieval index create {address} IMAGES --bundle BUNDLE"
-    if factory.kind == "trackers":
-        return f"retrieval train RECIPE --track {factory.name}"
-    if factory.kind not in tables:
-        place = {"regularizers": "embedding_regularizer"}.get(factory.kind, KINDS[factory.kind])
-        return f'[loss]\nname = "pml.contrastive"\n{place} = {_inline(factory)}'
-    lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
+    options = "".join(f" --set {key}=…" for key in required)
+    query = "?" + "&".join(f"{key}=…" for key in required) if required else ""
+    part = _inline(factory)
+    item = part if settable else toml_value(name)
+    loss = '[loss]\nname = "pml.contrastive"\n'
+    uses = {
+        "metrics": f"[evaluate]\nmetrics = [{item}]",
+        "augmentations": f"[augmentation]\ntransforms = [{item}]",
+        "indexes": f"retrieval index create INDEX IMAGES --bundle BUNDLE --backend {name}{options}",
+        "stores": f"retrieval index create {name}://PLACE{query} IMAGES --bundle BUNDLE",
+        "trackers": f"retrieval train RECIPE --track {name}",
+        "distances": f"{loss}distance = {part}",
+        "reducers": f"{loss}reducer = {part}",
+        "regularizers": f"{loss}embedding_regularizer = {part}",
+    }
+    if factory.kind in uses:
+        return uses[factory.kind]
+    tables = {kind: table for table, kind in COMPONENTS.items()}
+    lines = [f"[{tables[factory.kind]}]", f'name = "{name}"']
     for p in settable:
         if p.required:
             lines.append(f"{p.name} = …  # {p.type_text}, required")

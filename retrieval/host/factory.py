@@ -4,8 +4,8 @@ A factory is a class or a function. A recipe may set the parameters in its signa
 those that `**kwargs` passes on to a base class. Its docstring (Google style, `Args:`) describes
 them. pydantic checks the values of annotated parameters strictly: a number in quotes is not a
 number. A parameter without an annotation accepts any TOML value, and the factory itself must check
-it. Parameters named in `GIVEN` get their value from the host; a recipe cannot set them. A parameter
-annotated `Annotated[T, Part("reducers")]` is a part made by another factory.
+it. A parameter annotated `Annotated[T, Part("reducers")]` is a part made by another factory. The
+host sets the parameters named in `GIVEN`; a recipe can set them only if they are parts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pluggy
 
@@ -127,10 +119,10 @@ def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callabl
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory; its default is `inspect.Parameter.empty` if it has none.
+    """One parameter of a factory; `default` is `inspect.Parameter.empty` if it has none.
 
-    `part` is the kind of a parameter that is a part, `many` is true for a list of parts, and
-    `by_host` for a parameter that only the host sets.
+    `part` is the kind of a parameter that is a part, and `many` marks a list of parts. `by_host`
+    marks a parameter that only the host sets.
     """
 
     name: str

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,8 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 
-if sys.platform != "win32":
-    import fcntl
-
-_LOCK = ".retrieval.lock"  # in a scratch folder
+_LOCK = ".retrieval.lock"
+"""Name of the lock file in a scratch folder."""
 
 
 def cache_folder() -> Path:
@@ -102,11 +100,11 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> Iterator[Path]:
-    """Context manager that yields a hidden folder and renames it to `path` at the end.
+    """Context manager that yields an empty folder and renames it to `path` at the end.
 
-    The hidden folder lies in a scratch folder `.NAME.XXXXXXXX.part` beside `path`; its content is
-    synced before the rename. A killed process leaves the scratch folder; the next call in that
-    parent removes it.
+    The folder lies in a hidden scratch folder beside `path`, `.NAME.XXXXXXXX.part`. Its content is
+    synced before the rename. A killed process leaves the scratch folder; the next call for a folder
+    with the same parent removes it.
 
     Args:
         path: the folder to write. Its parents are created; an existing empty folder is replaced.
@@ -143,8 +141,8 @@ def rename_whole(
         # The new folder is in place, even if parts of the old one cannot be removed.
         shutil.rmtree(finished, ignore_errors=True)
     else:
-        # If the names cannot be exchanged, no folder has the final name for a moment. A crash at
-        # that moment leaves the old folder under its hidden name, until the next replacement.
+        # For a moment, no folder has the final name. A crash at that moment leaves the old folder
+        # under its hidden name, which the next replacement removes.
         aside = output.with_name(f".{output.name}.old")
         shutil.rmtree(aside, ignore_errors=True)
         output.rename(aside)
@@ -161,8 +159,6 @@ def rename_whole(
 
 def sync(path: Path) -> None:
     """Sync a file, or a folder's directory entries, to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -195,13 +191,13 @@ def _exchange(first: Path, second: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Context manager that yields an empty folder in a private one, `PREFIXxxxxxxxxSUFFIX`.
+    """Context manager that yields an empty folder in a private one, and removes both at the end.
 
-    It removes both at the end. This process holds a lock on a file in the private folder, which the
-    operating system releases when the process ends, even by a crash. Each call first removes this
-    user's leftover folders in `parent`: those whose name has the same first character and suffix,
-    and whose lock file nobody holds. (A network file system shares locks on files with other
-    machines, but not those on folders.)
+    The private folder is `parent / PREFIXxxxxxxxxSUFFIX`. This process locks a file in it; the
+    operating system releases the lock when the process ends, even by a crash. Each call first
+    removes the leftovers of crashed processes: this user's folders in `parent` whose name has the
+    same first character and suffix, and whose lock file nobody holds. (A file is locked, not the
+    folder, because a network file system does not share locks on folders with other machines.)
 
     Raises:
         OSError: the folder cannot be created.
@@ -210,9 +206,10 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
         handle = _locked(path / _LOCK, wait=True)
-        if handle is None:  # no locks: nobody may take the folder for a leftover
+        if handle is None:
+            # Locks do not work here. Without the lock file, nobody takes the folder for a leftover.
             (path / _LOCK).unlink(missing_ok=True)
-        # Before the lock, another process may have taken the folder for a leftover.
+        # Another process may have removed the folder as a leftover before it was locked.
         if path.is_dir():
             break
         _close(handle)
@@ -225,15 +222,13 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
 
 
 def _remove(path: Path) -> None:
-    """Remove a scratch folder, its lock last: without it, a killed removal is not taken up."""
+    """Remove a scratch folder, its lock file last: a folder without one is never cleared."""
     shutil.rmtree(path / "content", ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear(parent: Path, pattern: str) -> None:
-    """Remove the scratch folders that processes left when they ended."""
-    if sys.platform == "win32":
-        return  # without locks, no folder can be told from one in use
+    """Remove this user's scratch folders whose process has ended."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [entry.name for entry in parent.iterdir() if re.fullmatch(pattern, entry.name)]
@@ -248,12 +243,10 @@ def _clear(parent: Path, pattern: str) -> None:
 
 
 def _locked(file: Path, *, wait: bool) -> int | None:
-    """Return a handle that locks a file; None if another process does, or locks do not work.
+    """Return a handle that locks a file; None if another process holds it, or locks do not work.
 
-    Whoever waits for the lock also creates the file.
+    With `wait`, the file is created if it is missing, and another process is waited for.
     """
-    if sys.platform == "win32":
-        return None
     handle = None
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

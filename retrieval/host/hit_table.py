@@ -16,7 +16,7 @@ def text_table(hits: Sequence[Any]) -> str:
     """Return hits as lines with distance, label and id."""
     if not hits:
         return "no hits"
-    rows = [("distance", "label", "id"), *map(_row, hits)]
+    rows = [["distance", "label", "id"], *map(_row, hits)]
     distance, label = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{row[0]:>{distance}}  {row[1]:{label}}  {row[2]}" for row in rows)
 
@@ -32,5 +32,7 @@ def html_table(hits: Sequence[Any], picture: Callable[[Any], str] | None = None)
     return f"<table>{head}{rows}</table>"
 
 
-def _row(hit: Any) -> tuple[str, str, str]:
-    return f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)
+def _row(hit: Any) -> list[str]:
+    """Return a hit's cells, each on one line."""
+    cells = (f"{hit.distance:.4f}", hit.label or "", hit.id)
+    return [printable(cell).replace("\n", "\\n") for cell in cells]

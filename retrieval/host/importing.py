@@ -106,17 +106,15 @@ class FilePlugin:
         """Import the plugin anew on each call and return its module."""
         root = PREFIX + self.name
         _forget(root)
-        entry = self.path / "__init__.py" if self.is_folder else self.path
-        # Let `_Loader` also import the modules inside a folder.
-        for folder in {str(file.parent) for file in self.files.values()} if self.is_folder else ():
-            sys.path_importer_cache[folder] = importlib.machinery.FileFinder(
-                folder, (_Loader, [".py"])
-            )
+        entry, inner = self.path, None
+        if self.is_folder:
+            entry, inner = self.path / "__init__.py", [str(self.path)]
+            # `_Loader` also imports the modules inside the folder.
+            for folder in {str(file.parent) for file in self.files.values()}:
+                finder = importlib.machinery.FileFinder(folder, (_Loader, [".py"]))
+                sys.path_importer_cache[folder] = finder
         spec = importlib.util.spec_from_file_location(
-            root,
-            entry,
-            loader=_Loader(root, str(entry)),
-            submodule_search_locations=[str(self.path)] if self.is_folder else None,
+            root, entry, loader=_Loader(root, str(entry)), submodule_search_locations=inner
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -162,7 +160,7 @@ class FilePlugin:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time, because cached bytecode may be somebody else's code."""
+    """Compiles the source each time. Cached bytecode could be somebody else's code."""
 
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
@@ -187,8 +185,8 @@ class PluginSource:
         return f"The plugin '{self.plugin}' ({self.origin})"
 
 
-def name_of(item: str) -> PluginSource:
-    """Return the plugin name of a file, folder or module, and a description of its origin."""
+def source_of(item: str) -> PluginSource:
+    """Return where a plugin comes from that is named as a file, folder or module."""
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")

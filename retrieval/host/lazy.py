@@ -23,10 +23,13 @@ def lazy(
     homes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     modules: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`, which import on first use.
+    """Return a package's `__getattr__` and `__dir__`, which import names on first use.
 
-    `homes` maps modules to the names that they define, or is what a factory hook returns
-    (`MODULE:NAME` texts), or is a list of both. `modules` maps further names to modules.
+    Args:
+        package: the package's name.
+        homes: a table that maps modules to the names that they define, or a table that a factory
+            hook returns (values `MODULE:NAME`), or a list of such tables.
+        modules: further names, and the modules that they stand for.
     """
     home: dict[str, str] = {}
     tables: Sequence[Mapping[str, Any]] = [homes] if isinstance(homes, Mapping) else homes
@@ -63,10 +66,10 @@ def lazy(
 def lazy_names(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return a module's `__getattr__`, `__dir__` and `__all__`, read from its own source.
+    """Return a module's `__getattr__`, `__dir__` and `__all__`, read from the module's own source.
 
-    Its block `if TYPE_CHECKING:` imports the names (`from m import X as X`), which are imported
-    here on first use. `modules` maps further names to modules.
+    The names are those that its block `if TYPE_CHECKING:` imports as `from m import X as X`; see
+    `lazy` for `modules`.
     """
     import ast
 
@@ -135,9 +138,10 @@ _kept_out = False
 
 
 def keep_compiler_out() -> None:
-    """Make `optimizing` keep torch's compiler from loading, in this process from now on.
+    """From now on, let `optimizing` keep torch's compiler from loading in this process.
 
-    Only the command line calls this: another thread of a user's process may need the compiler.
+    Only the command line calls this, because another thread of a user's process may need the
+    compiler.
     """
     global _kept_out
     _kept_out = True

@@ -16,7 +16,7 @@ from retrieval.errors import DataError, PluginError, RetrievalError
 LONGEST_REASON = 300
 """Largest number of characters quoted from a plugin's error."""
 SMALLER_BATCH = "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch."
-"""Advice that follows "The loss acme.margin ran out of memory."; "it" is the part."""
+"""Advice after a sentence such as "The loss acme.margin ran out of memory."."""
 
 
 @contextlib.contextmanager
@@ -29,8 +29,8 @@ def calling(
 
     Args:
         what: the part, as the beginning of a sentence: "The loss acme.margin".
-        smaller: advice for when it runs out of memory.
-        hint: returns a sentence to add to the message, with a space before it.
+        smaller: advice if the part runs out of memory.
+        hint: returns a further sentence of the message, with a space before it, or "".
     """
     try:
         yield

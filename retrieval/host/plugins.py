@@ -24,9 +24,9 @@ from retrieval.host.importing import (
     PluginSource,
     import_extra,
     import_plugin,
-    name_of,
     reason,
     refuse_misspelt,
+    source_of,
 )
 from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import (
@@ -78,13 +78,16 @@ class Plugins:
 
     def factories(self, kind: str) -> dict[str, Factory]:
         """Return all usable factories of a kind by full name, sorted."""
-        every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
-        return {name: factory for name, factory in every.items() if isinstance(factory, Factory)}
+        every = self._factories(kind).items()
+        return {name: factory for name, factory in every if isinstance(factory, Factory)}
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return why factories cannot be used, by full name (by plugin if its hook failed)."""
-        every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
-        return {name: str(fault) for name, fault in every.items() if isinstance(fault, PluginError)}
+        every = self._factories(kind).items()
+        return {name: str(fault) for name, fault in every if isinstance(fault, PluginError)}
+
+    def _factories(self, kind: str) -> dict[str, Factory | PluginError]:
+        return {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
 
     def named(self, kind: str, name: str) -> Factory | None:
         """Return the usable factory with a full name, or None; only its plugin's hook is called."""
@@ -93,7 +96,7 @@ class Plugins:
         return factory if isinstance(factory, Factory) else None
 
     def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
-        """Return what all plugins, or one, offer, by full name; a failed hook's error by plugin."""
+        """Return what all plugins (or one) offer, by full name; a failed hook's error by plugin."""
         offered: dict[str, Any] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
             owner = impl.plugin_name
@@ -101,7 +104,12 @@ class Plugins:
                 continue
             if (kind, owner) not in self._offers:
                 try:
-                    offers = _offers(owner, kind, impl.function)
+                    offers = _guarded(owner, kind, impl.function)
+                    if not isinstance(offers, Mapping):
+                        raise PluginError(
+                            f"The plugin '{owner}' returned {type(offers).__name__} from"
+                            f" retrieval_{kind}; it must return {{name: factory}}."
+                        )
                     named = {f"{owner}.{short}": make for short, make in offers.items()}
                     self._offers[kind, owner] = named
                 except PluginError as error:
@@ -207,7 +215,7 @@ class Plugins:
         return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory and its nested parts of that kind pass; unknown parts pass."""
+        """Return whether a factory and its nested parts of that kind pass, or are unknown."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (
@@ -262,17 +270,6 @@ class Plugins:
                     " known here."
                 )
         return factory.build(checked)
-
-
-def _offers(plugin: str, kind: str, function: Callable[[], Any]) -> Mapping[Any, Any]:
-    """Return what a plugin's hook offers."""
-    offers = _guarded(plugin, kind, function)
-    if not isinstance(offers, Mapping):
-        raise PluginError(
-            f"The plugin '{plugin}' returned {type(offers).__name__} from retrieval_{kind}; it must"
-            " return {name: factory}."
-        )
-    return offers
 
 
 def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
@@ -340,7 +337,7 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         source = PluginSource(name, origin)
         register(source, import_plugin(source, entry.load))
     for item in extra:
-        source = name_of(item)
+        source = source_of(item)
         if source.plugin in blocked or source in sources:
             continue
         clash = next((s for s in sources if s.plugin == source.plugin), None)

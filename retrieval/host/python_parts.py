@@ -93,8 +93,9 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
     """Return a plugin whose factories return these objects, or copies of them."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
-        measured = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
-        offered = {object_name(value).partition(".")[2]: _factory(table, value, measured)}
+        # If a loss or miner measures with the user's combiner, its copy measures with the run's.
+        measures = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
+        offered = {object_name(value).partition(".")[2]: _factory(table, value, measures)}
         setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(lambda offered=offered: offered))
     return module
 
@@ -109,19 +110,22 @@ def _maker(value: Any) -> Any:
     return value if inspect.isroutine(value) else type(value)
 
 
-def _factory(table: str, value: Any, measured: bool) -> Callable[..., Any]:
-    """Return a factory that returns the dataset itself, or a copy of any other object."""
+def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
+    """Return a factory of the dataset itself, or of copies of another object.
+
+    With `measures`, the run's combiner becomes the distance of a copy.
+    """
 
     def give() -> Any:
         return value if table == "data" else _copied(value)
 
-    def give_measuring(distance: Any = None) -> Any:  # the host passes the run's combiner
+    def give_measuring(distance: Any = None) -> Any:
         part = _copied(value)
         if distance is not None:
             part.distance = distance
         return part
 
-    factory = give_measuring if measured else give
+    factory = give_measuring if measures else give
     stated: dict[str, bool] = {}
     # An object without a signature is assumed to take a reference set and a miner's indices.
     with contextlib.suppress(TypeError, ValueError):

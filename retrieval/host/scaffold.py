@@ -23,11 +23,12 @@ EXAMPLES = {
     "learner": ("WithinScale", "within_scale"),
     "dataset": ("Digits", "digits"),
     "backbone": ("Small", "small"),
+    "sampler": ("Rotating", "rotating"),
     "metric": ("ReciprocalRank", "reciprocal_rank"),
     "index": ("Matrix", "matrix"),
     "store": ("JournalPlace", "journal"),
 }
-"""For each kind, the class in its template (in `scaffolds/`) and the name of the part."""
+"""For each kind, the class in the template `scaffolds/KIND.py.in` and the name of the part."""
 _RECIPE = {
     "data": {"name": "core.digits"},
     "split": {"by": "class"},
@@ -65,7 +66,9 @@ def _recipe(name: str, kind: str) -> dict[str, Any]:
     if kind == "learner":
         recipe = {key: recipe[key] for key in ("name", "data", "split")}
         recipe["backbone"] = {"name": "core.pixels", "size": 8, "frozen": True}
-    return recipe | {next(t for t, k in COMPONENTS.items() if KINDS[k] == kind): {"name": part}}
+    table = next(t for t, k in COMPONENTS.items() if KINDS[k] == kind)
+    size = recipe["sampler"] if kind == "sampler" else {}  # of a batch
+    return recipe | {table: {"name": part, **size}}
 
 
 def _filled(template: str, name: str, kind: str) -> str:

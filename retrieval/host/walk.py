@@ -68,7 +68,7 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def own_name(folder: Path) -> str:
-    """Return a folder's own name: a link's, not its target's; "." is resolved."""
+    """Return the name of a folder, or of the link to it; "." is resolved."""
     return Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
 
 

@@ -1,4 +1,4 @@
-"""Puts benchmarks/ on the path: its scripts are no package."""
+"""Put benchmarks/ on the module search path, because its scripts are not a package."""
 
 from pathlib import Path
 

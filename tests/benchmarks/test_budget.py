@@ -1,11 +1,26 @@
-"""A table's cell for a method that ran out of CPU time, or could not be fitted."""
+"""Benchmarks tell a method that runs out of CPU time from one that fails."""
+
+import signal
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
 
 
-def test_the_cells_say_so():
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGXCPU, TimeoutError), (signal.SIGKILL, BrokenProcessPool)]
+)
+def test_only_the_cpu_limit_counts_as_running_out_of_time(number, error):
+    from bench import alone
+
+    with pytest.raises(error):
+        alone(signal.raise_signal, number)
+
+
+def test_a_cell_shows_a_stopped_or_failed_method():
     import anml_table2
 
-    def row(split, **found):
-        return {"set": "penbased", "method": "scml", "split": split, **found}
+    def row(split, **results):
+        return {"set": "penbased", "method": "scml", "split": split, **results}
 
     fine = {"honest": 99.0, "best": 99.5, "fit_seconds": 2.0}
     for rows, cell in (

@@ -1,4 +1,4 @@
-"""A card's results are what benchmarks/cards.py makes of kept runs, of five seeds or more."""
+"""A model card shows what benchmarks/cards.py writes from kept runs of at least five seeds."""
 
 from pathlib import Path
 
@@ -15,29 +15,29 @@ CARDS = [
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_the_block_is_made_of_what_was_kept(name):
+def test_the_card_shows_the_kept_runs(name):
     import cards
 
     text = (MODELS / name / "README.md").read_text(encoding="utf-8")
-    found = cards.BLOCK.search(text)
-    assert found is not None and found[0] == cards.block(name)
+    block = cards.BLOCK.search(text)
+    assert block is not None and block[0] == cards.block(name)
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_card_rests_on_five_seeds_or_more(name):
+def test_a_card_has_at_least_five_seeds(name):
     import cards
 
     own = cards.CARDS[name][0]
     assert sum(cards.key(own, seed) in cards.kept() for seed in range(99)) >= 5
 
 
-def test_the_cards_that_are_measured_so():
+def test_every_measured_card_has_a_block():
     import cards
 
     assert set(CARDS) == set(cards.CARDS)
 
 
-def test_intervals_are_students():
+def test_intervals_follow_students_distribution():
     from bench import half_width, interval
 
     values = [0.931, 0.947, 0.939, 0.95, 0.928]

@@ -1,4 +1,4 @@
-"""Every command of a benchmark that a page names is one that the script takes."""
+"""Every command of a benchmark on a page is valid."""
 
 import argparse
 import ast
@@ -22,15 +22,15 @@ PAGES = (
     "benchmarks/results/*.md",
 )
 EXAMPLES = {"NAME": "digits", "CHECKOUT": ".", "FOLDER": "."}
-"""What stands for a word that a reader fills in."""
+"""Values of words that a reader replaces."""
 
 
 class ParsedError(Exception):
-    """The script has read its command line."""
+    """Raised instead of running a script, once it has read its command line."""
 
 
 def commands() -> Iterator[tuple[str, str, str]]:
-    """Yield each page, script and its words, every command once."""
+    """Yield every different command: page, script, and arguments as text."""
     seen = set()
     for pattern in PAGES:
         for page in sorted(ROOT.glob(pattern)):
@@ -45,11 +45,11 @@ def commands() -> Iterator[tuple[str, str, str]]:
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
-    """Have a script read a command line, and go no further."""
+    """Have a script read a command line, without running it."""
     whole = argparse.ArgumentParser.parse_args
 
-    def parse_args(self, *given):
-        whole(self, *given)
+    def parse_args(self, *values):
+        whole(self, *values)
         raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
@@ -61,7 +61,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "script", "words"), list(commands()))
-def test_the_script_takes_it(page, script, words, monkeypatch):
+def test_the_script_accepts_the_command(page, script, words, monkeypatch):
     source = (ROOT / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
     if ".parse_args(" in source:
         parse(monkeypatch, script, words)

@@ -1,4 +1,4 @@
-"""Figures on five pages come from results by a script, or say where they are from."""
+"""Numbers on five pages are written by a script, or name their source."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def without_source(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_blocks_are_made_of_the_results(name):
+def test_the_blocks_show_the_results(name):
     import pages
 
     assert pages.written(name) == (DOCS / name).read_text(encoding="utf-8"), (
@@ -33,5 +33,5 @@ def test_the_blocks_are_made_of_the_results(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_figure_outside_of_them_says_where_it_is_from(name):
+def test_a_number_outside_the_blocks_names_its_source(name):
     assert without_source((DOCS / name).read_text(encoding="utf-8")) == []

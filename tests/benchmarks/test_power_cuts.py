@@ -1,4 +1,4 @@
-"""A power cut loses nothing acknowledged: a few of what `benchmarks/power_cuts.py` does."""
+"""Short runs of `benchmarks/power_cuts.py`, and of its simulated disk."""
 
 import importlib
 import itertools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 
 
 def cut(output: Path, *options: object) -> tuple[int, Any]:
-    """Run the script, and return its exit status and what it keeps."""
+    """Run the script; return its exit code and its results."""
     done = subprocess.run(
         [sys.executable, SCRIPT, *map(str, options), "--output", output],
         capture_output=True,
@@ -39,14 +39,14 @@ def cut(output: Path, *options: object) -> tuple[int, Any]:
     return done.returncode, json.loads(kept.read_text(encoding="utf-8"))
 
 
-def test_what_was_acknowledged_is_there_after_a_power_cut(tmp_path):
+def test_a_power_cut_loses_nothing_acknowledged(tmp_path):
     status, raw = cut(tmp_path, "--count", 40, "--seed", 5, "--lives", 2)
     assert raw["wrong"] == [] and status == 0 and raw["cuts"] == 40
     assert {outcome for _, outcome, _ in raw["cells"]} >= {"there", "not there", "same either way"}
 
 
 @pytest.mark.parametrize("fault", ["commits", "folders"])
-def test_a_store_that_does_not_sync_is_found_out(fault, tmp_path):
+def test_a_missing_sync_is_detected(fault, tmp_path):
     status, raw = cut(
         tmp_path, "--count", 60, "--each", 60, "--seed", 5, "--lives", 1, "--without", fault
     )
@@ -55,7 +55,7 @@ def test_a_store_that_does_not_sync_is_found_out(fault, tmp_path):
 
 
 def trace(folder: Path, code: str, *arguments: object) -> Any:
-    """Record what a program does in the folder `disk`."""
+    """Run a program under strace; return a simulated disk with its writes to `disk`."""
     script: Any = importlib.import_module("power_disk")
     (folder / "disk").mkdir()
     done = subprocess.run(
@@ -90,7 +90,7 @@ with open(f"{disk}/a", "r+b") as file:
 """
 
 
-def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path):
+def test_only_synced_data_survives_a_power_cut(tmp_path):
     disk = trace(tmp_path, PROGRAM)
     old = b"old " * 1000
     new = old[:512] + b"new " * 300 + old[1712:]
@@ -105,15 +105,15 @@ def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path):
             draw,
         )
         left = {path.name: path.read_bytes() for path in target.iterdir()}
-        content = left.pop("a")  # its folder was synced after it had its name
+        content = left.pop("a")  # the folder was synced after the rename
         assert len(content) == 4000 and all(
-            content[at : at + 512] in (old[at : at + 512], new[at : at + 512])
-            for at in range(0, 4000, 512)
+            content[start : start + 512] in (old[start : start + 512], new[start : start + 512])
+            for start in range(0, 4000, 512)
         )
         assert left in ({}, {"b": old}, {"b.tmp": old})
         seen.add((content == old, content == new, *left))
-    assert {one[:2] for one in seen} == {(True, False), (False, True), (False, False)}
-    assert {one[2:] for one in seen} == {(), ("b",), ("b.tmp",)}
+    assert {outcome[:2] for outcome in seen} == {(True, False), (False, True), (False, False)}
+    assert {outcome[2:] for outcome in seen} == {(), ("b",), ("b.tmp",)}
 
 
 COMPACT = """
@@ -148,7 +148,7 @@ ROWS = {f"id {n}": n + 100 if n < 60 else n for n in range(40, 120)}
 
 
 def holds(folder: Path, bundle: str, vectors: Any, *, again: bool) -> bool:
-    """Whether an index holds `ROWS` and is whole; with `again`, also after compacting."""
+    """Return whether an index is intact and holds `ROWS`; with `again`, also after compacting."""
     for last in (False, True)[not again :]:
         try:
             with LocalStore(folder, upkeep=False) as store:
@@ -168,7 +168,7 @@ def holds(folder: Path, bundle: str, vectors: Any, *, again: bool) -> bool:
 
 
 @pytest.mark.parametrize("how", ["synced", "careless"])
-def test_a_power_cut_within_compact_loses_nothing(how, tmp_path):
+def test_a_power_cut_during_compact_loses_nothing(how, tmp_path):
     bundle = Bundle.open(make_bundle(tmp_path / "bundle"), threads=1)
     vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
     np.save(tmp_path / "vectors.npy", vectors)

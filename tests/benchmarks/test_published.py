@@ -1,4 +1,4 @@
-"""Figures that papers print stand in benchmarks/published.toml, and in no script."""
+"""Numbers from papers are in benchmarks/published.toml and in no script."""
 
 import ast
 import itertools
@@ -14,22 +14,18 @@ TABLES = tomllib.loads((SCRIPTS / "published.toml").read_text(encoding="utf-8"))
 
 
 def written(code: str) -> set[float]:
-    """Return the numbers of a script, also those that are text by themselves or stand in longer
-    text.
-    """
-    found: set[float] = set()
+    """Return the numbers in a script, including those in its texts."""
+    numbers: set[float] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            found.add(round(float(node.value), 4))
+            numbers.add(round(float(node.value), 4))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= {round(float(text), 4) for text in re.findall(r"\d*\.\d+", node.value)}
-    return found
+            numbers |= {round(float(text), 4) for text in re.findall(r"\d*\.\d+", node.value)}
+    return numbers
 
 
 def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
-    """Yield what nobody types by chance: a row of three figures or more, a column, or a column's
-    differences from another.
-    """
+    """Yield the rows and columns of the tables, and the differences of two columns."""
     for name, table in TABLES.items():
         rows = table["rows"]
         for row, values in rows.items():
@@ -37,30 +33,32 @@ def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
         columns = list(zip(*rows.values(), strict=True))
         for title, values in zip(table["columns"], columns, strict=True):
             yield f"{name}, {title}", set(values)
-        for one, other in itertools.combinations(range(len(columns)), 2):
-            gaps = {round(abs(b - a), 4) for a, b in zip(columns[one], columns[other], strict=True)}
-            yield f"{name}, {table['columns'][other]} less {table['columns'][one]}", gaps
+        for first, second in itertools.combinations(range(len(columns)), 2):
+            gaps = {
+                round(abs(b - a), 4) for a, b in zip(columns[first], columns[second], strict=True)
+            }
+            yield f"{name}, {table['columns'][second]} less {table['columns'][first]}", gaps
 
 
-def held(code: str) -> list[str]:
-    """Return the published rows, columns and differences that a script holds."""
+def copied(code: str) -> list[str]:
+    """Return the published rows, columns and differences (of three numbers or more) in a script."""
     numbers = written(code)
     return [name for name, figures in sets_of_figures() if len(figures) > 2 and figures <= numbers]
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
 def test_no_script_holds_a_published_table(script):
-    assert not held(script.read_text(encoding="utf-8"))
+    assert not copied(script.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_each_table_says_where_it_is_from_and_is_rectangular(name):
+def test_each_table_has_a_source_and_is_rectangular(name):
     table = TABLES[name]
     assert "Table" in table["source"] and table["what"]
     assert {len(values) for values in table["rows"].values()} == {len(table["columns"])}
 
 
-def test_a_figure_that_is_not_there_is_a_sentence():
+def test_a_missing_number_gives_one_sentence():
     from bench import has, published
 
     assert published("aml_table_1", "vehicle", "AML") == TABLES["aml_table_1"]["rows"]["vehicle"][1]

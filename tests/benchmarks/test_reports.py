@@ -1,4 +1,4 @@
-"""A page of benchmarks/results is what its script makes of the figures that were kept."""
+"""A page of benchmarks/results is what its script writes from the kept results."""
 
 import importlib
 import json
@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
 OTHERS = {"cards", "anml_table2_earlier", "attack", "attack_proxy"}
-"""Kept for a card, which has its own test, or by a script that renders nothing again."""
+"""Results of cards, which have their own test, and of scripts that cannot render a page again."""
 KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
 
 
@@ -26,10 +24,10 @@ PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - OTHERS)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_made_of_what_was_kept(name):
+def test_the_page_shows_the_kept_results(name):
     page = importlib.import_module(name).render(kept(name))
     assert page == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_whatever_was_kept_has_its_page_tested():
+def test_every_kept_result_has_a_page():
     assert KEPT.keys() == {*PAGES} | OTHERS

@@ -1,4 +1,4 @@
-"""A killed server loses nothing acknowledged: seconds of what `benchmarks/soak.py` does."""
+"""A short run of `benchmarks/soak.py`, which kills a server, and a check that it detects a loss."""
 
 import importlib
 import json
@@ -14,8 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for whom to kill")
-def test_what_clients_were_told_is_there_after_kills(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_kills_lose_nothing_acknowledged(tmp_path):
     words = ["--seconds", "20", "--pause", "2", "5", "--seed", "4", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "soak.py"), *words],
@@ -25,13 +25,13 @@ def test_what_clients_were_told_is_there_after_kills(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads((tmp_path / "raw" / "soak.json").read_text(encoding="utf-8"))
-    assert made["wrong"] == [] and sum(made["kills"].values()) >= 3
-    assert min(made["writes"], made["reads"], made["items"]) > 10
+    result = json.loads((tmp_path / "raw" / "soak.json").read_text(encoding="utf-8"))
+    assert result["wrong"] == [] and sum(result["kills"].values()) >= 3
+    assert min(result["writes"], result["reads"], result["items"]) > 10
     assert "**Differences: 0.**" in (tmp_path / "soak.md").read_text(encoding="utf-8")
 
 
-def test_what_is_lost_is_seen(tmp_path):
+def test_a_loss_is_detected(tmp_path):
     soak: Any = importlib.import_module("soak")
     living: Any = importlib.import_module("retrieval.serving.index.index")
     path = soak.make_bundle(tmp_path / "bundle")
@@ -42,14 +42,14 @@ def test_what_is_lost_is_seen(tmp_path):
     with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]
-            said = items(
+            item = items(
                 id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector}
             )
-            index.upsert([said])
-            record.told(id, value)
+            index.upsert([item])
+            record.acknowledge(id, value)
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
-    record.asked("c/1", None)  # without an answer both are right
-    record.asked("c/new", soak.Value(7, "x"))
+    record.begin("c/1", None)  # without an answer, both results are right
+    record.begin("c/new", soak.Value(7, "x"))
     assert soak.differences(tmp_path / "i", bundle, [record], 0) == (30, [])
     for id, value in (
         ("c/2", None),
@@ -57,6 +57,6 @@ def test_what_is_lost_is_seen(tmp_path):
         ("c/gone", soak.Value(9, "x")),
     ):
         other = soak.Record(dict(record.known))
-        other.told(id, value)
+        other.acknowledge(id, value)
         count, wrong = soak.differences(tmp_path / "i", bundle, [other], 0)
         assert count == 30 and len(wrong) == 1 and id in wrong[0]

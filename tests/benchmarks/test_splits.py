@@ -1,11 +1,11 @@
-"""Items that a benchmark searches had no say in a choice."""
+"""The benchmark chooses its settings with items that it never searches."""
 
 import numpy as np
 import pytest
 
 
 @pytest.mark.parametrize("name", ["digits", "letter"])
-def test_what_chooses_is_never_searched(name):
+def test_items_that_choose_settings_are_never_searched(name):
     import daml_real
 
     y = np.repeat(np.arange(26), 7)
@@ -21,7 +21,7 @@ def test_what_chooses_is_never_searched(name):
             assert not np.intersect1d(y[train], y[searched]).size
 
 
-def test_each_seed_divides_anew():
+def test_each_seed_gives_another_split():
     import daml_real
 
     y = np.repeat(np.arange(26), 7)

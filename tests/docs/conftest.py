@@ -1,4 +1,4 @@
-"""Reads the pages: their blocks, files and commands; and runs them as a reader would."""
+"""Read the blocks, files and commands of the pages, and run them as a reader would."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, the file that it is to be saved as, and the line before it."""
+    """A fenced block, the name of the file to save it as (if any), and the line before it."""
 
     page: Path
     line: int
@@ -46,7 +46,8 @@ def read_blocks(page: Path) -> list[Block]:
         body = re.sub(f"^{match['indent']}", "", match["body"], flags=re.M)
         language, start = match["head"].strip(), text[: match.start()].rstrip()
         before = start.splitlines()[-1] if start else ""
-        named = re.search(r"`([\w.]+)`:$", before)  # README's way: a caption would not show there
+        # README names a file in the line before, because GitHub shows no captions.
+        named = re.search(r"`([\w.]+)`:$", before)
         if language.startswith("{code-block}"):
             language = language.split()[1]
             if caption := re.match(r":caption: (\S+)\n\n", body):
@@ -57,7 +58,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give `page`, `python_block`, `toml_block` and `command` every page, block and line."""
+    """Parametrise `page`, `python_block`, `toml_block` and `command` by what the pages contain."""
     blocks = [block for page in PAGES for block in read_blocks(page)]
     lines = {line: f"{b}: {line}" for b in blocks for line in command_lines(b.body)}
     values: dict[str, dict[Any, str]] = {"page": {page: page.name for page in PAGES}}
@@ -69,17 +70,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def command_lines(text: str) -> Iterator[str]:
-    """Give the arguments of each line that calls `retrieval`, also through a launcher."""
+    """Yield the arguments of each line that calls `retrieval`, also through a launcher."""
     launched = r"^\s*(?:(?:accelerate|torchrun) .*-m retrieval\.cli|retrieval) (\S.*)$"
     yield from re.findall(launched, text, re.M)
 
 
 class Reader:
-    """Does in a folder what a page says: saves its files, runs its code and commands."""
+    """Follows a page in a folder: saves its files, and runs its code and commands.
+
+    Attributes:
+        photos: folder of the photos of a copied index.
+        answers: the JSON answers of the last block of commands.
+        ran: all commands so far.
+    """
 
     def __init__(self, folder: Path, photos: Path | None = None) -> None:
         self.folder = folder
-        self.photos = photos  # where the photos of a copied index lie
+        self.photos = photos
         self.port = 0
         self.server: subprocess.Popen[str] | None = None
         self.answers: list[Any] = []
@@ -161,7 +168,7 @@ class Reader:
 
 
 def documents(text: str) -> Iterator[Any]:
-    """Give each of the JSON documents that a text holds, one after the other."""
+    """Yield the JSON documents in a text."""
     while text := text.strip():
         document, end = json.JSONDecoder().raw_decode(text)
         yield document
@@ -169,7 +176,7 @@ def documents(text: str) -> Iterator[Any]:
 
 
 def shape(value: Any) -> Any:
-    """What a page shows of any answer: keys, types, an error's sentence."""
+    """Return the keys and types of an answer, and the sentence of an error."""
     if isinstance(value, dict):
         return {k: v if k in ("status", "detail") else shape(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -204,9 +211,9 @@ def reader(tmp_path):
 
 @pytest.fixture(scope="session")
 def tutorial(tmp_path_factory, isolated):
-    """A reader who has finished the tutorial."""
+    """A reader who has followed the whole tutorial."""
     if shutil.which("curl") is None:
-        pytest.skip("the pages talk to the server by curl, which is not here")
+        pytest.skip("the pages use curl, which is not installed")
     with contextlib.closing(Reader(tmp_path_factory.mktemp("tutorial"))) as reader:
         reader.follow(ROOT / "docs" / "tutorial.md")
     return reader
@@ -214,7 +221,7 @@ def tutorial(tmp_path_factory, isolated):
 
 @pytest.fixture
 def after_tutorial(tutorial, tmp_path):
-    """A reader in a copy of the folder that the tutorial left, with the server running."""
+    """A reader in a copy of the tutorial's folder."""
     folder = tmp_path / "copy"
     shutil.copytree(tutorial.folder, folder)
     with contextlib.closing(Reader(folder, tutorial.folder)) as reader:

@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, and reaches every page."""
+"""The documentation builds without a warning, and contains every page and public name."""
 
 import html
 import inspect
@@ -31,7 +31,7 @@ def site(root, tmp_path_factory):
     return folder / "html"
 
 
-def test_sphinx_has_no_warning(root, site):
+def test_the_site_builds_and_includes_every_result(root, site):
     page = html.unescape((site / "benchmarks.html").read_text(encoding="utf-8"))
     for result in (root / "benchmarks" / "results").glob("*.md"):
         title = result.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
@@ -39,8 +39,9 @@ def test_sphinx_has_no_warning(root, site):
 
 
 def elsewhere(page: str) -> list[str]:
-    """Return what a page makes a browser load from another host: every `src`, the `href` of what is
-    not a link to follow, and what styles name.
+    """Return the addresses that a page makes a browser load from another host.
+
+    These are every `src`, every `href` that is not a link to follow, and addresses in styles.
     """
     from bs4 import BeautifulSoup  # Furo needs it too
 
@@ -104,11 +105,11 @@ def test_every_name_of_the_face_has_an_entry(root, site):
 
 
 def plain(text: str) -> str:
-    """Return a text in one line, without what Sphinx changes in it."""
+    """Return a text on one line, with the quotes that Sphinx writes."""
     return " ".join(text.split()).replace("`", "").replace("'", "’")
 
 
-def test_each_page_has_a_markdown_twin_which_llms_txt_lists(root, site):
+def test_each_page_has_a_markdown_twin(root, site):
     text = (site / "llms.txt").read_text(encoding="utf-8")
     listed = re.findall(r"^- \[.+?\]\((\S+\.md)\)", text, re.M)
     pages = {page.name for page in (root / "docs").glob("*.md")} - {"index.md"}

@@ -1,4 +1,4 @@
-"""Every `retrieval …` that the pages or `--help` show is one that the command line takes."""
+"""Every command on a page or in `--help` is valid; README's setup and loss work."""
 
 import configparser
 import contextlib
@@ -23,11 +23,7 @@ LEAVES = [
 
 
 def parse(arguments: list[str]) -> click.Context:
-    """Parse a command line, whatever subcommand it names, without running it.
-
-    Raises:
-        click.ClickException: it is none.
-    """
+    """Parse a command line without running it; click raises an error if it is not valid."""
     command: click.Command = app
     context = app.make_context("retrieval", [], resilient_parsing=True)
     while isinstance(command, click.Group):
@@ -53,9 +49,9 @@ def test_commands_in_blocks_parse(command):
 
 def test_commands_in_sentences_parse(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for found in re.findall(r"`retrieval\s+([^`]+)`", text):
-        words = [word for word in shlex.split(found) if word not in ("…", "--help")]
-        with contextlib.suppress(click.MissingParameter):  # a sentence need not say it all
+    for arguments in re.findall(r"`retrieval\s+([^`]+)`", text):
+        words = [word for word in shlex.split(arguments) if word not in ("…", "--help")]
+        with contextlib.suppress(click.MissingParameter):  # a sentence may leave out arguments
             parse(words or ["plugins", "list"])  # `retrieval --help` names no command
 
 
@@ -66,7 +62,7 @@ def test_help_shows_an_example_that_parses(name, cli, commands_in):
     assert "Example" in shown.out
     command = leaf(name)
     text = f"{command.help or ''}\n{command.epilog or ''}"
-    # after `Example:` or another label, or alone
+    # Remove `Example:` or another label before the command.
     examples = commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", text, flags=re.M))
     assert any(example.startswith(f"{name} ") for example in examples), f"{name}: {text}"
     for example in examples:
@@ -76,7 +72,7 @@ def test_help_shows_an_example_that_parses(name, cli, commands_in):
 
 
 def leaf(name: str) -> click.Command:
-    """Return a command by its words."""
+    """Return a command by its name, such as "index create"."""
     command: click.Command | None = app
     for word in name.split():
         assert isinstance(command, click.Group)
@@ -95,31 +91,23 @@ def test_every_command_is_in_the_documentation(root, commands_in):
         )
 
 
-# What the page of stores says is shown by tests, which it names
-
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
-
-
-def test_every_line_of_the_table_names_tests_that_are_there():
-    files = [*ROOT.glob("tests/stores/test_*.py"), *ROOT.glob("tests/serving/test_*.py")]
+def test_the_page_of_stores_names_existing_tests(root):
+    page = (root / "docs" / "stores.md").read_text(encoding="utf-8")
+    files = [*root.glob("tests/stores/test_*.py"), *root.glob("tests/serving/test_*.py")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     tests = {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
-    rows = re.findall(r"^\|.*\| ([^|]+) \|$", PAGE[PAGE.index("Qdrant | test |") :], re.M)[1:]
+    rows = re.findall(r"^\|.*\| ([^|]+) \|$", page[page.index("Qdrant | test |") :], re.M)[1:]
     assert len(rows) >= 14
     for row in rows:
         names = re.findall(r"`([\w./]*test_[\w./]+)`", row)
         assert names, f"no test shows: {row}"
         for name in names:
-            assert (ROOT / name).is_file() or name in tests, f"there is no {name}"
+            assert (root / name).is_file() or name in tests, f"there is no {name}"
 
 
-# README: two commands to set up, and a loss that works as it is printed.
-
-
-def test_set_up_is_two_lines_that_name_real_extras(root, blocks):
+def test_setup_is_two_lines_with_existing_extras(root, blocks):
     shell = [block for block in blocks(root / "README.md") if block.language == "sh"]
-    assert len(shell) == 2, "README has exactly two commands to set up"
+    assert len(shell) == 2
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
     for block, last in zip(shell, ("retrieval demo", "pytest -n auto"), strict=True):
@@ -151,13 +139,13 @@ def test_the_loss_has_under_twenty_lines_and_trains(root, blocks, commands_in, r
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(root, name):
+def test_links_are_not_broken(root, name):
     text = (root / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert target.startswith("https://") or (root / target).exists(), f"{name} links {target}"
 
 
-def test_the_changelog_has_this_version_and_the_licence_is_what_setup_says(root):
+def test_changelog_and_licence_match_setup(root):
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
     changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")

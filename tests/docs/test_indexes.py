@@ -1,4 +1,4 @@
-"""The page of indexes: its commands run in order, and print what it shows."""
+"""The commands on the page of indexes run in order, and print what the page shows."""
 
 import contextlib
 import io
@@ -10,13 +10,13 @@ VARIES = re.compile(
     r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$",
     re.M,
 )
-"""Times, sizes, distances, hashes and names of files; `…` stands for lines that the page leaves
-out.
+"""Text that differs between machines: times, sizes, distances, hashes, names of files, and `…` for
+lines that the page leaves out.
 """
 
 
 def same(shown: str, printed: str) -> bool:
-    """Whether a page's output is what came, but for what differs from machine to machine."""
+    """Return whether a page shows the output that was printed, apart from `VARIES`."""
     parts = [re.escape(part) for part in VARIES.split(shown)]
     tokens = [r"(?s:.*)" if token == "…" else r"[0-9a-f.,]+" for token in VARIES.findall(shown)]
     pattern = "".join(part + token for part, token in zip(parts, [*tokens, ""], strict=True))

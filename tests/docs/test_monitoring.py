@@ -1,4 +1,4 @@
-"""The operator's page names every metric, stage and check of the server, and no other."""
+"""The operator's page names exactly the server's metrics, stages and checks."""
 
 import json
 import re
@@ -22,8 +22,8 @@ def rows(text: str, heading: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
-def test_monitoring(reader, root, blocks, capfd):
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_page_names_every_metric_stage_and_check(reader, root, blocks, capfd):
     query, *_ = makers.write_digits(reader.folder / "photos", 20)
     place = reader.folder / "photos.index"
     create_index(place, makers.make_bundle(reader.folder / "bundle"), progress=False)
@@ -40,7 +40,7 @@ def test_monitoring(reader, root, blocks, capfd):
         for family in parsed
         if family.name.startswith("retrieval_") and not family.name.endswith("_created")
     }
-    # Every metric has its row, with its labels
+    # Every metric has a row with its labels.
     shown: dict[str, set[str]] = {}
     for names, labels, _ in rows(text, "## Metrics"):
         first, *more = re.findall(r"`(\w+)`", names)
@@ -48,14 +48,14 @@ def test_monitoring(reader, root, blocks, capfd):
             shown[name.removesuffix("_total")] = set(re.findall(r"`(\w+)`", labels))
     assert set(shown) == set(families)
     for name, family in families.items():
-        given = {label for sample in family.samples for label in sample.labels} - {"le"}
-        assert given <= shown[name] and (given == shown[name] or not family.samples), name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels <= shown[name] and (labels == shown[name] or not family.samples), name
     assert [stage for (stage, *_) in rows(text, "### Stages")] == [f"`{stage}`" for stage in STAGES]
     checks = [check.strip("`") for (check, _) in rows(text, "## Health")]
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/readyz") as answer:
         assert list(json.loads(answer.read())["checks"]) == checks
 
-    # A line of the log has what the page shows of one
+    # A line of the log has the keys and types that the page shows.
     reader.close()
     err = capfd.readouterr().err.splitlines()
     lines = [json.loads(line) for line in err if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""The pages as a reader follows them: files, code, commands, and answers as shown."""
+"""A reader can follow the pages: files, code and commands work, and answers are as shown."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ def test_toml_blocks_are_recipes_or_tables_of_one(toml_block):
     for name, value in table.items():
         field = Recipe.model_fields[name]
         keys = getattr(field.annotation, "model_fields", None)
-        if keys is not None and name not in COMPONENTS:  # those have the parameters of their parts
+        if keys is not None and name not in COMPONENTS:  # a component's keys are its parameters
             assert set(value) <= set(keys), f"{toml_block}: [{name}] has {set(value) - set(keys)}"
 
 
@@ -47,20 +47,17 @@ def test_tutorial(tutorial, root):
         assert any(line.startswith(f"retrieval {word} ") for line in lines), word
     assert any("--set" in line for line in lines)
     assert any(line.startswith("curl ") for line in lines)
-    with contextlib.chdir(tutorial.folder):  # the recipe's paths start there
+    with contextlib.chdir(tutorial.folder):  # the recipe's paths are relative to it
         splits = Run.open(Path("runs", "photos")).splits
         second = Run.open(Path("runs", "beta20")).recipe
         bundle = Bundle.open(Path("runs", "photos", "bundle"))
-    assert [len(part) for part in (splits.train, splits.validation, splits.query)] == [
-        1007,
-        250,
-        539,
-    ]
+    sizes = [len(part) for part in (splits.train, splits.validation, splits.query)]
+    assert sizes == [1007, 250, 539]
     assert set(bundle.manifest.variants) == {"int8"}
     assert second.loss is not None and second.loss.parameters["beta"] == 20 and second.seed == 1
 
 
-def test_tutorial_shows_the_sentences_that_come(tutorial, root, blocks):
+def test_tutorial_shows_the_real_messages(tutorial, root, blocks):
     bodies = [block.body for block in blocks(root / "docs" / "tutorial.md")]
     recipe = (tutorial.folder / "photos.toml").read_text(encoding="utf-8")
     for word in ("embedding_size", "multi_similarity"):
@@ -85,7 +82,7 @@ def test_researcher(reader, root, shown):
 
 
 def test_engineer(after_tutorial, root, shown):
-    # the page says what to do from the start, so what the tutorial left of it goes
+    # The page trains these runs again from the start.
     for name in ("runs/photos", "runs/beta20"):
         shutil.rmtree(after_tutorial.folder / name)
     after_tutorial.follow(root / "docs" / "engineer.md")
@@ -119,9 +116,7 @@ def test_bundle_and_metrics(after_tutorial, reader, root):
 
 
 def notebook(reader: Any, blocks: list[Any]) -> tuple[list[str], list[str]]:
-    """Run a page as one notebook: a block goes on where the one before it ended. Return what its
-    code printed, and what the page shows.
-    """
+    """Run a page's blocks in one namespace; return the outputs, and the outputs that it shows."""
     names: dict[str, Any] = {}
     printed, shown = [], []
     with contextlib.chdir(reader.folder):
@@ -151,7 +146,7 @@ def test_python(reader, root, blocks):
     code = "".join(block.body for block in page if block.language == "python")
     assert len([line for line in code.splitlines() if line]) <= 30
     printed, shown = notebook(reader, page)
-    hidden = re.compile(r"\d+| \(best\)")  # another machine trains to other numbers
+    hidden = re.compile(r"\d+| \(best\)")  # training results differ between machines
     assert [hidden.sub("", text) for text in printed] == [hidden.sub("", text) for text in shown]
     assert len(list(reader.folder.glob("python_*.png"))) == 3
 
@@ -172,7 +167,7 @@ def test_indexes_shows_text_and_json_of_the_same_filter(root):
             assert filter_from_json(json.loads(form)) == parse_filter(text), text
 
 
-def test_what_stands_beside_another_librarys_call_exists(root):
+def test_the_migration_tables_name_existing_functions(root):
     import pytorch_metric_learning as theirs
     from retrieval.host.plugins import load_plugins
 
@@ -188,18 +183,17 @@ def test_what_stands_beside_another_librarys_call_exists(root):
     calls = re.findall(r"^\| `((?:\w+\.)+)(\w+)\(", section, re.M)
     assert len(calls) >= 9
     for module, name in calls:
-        # a module of theirs, or a class in one
         owner = pkgutil.resolve_name(f"{theirs.__name__}.{module.rstrip('.')}")
         assert hasattr(owner, name), (module, name)
 
 
-def test_the_notebook_is_the_python_page_executed(root):
-    made = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
+def test_the_notebook_is_the_executed_python_page(root):
+    cells_of = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
     file = root / "docs" / "python.ipynb"
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     own = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
     page = (root / "docs" / "python.md").read_text(encoding="utf-8")
-    assert own == made(page), "python.md changed: run python docs/notebook.py"
+    assert own == cells_of(page), "python.md changed: run python docs/notebook.py"
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     shown = [output for cell in code for output in cell["outputs"]]

@@ -1,4 +1,4 @@
-"""A plugin with one of everything, and a recipe that names it."""
+"""A plugin with a factory of every kind, and a recipe that uses it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TABLE: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def everything():
-    """All plugins, and the one with one of everything."""
+    """All plugins, including `plugins_for_tests/everything.py`."""
     return load_plugins([str(EVERYTHING)])
 
 
 @pytest.fixture
 def table():
-    """A recipe that is right."""
+    """A valid recipe, which the test may change."""
     return deepcopy(TABLE)
 
 
 @pytest.fixture
 def problems():
-    """Every problem of a recipe."""
+    """A function that returns all problems of a recipe."""
     from retrieval.errors import RecipeError
     from retrieval.recipe.read import check_recipe
 

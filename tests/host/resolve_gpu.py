@@ -1,7 +1,8 @@
-"""Resolves the extra `gpu` beside torch with pip, and records that all of it is of one CUDA.
+"""Resolve the extra `gpu` and torch with pip, and record that all packages use one CUDA version.
 
-python tests/host/resolve_gpu.py    on Linux, with pip 24.1 or newer and a package index; nothing is
-installed, and nothing is written if the packages do not fit together, or with --check
+python tests/host/resolve_gpu.py    on Linux, with pip 24.1 or newer and a package index
+
+Nothing is installed. With --check, or if the packages do not fit together, nothing is written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RUNTIME = ("nvidia-cuda-runtime", "cuda-toolkit")
 
 
 def wanted() -> list[str]:
-    """What a machine with a GPU asks for: the extra gpu, and torch beside it."""
+    """Return the requirements of the extra gpu, and that of torch last."""
     config = ConfigParser()
     config.read(HERE.parents[1] / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -32,16 +33,16 @@ def wanted() -> list[str]:
     return [*extras["gpu"].split(), *torch]
 
 
-def resolved(*given: str) -> list[dict[str, Any]]:
+def resolved(*requirements: str) -> list[dict[str, Any]]:
     """Return the metadata of the packages that pip would install."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    command += ["--only-binary=:all:", "--report", "-", *given]
+    command += ["--only-binary=:all:", "--report", "-", *requirements]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [entry["metadata"] for entry in json.loads(done.stdout)["install"]]
 
 
 def majors(package: dict[str, Any]) -> Iterator[str]:
-    """The CUDA majors of a package: by the endings of names, or the runtime's version."""
+    """Yield a package's CUDA versions, from names that end in -cuXX and the runtime's version."""
     lines = [line for line in package.get("requires_dist", []) if "extra ==" not in line]
     for needed in map(Requirement, (f"{package['name']}=={package['version']}", *lines)):
         if ending := re.search(r"-cu(\d\d)(-|$)", needed.name):
@@ -63,8 +64,8 @@ def main() -> None:
         names = [name for name in ("torch", *FAISS, *ONNXRUNTIME) if name in versions]
         print(*(f"{name} {versions[name]}" for name in names), sep="\n")
         return
-    found = {"wanted": wanted(), "cuda": cuda[0], "versions": dict(sorted(versions.items()))}
-    KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    resolution = {"wanted": wanted(), "cuda": cuda[0], "versions": dict(sorted(versions.items()))}
+    KEPT.write_text(json.dumps(resolution, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one sentence a mistake, commands of plugins."""
+"""The command line: exit codes, one sentence for each mistake, commands of plugins."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def retrieval_commands(app):
 
 
 def sentence(outcome: Any) -> str:
-    """The one sentence on stderr, without traceback, of a user's mistake."""
+    """Return the last line on stderr of a command that failed by a user's mistake."""
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.err and outcome.out == ""
     last = outcome.err.strip().splitlines()[-1]
@@ -70,7 +70,7 @@ def sentence(outcome: Any) -> str:
 
 @pytest.fixture
 def shout(tmp_path, install):
-    """A folder with a plugin of commands, and the command line with it installed."""
+    """A folder in which a plugin of commands is installed."""
     site = tmp_path / "site"
     install(site, "retrieval-shout", "shout", "host_shout", COMMAND)
     return site
@@ -88,8 +88,8 @@ def test_a_plugin_adds_commands(command):
     assert listed.code == 0 and "Say WORD loudly." in listed.out
     assert listed.out.index("serve") < listed.out.index("shout")
     assert "Did you mean 'shout'?" in sentence(command("shuot"))
-    gone = command("shout", "hello", RETRIEVAL_BLOCK="shout")
-    assert "There is no command 'shout'." in sentence(gone)
+    blocked = command("shout", "hello", RETRIEVAL_BLOCK="shout")
+    assert "There is no command 'shout'." in sentence(blocked)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(command, how, word
     assert words in sentence(command("fail", HOW=how))
 
 
-def test_a_bug_is_a_bug(command):
+def test_a_bug_shows_its_traceback_and_exits_1(command):
     done = command("fail", HOW="bug")
     assert done.code == 1 and "KeyError" in done.err and "Traceback" in done.err
 
 
-def test_ctrl_c_is_130(shout):
+def test_ctrl_c_exits_130(shout):
     env = {**os.environ, "PYTHONPATH": str(shout)}
     command = [sys.executable, "-m", "retrieval.cli", "wait"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -122,8 +122,7 @@ def test_ctrl_c_is_130(shout):
         assert running.stderr.read().strip() == "Interrupted."
 
 
-def test_a_reader_that_stops_is_told_nothing(shout):
-    # click leaves with 1 here, as programs do whose pipe breaks
+def test_a_closed_pipe_is_no_error(shout):
     pipe = f"{sys.executable} -m retrieval.cli flood | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(shout)}
     options = {"capture_output": True, "text": True, "timeout": 120}
@@ -150,25 +149,16 @@ ADD = "app.add_command(click.Command('{}', callback=retrieval_commands))"
     ("body", "words"),
     [
         (ADD.format("train"), "host_bad adds the command 'train', which is built in"),
+        (f"{ADD.format('more')}; " * 2, "host_bad adds the command 'more', as host_bad does"),
         ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_plugin_that_spoils_the_commands(tmp_path, install, process, body, words):
+def test_a_broken_plugin_command_does_not_break_help(tmp_path, install, process, body, words):
     install(tmp_path, "retrieval-bad", "bad", "host_bad", HOOK.format(body))
     helped = process("-m", "retrieval.cli", "--help", path=tmp_path)
-    # help still helps
     assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
-
-
-def test_two_plugins_with_one_command(tmp_path, install, process):
-    for name in ("one", "two"):
-        code = HOOK.format(ADD.format("extra"))
-        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", code)
-    done = process("-m", "retrieval.cli", "extra", path=tmp_path)
-    assert "adds the command 'extra', as host_" in sentence(done)
-    assert "host_one" in done.err and "host_two" in done.err
 
 
 @pytest.mark.parametrize(
@@ -184,6 +174,7 @@ def test_two_plugins_with_one_command(tmp_path, install, process):
         (["evaluate", "gone"], "gone is not a run"),
         (["plugins", "new", "My-Plugin"], "'My-Plugin' cannot be a plugin's name"),
         (["plugins", "new", "core"], "A plugin 'core' is installed already"),
+        (["plugins", "new", "acme", "--kind", "reducer"], "'reducer' is not one of 'loss',"),
     ],
 )
 def test_mistakes_on_the_command_line(cli, tmp_path, monkeypatch, arguments, words):
@@ -203,14 +194,11 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
     assert "write it as table.key=value" in sentence(cli("check", path, "--set", "seed"))
 
 
-def test_version(cli):
-    assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
-
-
-def test_the_version_of_a_source_tree_that_was_never_installed(cli, monkeypatch):
+def test_the_version_of_an_installation_and_of_a_source_tree(cli, monkeypatch):
     def lacking(name: str) -> str:
         raise PackageNotFoundError(name)
 
+    assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
     monkeypatch.setattr("retrieval.host.version.version", lacking)
     monkeypatch.setattr("importlib.metadata.version", lacking)
     assert cli("--version").out == "retrieval, version 0\n"

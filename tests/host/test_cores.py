@@ -1,4 +1,4 @@
-"""Threads, processes and sessions by affinity and the cgroup's quota."""
+"""The number of cores and threads follows the CPU affinity and the cgroup's quota."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def v1(group: str, quota: int) -> dict[str, str]:
-    """The files of a group of the first version."""
+    """Return the files of a cgroup of version 1."""
     return {f"{group}/cpu.cfs_quota_us": f"{quota}", f"{group}/cpu.cfs_period_us": "100000"}
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """A file tree as the kernel shows one: /proc/self/cgroup, and files below /sys/fs/cgroup."""
+    """Write a file tree like the kernel's: /proc/self/cgroup, and files below /sys/fs/cgroup."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)
     for name, text in files.items():
@@ -50,7 +50,7 @@ def machine(monkeypatch):
         ("0::/\n", {"cpu.max": "max 100000"}, 16),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
         ("0::/a/b\n", {"a/b/cpu.max": "100000 100000", "a/cpu.max": "300000 100000"}, 1),
-        # the path of the host, in a container that sees its own group as the root
+        # In a container, /proc names the host's path, but the container's cgroup is the root.
         ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
         ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
         ("3:memory:/\n2:cpu,cpuacct:/\n", v1("cpu,cpuacct", 250000), 3),
@@ -68,7 +68,7 @@ def test_the_quota_of_a_cgroup(groups, files, expected, tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_cgroups_the_affinity_counts_and_nothing_is_set(tmp_path):
+def test_without_cgroups_the_affinity_decides(tmp_path):
     assert cores(tmp_path) == 16
     limit_threads(tmp_path)
     assert "OMP_NUM_THREADS" not in os.environ
@@ -80,18 +80,18 @@ def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     limit_threads(half)
     assert os.environ["OMP_NUM_THREADS"] == "8"
     assert default_threads() == 8
-    for said, threads in (("3", 3), ("4,2", 4), (" 5 ", 5)):
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    for setting, threads in (("3", 3), ("4,2", 4), (" 5 ", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
         limit_threads(half)
-        assert os.environ["OMP_NUM_THREADS"] == said
+        assert os.environ["OMP_NUM_THREADS"] == setting
         assert default_threads() == threads
     for nonsense in ("", "0", "-1", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
         assert default_threads() == cores()
 
 
-def asked(code: str, *, one_core: bool = True) -> Any:
-    """What a child prints as JSON, of which `os.cpu_count` says that it has 64 cores."""
+def result_of(code: str, *, one_core: bool = True) -> Any:
+    """Run code in a child where `os.cpu_count` returns 64; return the JSON that it prints."""
     pin = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" if one_core else ""
     code = f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -102,7 +102,7 @@ def asked(code: str, *, one_core: bool = True) -> Any:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_every_default_follows_the_affinity():
-    found = asked("""
+    numbers = result_of("""
 import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
@@ -127,13 +127,13 @@ print(json.dumps({
     "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
 """)  # noqa: E501
-    assert found.pop("explicit session") == 3 and found == dict.fromkeys(found, 1)
+    assert numbers.pop("explicit session") == 3 and numbers == dict.fromkeys(numbers, 1)
 
 
 @pytest.mark.skipif(cores() < 2, reason="one core: a quota limits nothing")
 def test_torch_faiss_and_blas_follow_the_quota(tmp_path):
     tree(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
-    found = asked(
+    numbers = result_of(
         f"""
 from pathlib import Path
 from retrieval.host.cores import limit_threads
@@ -144,11 +144,11 @@ print(json.dumps([torch.get_num_threads(), faiss.omp_get_max_threads(), *(p["num
 """,  # noqa: E501
         one_core=False,
     )
-    assert set(found) == {1}
+    assert set(numbers) == {1}
 
 
-def test_nothing_else_counts_the_machines_cores():
+def test_no_other_module_counts_cores():
     counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
-    found = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
-    assert found == [ROOT / "retrieval/host/cores.py"]
+    users = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
+    assert users == [ROOT / "retrieval/host/cores.py"]

@@ -1,4 +1,4 @@
-"""`plugins list` and `plugins show`, whose lines may be pasted into a recipe."""
+"""`plugins list`, and `plugins show` with its lines for a recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIMPLE = {"losses": "everything.fixed", "miners": "everything.all_pairs"}
 
 
 def fill(p: Parameter) -> str:
-    """A value for a required parameter."""
+    """Return a value for a required parameter, as TOML."""
     if p.part:
         name = SIMPLE.get(p.part) or next(iter(PLUGINS.factories(p.part)))
         return f'["{name}"]' if p.many else f'"{name}"'
@@ -37,7 +37,7 @@ def fill(p: Parameter) -> str:
 
 
 def pasted(factory: Factory) -> dict[str, Any]:
-    """The table of a recipe with the snippet in it, its dots filled in."""
+    """Return a recipe that contains a factory's snippet, with values for the dots."""
     text = snippet(factory)
     for p in factory.parameters:
         if p.required:
@@ -66,12 +66,12 @@ def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind):
             assert f"  {p.name}: {p.type_text}" in shown and " ".join(p.doc.split()) in words
 
 
-def test_show_of_a_name_of_two_kinds_shows_both():
+def test_show_lists_every_factory_of_a_name():
     text = show_text(PLUGINS, "pml.multi_similarity")
     assert "pml.multi_similarity (loss)" in text and "pml.multi_similarity (miner)" in text
 
 
-def test_built_in_back_ends_and_metrics_are_shown_by_both_names():
+def test_built_in_factories_have_a_short_and_a_full_name():
     listed = list_text(PLUGINS, "indexes")
     for short in ("flat", "hnsw", "ivf"):
         assert f"  core.{short} " in listed
@@ -85,13 +85,13 @@ def test_built_in_back_ends_and_metrics_are_shown_by_both_names():
     assert '  metrics = ["core.map_at_r"]' in show_text(PLUGINS, "map_at_r")
 
 
-def test_show_suggests():
-    for name, says in (
+def test_an_unknown_name_suggests_a_known_one():
+    for name, message in (
         ("contrastve", r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"),
         ("hnws", r"Nothing is called 'hnws'\. Did you mean 'hnsw'"),
         ("qqqqq", "See: retrieval plugins list"),
     ):
-        with pytest.raises(PluginError, match=says):
+        with pytest.raises(PluginError, match=message):
             show_text(PLUGINS, name)
     with pytest.raises(PluginError, match=r"There is no index 'hnws'\. Did you mean 'hnsw'"):
         PLUGINS.find("indexes", "hnws")
@@ -107,7 +107,7 @@ def test_a_required_parameter_is_marked():
     assert "  classes: integer (given by the host)" in show_text(PLUGINS, "everything.fixed")
 
 
-def test_a_part_is_shown_inside_something_that_takes_it():
+def test_a_nested_part_is_shown_in_a_loss():
     lines = snippet(PLUGINS.find("regularizers", "everything.lp")).splitlines()
     part = 'embedding_regularizer = { name = "everything.lp", p = 2 }'
     assert lines == ["[loss]", 'name = "pml.contrastive"', part]

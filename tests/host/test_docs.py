@@ -1,4 +1,4 @@
-"""The pages that the code defines: hooks, bundled plugins, floors."""
+"""The pages that are generated from the code: hooks, bundled plugins, floors."""
 
 from __future__ import annotations
 

@@ -12,19 +12,19 @@ import pytest
 
 @pytest.fixture
 def run(tmp_path, process):
-    """The command with its folder before everything else on the path."""
+    """Run `retrieval doctor` with modules and distributions of the folder first."""
     where = {"path": tmp_path, "cwd": tmp_path, "OMP_NUM_THREADS": "1"}
     return lambda *options: process("-m", "retrieval.cli", "doctor", *options, **where)
 
 
 def distribution(folder: Path, name: str, version: str) -> None:
-    """Lay down what a package manager leaves of an installed distribution."""
+    """Write the metadata of an installed distribution."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_here_all_is_well(run):
+def test_this_environment_has_no_faults(run):
     done = run("--json")
     assert done.code == 0, done.out + done.err
     facts: dict[str, Any] = json.loads(done.out)
@@ -36,7 +36,7 @@ def test_here_all_is_well(run):
     assert facts["sees"]["onnxruntime"]["starts"][-1] == "CPUExecutionProvider"
 
 
-def test_everything_that_is_wrong_is_said_at_once(tmp_path, run, monkeypatch):
+def test_all_faults_are_reported_at_once(tmp_path, run, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     distribution(tmp_path, "click", "7.0")
     distribution(tmp_path, "onnxruntime-gpu", "1.31.0")
@@ -50,7 +50,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path, run, monkeypatch):
     assert "names no CUDA device (nvidia-smi), but onnxruntime-gpu need one" in faults
 
 
-def test_a_device_that_stays_unused_is_a_fault(tmp_path, run, monkeypatch):
+def test_an_unused_device_is_a_fault(tmp_path, run, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         '#!/bin/sh\n[ -n "$1" ] && echo "NVIDIA H100, 550.54" && exit\n'
@@ -66,7 +66,7 @@ def test_a_device_that_stays_unused_is_a_fault(tmp_path, run, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_device_that_the_driver_names_is_used_by_torch(run):
+def test_torch_uses_the_device(run):
     facts = json.loads(run("--json").out)
     if not facts["devices"]:
         pytest.skip("no CUDA device")

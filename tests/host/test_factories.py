@@ -1,4 +1,4 @@
-"""A factory, a function or a class: its signature, its docstring and what a loss's call takes."""
+"""Factories are read by signature and docstring, check values, and build parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(make: Callable[..., Any]) -> str:
 
 
 def only(make: Callable[..., Any], **values: Any) -> str:
-    """Return the only problem of the values."""
+    """Return the only problem of some values."""
     _, problems = read(make).check(values, "[loss]")
     assert len(problems) == 1, problems
     return problems[0]
@@ -56,11 +56,11 @@ def everything(
     mode: Mode = Mode.SOFT,
     free: Any = None,
 ) -> Any:
-    """Take everything."""
+    """Return all arguments."""
     return locals()
 
 
-def test_values_get_the_types_of_the_signature():
+def test_values_arrive_in_the_annotated_types():
     values = {"count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9}
     values |= {"sizes": [1, 2], "span": [0, 0.5], "many": [1, 2, 3], "folder": "a/b"}
     values |= {"weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]}}
@@ -109,7 +109,7 @@ def test_only_values_that_are_set_are_passed():
         ({"name": ["x" * 200]}, 'name: should be text, not ["' + "x" * 75 + "…."),
     ],
 )
-def test_wrong_values_are_one_readable_sentence(values, sentence):
+def test_a_wrong_value_gives_one_readable_sentence(values, sentence):
     wrong = {"count": 1, **values} if values else {}
     assert only(everything, **wrong).startswith(f"[loss] {sentence}")
 
@@ -125,19 +125,19 @@ def test_sentences_use_no_words_of_pydantic():
                 assert not re.search("input|valid |array|object|pydantic|literal", problem, re.I)
 
 
-def test_unknown_and_given_parameters():
+def test_unknown_parameters_and_those_of_the_host_are_refused():
     def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
         """A loss."""
         return margin, embedding_size
 
     unknown = "[loss] margn: acme.thing has no such parameter (it has: margin)."
     assert only(loss, margn=1).startswith(f"{unknown} Did you mean 'margin'?")
-    given = "[loss] embedding_size: is given by the host (width of the codes); remove it."
-    assert only(loss, embedding_size=1) == given
+    message = "[loss] embedding_size: is given by the host (width of the codes); remove it."
+    assert only(loss, embedding_size=1) == message
     assert read(loss).parameters[1].default_text == "given by the host"
 
 
-def test_every_fault_of_a_signature_in_one_sentence():
+def test_one_sentence_lists_every_fault_of_a_signature():
     def bad(a: int, b: int, /, c: Annotated[Any, Part("reducer")]) -> Any:
         pass
 
@@ -150,9 +150,9 @@ def test_every_fault_of_a_signature_in_one_sentence():
         assert sentence.count(fault) == 1, sentence
 
 
-def test_missing_documentation_is_a_hint():
-    def bare(b, c: int, *rest: int, **others: Any) -> Any:
-        return b, c, rest, others
+def test_missing_types_and_documentation_are_hints():
+    def bare(b, c: int, *rest: int, **more: Any) -> Any:
+        return b, c, rest, more
 
     factory = read(bare)
     assert [p.name for p in factory.parameters] == ["b", "c"]
@@ -167,7 +167,7 @@ def test_missing_documentation_is_a_hint():
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-def test_defaults_that_no_recipe_can_write():
+def test_a_default_that_toml_cannot_express_stays():
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
         start: Tensor | None = None,
@@ -182,7 +182,7 @@ def test_defaults_that_no_recipe_can_write():
     assert only(loss, start=3) == unwritable
 
 
-def test_unreadable_signatures_are_refused():
+def test_unreadable_factories_are_refused():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
     def unresolved(x: Nowhere) -> None: ...  # noqa: F821
@@ -206,7 +206,7 @@ def test_parameters_may_have_names_that_pydantic_reserves(recwarn):
     assert not recwarn
 
 
-def test_a_factory_that_refuses_its_values():
+def test_a_factory_refuses_its_values_in_one_sentence():
     def loss(near: float = 0.1, far: float = 1.0) -> None:
         if near < -1:
             raise AssertionError
@@ -214,8 +214,8 @@ def test_a_factory_that_refuses_its_values():
             raise ValueError("near must be below far.\nIt is not.")
 
     text = refusal(RecipeError, read(loss).build, {"near": 2.0})
-    says = "acme.thing refuses its parameters: near must be below far. It is not."
-    assert text.endswith(f" 1 problem:\n  - {says}")
+    message = "acme.thing refuses its parameters: near must be below far. It is not."
+    assert text.endswith(f" 1 problem:\n  - {message}")
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
 
@@ -241,7 +241,7 @@ class Swallows(Passes):
         super().__init__(1.0)
 
 
-def test_kwargs_stand_for_the_parameters_of_the_base_class_that_are_not_passed_yet():
+def test_kwargs_pass_on_the_base_class_parameters():
     assert [p.name for p in read(ByName).parameters] == ["first", "second"]
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
@@ -287,11 +287,11 @@ class InInit(nn.Module):
         super().__init__()
 
 
-class Called(Protocol):
+class CallProtocol(Protocol):
     def __call__(self, embeddings: Tensor) -> Tensor: ...
 
 
-class FromProtocol(Called):
+class FromProtocol(CallProtocol):
     """Takes nothing."""
 
     def __call__(self, embeddings: Tensor) -> Tensor: ...
@@ -336,11 +336,11 @@ class Stated(Full):
 
 
 def gives_anything():
-    """Give one."""
+    """Return a loss, without an annotation."""
     return Full()
 
 
-def test_the_signature_of_the_call_shows_what_a_loss_takes():
+def test_reference_set_and_miner_are_read_from_the_call():
     for make, reference, miner in (
         (Full, True, True),
         (Short, False, False),

@@ -1,4 +1,4 @@
-"""A plugin in a file or a folder: a folder is a package of its own, and all of it can be copied."""
+"""Plugins in files and folders: imports, copies, errors. A folder is a package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ retrieval_metrics = hookimpl(lambda: {"rank": taken and helpers.Rank})
 
 
 def write(folder: Path, value: int) -> str:
-    """A plugin folder with modules (one imported late), a package and data."""
+    """Write a plugin folder with modules (one of them imported late), a subpackage and data."""
     (folder / "kit").mkdir(parents=True)
     (folder / "__init__.py").write_text(PLUGIN)
     (folder / "helpers.py").write_text(
@@ -48,12 +48,12 @@ def write(folder: Path, value: int) -> str:
     return f"{folder}/"
 
 
-def refused(item: Path | str, says: str) -> None:
-    with pytest.raises(PluginError, match=says):
+def refused(item: Path | str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         load_plugins([str(item)])
 
 
-def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(tmp_path):
+def test_each_folder_is_a_package_with_its_own_modules(tmp_path):
     path, before = list(sys.path), set(sys.modules)
     for value in (1, 2):
         module = FilePlugin.from_name(write(tmp_path / str(value) / "my_plugin", value)).load()
@@ -64,11 +64,11 @@ def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_
     assert new <= {"retrieval_file_plugin_my_plugin"}
 
 
-def test_bytecode_in_a_folder_never_runs(tmp_path):
+def test_cached_bytecode_never_runs(tmp_path):
     item = write(tmp_path / "my_plugin", 4)
     evil = tmp_path / "evil.py"
     evil.write_text("value = 666")
-    for module in ("helpers.py", "kit/inner.py"):
+    for module in ("__init__.py", "helpers.py", "kit/inner.py"):
         compiled = importlib.util.cache_from_source(str(tmp_path / "my_plugin" / module))
         unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
         py_compile.compile(str(evil), compiled, invalidation_mode=unchecked)
@@ -76,7 +76,7 @@ def test_bytecode_in_a_folder_never_runs(tmp_path):
     assert module.helpers.value == module.taken == 4
 
 
-def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(tmp_path):
+def test_a_folder_plugin_includes_its_files_and_a_file_plugin_only_itself(tmp_path):
     plugin = FilePlugin.from_name(write(tmp_path / "my_plugin", 3))
     names = ["__init__.py", "helpers.py", "json.py", "later.py"]
     names += ["kit/__init__.py", "kit/inner.py", "kit/words.txt"]
@@ -89,11 +89,11 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     assert list(alone.files) == ["later.py"]
 
 
-def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
+def test_a_copied_folder_works_without_the_original(tmp_path):
     item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
-    # again, into the same place
+    # A second copy replaces the first.
     assert FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
     assert not (copied / "gone.py").exists()
     sums = FilePlugin.from_name(item).sums
@@ -103,7 +103,7 @@ def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
     assert copy.load().lazily() == 10
 
 
-def test_a_file_is_copied_as_a_file(tmp_path):
+def test_a_file_is_copied_alone(tmp_path):
     path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
     (tmp_path / "helpers.py").write_text("")
@@ -112,11 +112,13 @@ def test_a_file_is_copied_as_a_file(tmp_path):
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_absolute_imports_of_its_own_modules_are_explained(tmp_path):
+def test_absolute_imports_of_neighbours_are_explained(tmp_path):
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
-    says = r"its neighbour.*Make a folder.*alone\.py as its __init__\.py.*`from \. import helpers_"
-    refused(tmp_path / "alone.py", says)
+    message = (
+        r"its neighbour.*Make a folder.*alone\.py as its __init__\.py.*`from \. import helpers_"
+    )
+    refused(tmp_path / "alone.py", message)
     for line in ("import shapes.parts_inside", "from parts_inside import x"):
         (tmp_path / "shapes").mkdir(exist_ok=True)
         (tmp_path / "shapes" / "__init__.py").write_text(line)
@@ -133,7 +135,7 @@ def test_a_recipe_finds_a_folder_beside_itself(tmp_path):
     assert plugins == [f"{tmp_path / 'shapes'}/", "retrieval_core"]
 
 
-def test_what_is_no_plugin_is_a_sentence(tmp_path):
+def test_broken_plugins_are_refused(tmp_path):
     empty = f"{tmp_path / 'empty'}/"
     Path(empty).mkdir()
     refused(empty, r"empty/ has no __init__\.py")

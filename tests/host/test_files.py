@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: full disks, killed writers, links, rights."""
+"""Files and folders appear complete or not at all; locks of folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_there(tmp_path):
+def test_files_are_written(tmp_path):
     files.write_json(tmp_path / "a.json", {"é": [1, 2]})
     files.write_text(tmp_path / "a.txt", "é\n")
     files.write_bytes(tmp_path / "a.bin", b"\0\1", shared=True)
@@ -39,7 +39,7 @@ def test_what_is_written_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_on_a_full_disk_the_old_file_stays(tmp_path, shared):
+def test_a_full_disk_keeps_the_old_file(tmp_path, shared):
     path = tmp_path / "x"
     files.write_bytes(path, b"old", shared=shared)
     with files_of_at_most(1000):
@@ -50,7 +50,7 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path, shared):
     assert (names(tmp_path), path.read_bytes()) == (["x"], b"old")
 
 
-def test_any_fault_while_writing_leaves_the_old_file(tmp_path):
+def test_an_error_while_writing_keeps_the_old_file(tmp_path):
     (tmp_path / "x").write_text("old")
     with pytest.raises(ZeroDivisionError), files.whole_file(tmp_path / "x") as temporary:
         temporary.write_bytes(b"half" * (1 // len(temporary.read_bytes())))
@@ -59,7 +59,7 @@ def test_any_fault_while_writing_leaves_the_old_file(tmp_path):
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path, killed):
+def test_a_killed_writer_keeps_the_old_file_and_blocks_nobody(tmp_path, killed):
     path = tmp_path / "x"
     path.write_text("old")
 
@@ -74,7 +74,7 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path, killed
     assert (names(tmp_path), path.read_text()) == (["x"], "new")
 
 
-def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
+def test_a_link_named_like_the_temporary_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "x.tmp").symlink_to(tmp_path / "victim")
     files.write_text(tmp_path / "x", "new")
@@ -82,7 +82,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
     assert (tmp_path / "x").read_text() == "new" and not (tmp_path / "x").is_symlink()
 
 
-def test_rights(tmp_path):
+def test_permissions(tmp_path):
     before = os.umask(0o022)
     try:
         files.write_bytes(tmp_path / "secret", b"", private=True)
@@ -95,15 +95,15 @@ def test_rights(tmp_path):
 
 
 def test_a_folder_appears_whole(tmp_path):
-    target, taken = tmp_path / "new" / "folder", DataError("taken")
-    with files.whole_folder(target, replace=False, exists_error=taken) as temporary:
+    target, occupied = tmp_path / "new" / "folder", DataError("taken")
+    with files.whole_folder(target, replace=False, exists_error=occupied) as temporary:
         (temporary / "below").mkdir()
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
     with pytest.raises(DataError, match="taken"):
         write(target)
-    replacing = partial(files.whole_folder, target, replace=True, exists_error=taken)
+    replacing = partial(files.whole_folder, target, replace=True, exists_error=occupied)
     with pytest.raises(ZeroDivisionError), replacing():
         _ = 1 / 0
     assert names(target) == ["below"]
@@ -141,7 +141,7 @@ def write(target: Path) -> None:
         (fresh / "whole").write_text("x")
 
 
-def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp_path):
+def test_the_next_writer_clears_the_leftovers_of_a_killed_one(tmp_path):
     with writer(tmp_path / "one") as killed, writer(tmp_path / "two") as living:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -154,7 +154,7 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp
     assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
 
 
-def test_nothing_else_is_cleared(tmp_path):
+def test_only_leftovers_are_cleared(tmp_path):
     lock = files._LOCK
     for name in ("elsewhere", ".a.34567890.other", ".a.part", ".a.45678901.part"):
         (tmp_path / name).mkdir(0o700)
@@ -179,18 +179,18 @@ def test_nothing_else_is_cleared(tmp_path):
 
 
 def test_a_folder_in_use_stays_where_folders_cannot_be_locked(tmp_path):
-    """A network file system may hide a folder's lock from other machines, but not a file's."""
+    """A network file system does not share locks on folders, but shares locks on files."""
     living = tmp_path / "living"
     with writer(living) as process:
         (scratch,) = tmp_path.glob(".living.*.part")
         handle = os.open(scratch, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds the folder itself
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the folder itself is not locked
         os.close(handle)
         process.communicate()
     assert names(living) == ["half"]
 
 
-def test_a_removal_that_was_killed_is_taken_up_by_the_next(tmp_path, killed, monkeypatch):
+def test_the_next_call_completes_a_killed_removal(tmp_path, killed, monkeypatch):
     def die() -> None:
         with scratch_folder(tmp_path, ".a.", ".part") as content:
             (content / "large").mkdir()
@@ -202,7 +202,7 @@ def test_a_removal_that_was_killed_is_taken_up_by_the_next(tmp_path, killed, mon
     assert names(tmp_path) == ["other"]
 
 
-def test_without_locks_no_folder_is_taken_for_a_leftover(tmp_path, monkeypatch):
+def test_without_locks_no_folder_counts_as_a_leftover(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
@@ -210,7 +210,7 @@ def test_without_locks_no_folder_is_taken_for_a_leftover(tmp_path, monkeypatch):
         patch.setattr(fcntl, "flock", refuse)
         living = scratch_folder(tmp_path, ".a.", ".part")
         content = living.__enter__()
-    write(tmp_path / "other")  # as on a machine whose disk this is, and which has locks
+    write(tmp_path / "other")  # like another machine, where locks work on the same disk
     assert content.is_dir()
     living.__exit__(None, None, None)
     assert names(tmp_path) == ["other"]
@@ -236,7 +236,7 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
+def test_a_second_process_learns_who_holds_the_lock(holder, tmp_path):
     taking = hold(tmp_path / "out", "building this index", StoreError)
     with pytest.raises(StoreError) as caught, taking:
         raise AssertionError
@@ -251,7 +251,7 @@ def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
         raise AssertionError
 
 
-def test_it_dies_with_its_process_and_what_is_left_is_harmless(holder, tmp_path):
+def test_a_killed_holder_releases_the_lock(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / ".out.lock").exists()
@@ -271,8 +271,8 @@ def test_any_content_of_the_file_is_survived(left, holder, tmp_path):
             raise AssertionError
 
 
-def test_never_two_at_a_time(tmp_path):
-    inside, most, taken = [], [0], [0]
+def test_only_one_thread_holds_the_lock(tmp_path):
+    inside, most, count = [], [0], [0]
 
     def work():
         end = time.monotonic() + 1.5
@@ -281,7 +281,7 @@ def test_never_two_at_a_time(tmp_path):
                 with hold(tmp_path / "out", "x"):
                     inside.append(1)
                     most[0] = max(most[0], len(inside))
-                    taken[0] += 1
+                    count[0] += 1
                     inside.pop()
             except RetrievalError:
                 continue
@@ -289,29 +289,29 @@ def test_never_two_at_a_time(tmp_path):
     with ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(work) for _ in range(6)]:
             done.result()
-    assert most[0] == 1 and taken[0] > 10
+    assert most[0] == 1 and count[0] > 10
 
 
-def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
-    """The holder lets go after another has opened its file, at the end of that one's patience."""
+def test_a_lock_file_deleted_while_waiting_is_created_again(tmp_path, monkeypatch):
+    """The holder deletes the file after another process opens it, but before that one locks it."""
     flock = locks.flock
-    came = []
+    handles = []
 
     def late(handle, kind):
         flock(handle, kind)
-        came.append(handle)
-        if len(came) == 1:
-            (tmp_path / ".out.lock").unlink()  # as the holder does just before it lets go
+        handles.append(handle)
+        if len(handles) == 1:
+            (tmp_path / ".out.lock").unlink()  # as the holder does before it releases the lock
 
     monkeypatch.setattr(locks, "flock", late)
     monkeypatch.setattr(locks, "_RETRY_SECONDS", -1.0)
     with hold(tmp_path / "out", "x"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
-    assert len(came) == 2
+    assert len(handles) == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_where_the_system_has_no_locks_nothing_is_locked(tmp_path, monkeypatch):
+def test_a_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
@@ -322,7 +322,7 @@ def test_where_the_system_has_no_locks_nothing_is_locked(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_can_be_written_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
     refused = pytest.raises(RetrievalError, match="cannot be locked")
     with refused, hold(tmp_path / "no" / "out", "x"):
         raise AssertionError
@@ -345,7 +345,7 @@ except RetrievalError as error:
 
 
 def test_below_a_read_only_parent_the_lock_lies_in_the_folder():
-    with tempfile.TemporaryDirectory() as parent:  # pytest's own are for one user only
+    with tempfile.TemporaryDirectory() as parent:  # other users cannot enter pytest's folders
         folder = Path(parent, "out")
         folder.mkdir()
         folder.chmod(0o777)

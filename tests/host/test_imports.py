@@ -1,4 +1,4 @@
-"""Who imports whom: down the floors, no circles, plugins without each other, and nothing early."""
+"""Imports go down the floors, without circles; plugins are independent; heavy imports are late."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ FLOORS = [
     {"plot", "plugin", "results"},
     {"__init__"},
 ]
-"""Lowest first. A module imports from lower floors and its own folder, in functions and for type
-checkers too.
+"""Floors, lowest first. A module imports only from lower floors and its own folder, which includes
+imports in functions and for type checkers.
 """
 
 PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 MOST_ENTRIES, MOST_INNER = 16, 10
-# A plugin imports the face, `retrieval.plugin` and `retrieval.errors`; what one needs besides is
-# here.
 INNER = {
     "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
@@ -46,26 +44,25 @@ INNER = {
     "retrieval.serving.index.sources": {"collect"},
     "retrieval.serving.store.place": {"retrieval_stores"},
 }
+"""Names that plugins import from other modules than `PUBLIC`."""
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every module below a folder, by its dotted name."""
+    """Yield every module below a folder: its dotted name and its path."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
         yield ".".join(parts).removesuffix(".__init__"), path
 
 
 def imports(path: Path, above: Path, of: Callable = lambda tree: tree) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports anywhere, and the name that it takes of each ("" for the
-    module itself).
-    """
+    """Yield each imported module of a file with the imported name ("" for the module itself)."""
     for node in ast.walk(of(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            # `from retrieval.run import checkpoint` imports a module, `from retrieval import
-            # hookimpl` a name
+            # `from retrieval.run import checkpoint` imports a module; `from retrieval.plugin import
+            # hookimpl` imports a name.
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()
@@ -79,7 +76,7 @@ def folder(module: str) -> str:
 
 
 def rising(package: Path) -> list[str]:
-    """The imports of a package that do not go down, each as a sentence."""
+    """Return the imports of a package that do not go down, each as a sentence."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     return [
         f"{module} imports {target}"
@@ -92,14 +89,14 @@ def rising(package: Path) -> list[str]:
 
 
 class Running(ast.NodeTransformer):
-    """Drops what only a type checker reads: a class may call functions that name it."""
+    """Drops the blocks that only type checkers read, where circles are allowed."""
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def circle(package: Path) -> list[str]:
-    """A circle of modules of a package that import each other when they run, if there is one."""
+    """Return a circle of a package's modules that import each other at run time, or []."""
     graph = {}
     for module, path in modules(package):
         targets = {target for target, _ in imports(path, package.parent, Running().visit)}
@@ -112,28 +109,28 @@ def circle(package: Path) -> list[str]:
 
 
 def test_every_folder_is_a_floor():
-    found = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
-    assert found == set().union(*FLOORS) and len(found) <= MOST_ENTRIES
+    names = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
+    assert names == set().union(*FLOORS) and len(names) <= MOST_ENTRIES
 
 
 def test_imports_go_down():
     assert not rising(PACKAGE)
 
 
-def test_an_import_that_goes_up_is_found(tmp_path):
+def test_an_upward_import_is_detected(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     with (copy / "serving" / "merging.py").open("a") as file:
         file.write("\ndef late() -> None:\n    from retrieval.model.model import Model\n")
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_namesimport_each_other_in_a_circle():
     assert not circle(PACKAGE)
     for plugin in plugins():
         assert not circle(PLUGINS / plugin)
 
 
-def test_a_circle_is_found(tmp_path):
+def test_a_circle_is_detected(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     with (copy / "recipe" / "tables.py").open("a") as file:
         file.write("\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n")
@@ -141,7 +138,6 @@ def test_a_circle_is_found(tmp_path):
 
 
 def plugins() -> set[str]:
-    """The bundled plugins."""
     return {path.name for path in PLUGINS.iterdir() if (path / "__init__.py").is_file()}
 
 
@@ -165,8 +161,8 @@ def test_plugins_import_the_face_and_what_is_listed():
     }
     allowed = {(module, name) for module, names in INNER.items() for name in names}
     assert len(allowed) <= MOST_INNER
-    assert not used - allowed, "import it from `retrieval.plugin`, or give it a place in INNER"
-    assert not allowed - used, "no plugin needs it any more"
+    assert not used - allowed, "import it from `retrieval.plugin`, or add it to INNER"
+    assert not allowed - used, "no plugin imports it; remove it from INNER"
 
 
 HEAVY = {"torch", "torchvision", "pytorch_metric_learning", "onnx", "onnxruntime", "faiss"}
@@ -176,6 +172,7 @@ SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
 def loaded(process: Callable[..., Any], code: str) -> set[str]:
+    """Return the modules that a new process has loaded after running some code."""
     done = process("-c", f"{code}\n{SHOW}")
     assert done.code == 0, done.err
     return set(json.loads(done.out.splitlines()[-1]))
@@ -207,20 +204,20 @@ for call in calls:
 
 
 def test_the_serving_side_never_imports_the_training_side(process):
-    names = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
-    assert len(names) > 12
-    found = loaded(process, "\n".join(f"import {name}" for name in names))
+    low = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
+    assert len(low) > 12
+    names = loaded(process, "\n".join(f"import {name}" for name in low))
     training = {"torch", "torchvision", "pytorch_metric_learning", "sklearn", "accelerate"}
-    assert not found & {*training, "matplotlib"}
-    assert not {folder(m) for m in found if m.startswith("retrieval.")} & {*TRAINING, "cli"}
-    assert not {m for m in found if m.startswith("retrieval_")}
+    assert not names & {*training, "matplotlib"}
+    assert not {folder(m) for m in names if m.startswith("retrieval.")} & {*TRAINING, "cli"}
+    assert not {m for m in names if m.startswith("retrieval_")}
 
 
 def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
     modules = "retrieval.recipe.read, retrieval.host.describe, retrieval.host.scaffold"
-    found = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
-    assert {"retrieval_core", "retrieval_pml"} <= found
-    assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
+    names = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
+    assert {"retrieval_core", "retrieval_pml"} <= names
+    assert not names & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in names
 
 
 def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process):
@@ -229,6 +226,6 @@ from retrieval.serving.index.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):
     assert type(make_backend(name, {})) is type(make_backend(f"core.{name}", {})), name
 """
-    found = loaded(process, code)
-    assert "retrieval.serving.index.backends" in found
-    assert not {m for m in found if m.startswith("retrieval_")} and not found & {"torch", "sklearn"}
+    names = loaded(process, code)
+    assert "retrieval.serving.index.backends" in names
+    assert not {m for m in names if m.startswith("retrieval_")} and not names & {"torch", "sklearn"}

@@ -1,4 +1,4 @@
-"""Plugins from entry points, files and modules; broken ones refused in one sentence."""
+"""Loading plugins from entry points, files and modules; a broken one gives one sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(*items: str, **kwargs: Any) -> str:
     return sentence
 
 
-def test_a_third_party_distribution_lists_beside_ours(tmp_path, install, monkeypatch):
+def test_a_third_party_distribution_is_loaded(tmp_path, install, monkeypatch):
     install(tmp_path, "retrieval-acme", "acme", "host_acme", LOSS, version="2.1")
     monkeypatch.syspath_prepend(tmp_path)
     plugins = load_plugins()
@@ -59,7 +59,7 @@ def test_two_distributions_with_one_name_are_refused_before_loading(tmp_path, in
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 
 
-def test_one_distribution_listed_twice_is_no_clash(tmp_path, install, monkeypatch):
+def test_a_distribution_installed_twice_is_loaded_once(tmp_path, install, monkeypatch):
     install(tmp_path / "a", "retrieval-twice", "twice", "host_twice", LOSS)
     install(tmp_path / "b", "Retrieval.Twice", "twice", "host_twice", LOSS)
     for folder in "ab":
@@ -67,12 +67,12 @@ def test_one_distribution_listed_twice_is_no_clash(tmp_path, install, monkeypatc
     assert [s.plugin for s in load_plugins().sources].count("twice") == 1
 
 
-def test_block_leaves_out_entry_points_files_and_several(tmp_path, monkeypatch):
+def test_blocked_plugins_are_left_out(tmp_path, monkeypatch):
     file = write(tmp_path, "mine.py", "raise RuntimeError('loaded')")
     monkeypatch.setenv("RETRIEVAL_BLOCK", " pml , mine ")
     plugins = load_plugins([file])
     assert {"pml", "mine"}.isdisjoint(s.plugin for s in plugins.sources)
-    sources = load_plugins(block=["core"]).sources  # an argument outdoes the variable
+    sources = load_plugins(block=["core"]).sources  # the argument replaces the variable
     assert "pml" in {s.plugin for s in sources}
     with pytest.raises(PluginError, match=r"No plugin 'pml' is loaded \(loaded: .*core"):
         plugins.find("losses", "pml.contrastive")
@@ -82,7 +82,7 @@ def test_a_file_and_a_module_serve_as_plugins(tmp_path, monkeypatch):
     file = write(tmp_path, "from_file.py", LOSS)
     write(tmp_path, "host_from_module.py", LOSS)
     monkeypatch.syspath_prepend(tmp_path)
-    plugins = load_plugins([file, "host_from_module", file])  # named twice is loaded once
+    plugins = load_plugins([file, "host_from_module", file])  # the second `file` is ignored
     assert plugins.find("losses", "from_file.plain")
     assert plugins.find("losses", "host_from_module.plain")
     origins = [source.origin for source in plugins.sources[-2:]]
@@ -122,14 +122,14 @@ def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path):
         ),
     ],
 )
-def test_a_plugin_that_cannot_be_imported(tmp_path, name, code, words):
+def test_a_failed_import_names_the_plugin_and_the_line(tmp_path, name, code, words):
     sentence = refused(write(tmp_path, f"{name}.py", code))
     for word in (f"'{name}'", f"{name}.py", *words):
         assert word in sentence, sentence
     assert f"retrieval_file_plugin_{name}" not in sys.modules
 
 
-def test_missing_and_misnamed_files_and_modules(tmp_path):
+def test_missing_and_misnamed_plugins_are_refused(tmp_path):
     assert "nowhere.py does not exist" in refused(str(tmp_path / "nowhere.py"))
     assert "Python identifier" in refused(write(tmp_path, "my-loss.py", LOSS))
     for module in ("surely_not_there", "surely.not_there", "", ".relative"):
@@ -151,12 +151,12 @@ def test_missing_and_misnamed_files_and_modules(tmp_path):
         ("losses():", "run_end(run, epochs):", ["(run, epochs)", "{'epochs'} are declared"]),
     ],
 )
-def test_hooks_that_do_not_fit(tmp_path, old, new, words):
+def test_wrong_hooks_are_refused(tmp_path, old, new, words):
     sentence = refused(write(tmp_path, "hooks.py", LOSS.replace(old, new)))
     assert all(word in sentence for word in words), sentence
 
 
-def test_one_name_for_two_plugins_and_one_module_under_two_names(tmp_path, install, monkeypatch):
+def test_duplicate_names_and_modules_are_refused(tmp_path, install, monkeypatch):
     (tmp_path / "other").mkdir()
     first, second = write(tmp_path, "same.py", LOSS), write(tmp_path / "other", "same.py", LOSS)
     sentence = refused(first, second)
@@ -167,7 +167,7 @@ def test_one_name_for_two_plugins_and_one_module_under_two_names(tmp_path, insta
     assert "is loaded already, as 'once'" in refused("host_once")
 
 
-def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
+def test_an_entry_point_must_name_a_module(tmp_path, install, monkeypatch):
     install(tmp_path, "retrieval-odd", "odd", "host_odd", "thing = 3\n")
     points = tmp_path / "retrieval_odd-1.0.dist-info" / "entry_points.txt"
     points.write_text("[retrieval]\nodd = host_odd:thing\n")
@@ -189,7 +189,7 @@ def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
         ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),
     ],
 )
-def test_factory_hooks_that_give_something_else(tmp_path, body, words):
+def test_a_wrong_result_of_a_factory_hook_disables_it(tmp_path, body, words):
     code = LOSS.replace('return {"plain": Plain}', body)
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
     assert not any(name.startswith("gives.") for name in plugins.factories("losses"))

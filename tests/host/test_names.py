@@ -1,4 +1,4 @@
-"""Names are nouns of the field: a participle or a pronoun names no thing."""
+"""Names of variables and functions are nouns, not participles or pronouns."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ NAMELESS |= {"meant", "one", "others", "said", "several", "taken", "there", "tol
 
 
 def nameless(text: str) -> Iterator[str]:
-    """Yield the variables, arguments, functions and attributes of a module that name no thing."""
+    """Yield a module's variables, arguments, functions, classes and attributes in `NAMELESS`."""
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):

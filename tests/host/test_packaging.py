@@ -1,4 +1,4 @@
-"""What is installed is what is there, and public names load on first use."""
+"""setup.cfg lists every package, data file and entry point; plugins' names load on first use."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def config():
 
 
 def folders() -> dict[str, Path]:
-    """Every package that there is, by its import name."""
-    found = {}
+    """Return the folder of every package by its import name."""
+    packages = {}
     for root in (ROOT, ROOT / "plugins"):
         for init in root.glob("retrieval*/**/__init__.py"):
-            found[".".join(init.parent.relative_to(root).parts)] = init.parent
-    return found
+            packages[".".join(init.parent.relative_to(root).parts)] = init.parent
+    return packages
 
 
-def test_the_packages_listed_are_the_folders_there(config):
+def test_setup_lists_every_package(config):
     listed = config["options"]["packages"].split()
     assert len(listed) == len(set(listed)) and set(listed) == set(folders())
 
@@ -45,7 +45,7 @@ def test_no_module_lies_outside_a_package():
         assert {path.parent for path in root.rglob("*.py")} <= packages
 
 
-def test_every_file_that_is_no_code_is_package_data(config):
+def test_every_data_file_is_package_data(config):
     patterns = [p.strip() for p in config["options.package_data"]["*"].split(",")]
     for folder in folders().values():
         for path in folder.iterdir():
@@ -62,12 +62,12 @@ def test_every_template_of_a_new_plugin_is_package_data(config):
         assert any(path.match(pattern) for pattern in patterns), path
 
 
-def test_every_package_says_that_it_is_typed(config):
+def test_every_package_is_marked_as_typed(config):
     for name, folder in folders().items():
         assert "." in name or (folder / "py.typed").is_file(), name
 
 
-def test_every_entry_point_imports_and_every_plugin_has_one(config):
+def test_every_plugin_has_an_entry_point_that_imports(config):
     lines = config["options.entry_points"]["retrieval"].strip().splitlines()
     points = dict(line.split(" = ") for line in lines)
     for name, module in points.items():
@@ -81,7 +81,7 @@ def test_every_entry_point_imports_and_every_plugin_has_one(config):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_two_families_never_meet_in_one_extra(config):
+def test_no_extra_installs_two_builds_of_one_library(config):
     extras = config["options.extras_require"]
     for extra in extras:
         names = {re.split(r"[>\[]", line)[0] for line in extras[extra].split()}
@@ -91,8 +91,8 @@ def test_the_two_families_never_meet_in_one_extra(config):
     assert not any(word in base for word in ("torch", "faiss", "onnx", "scikit"))
 
 
-def test_the_extra_as_it_is_resolves_to_one_cuda():
-    """Where it changed: python tests/host/resolve_gpu.py."""
+def test_the_extra_gpu_resolves_to_one_cuda_version():
+    """After a change of the extra, run: python tests/host/resolve_gpu.py."""
     script = runpy.run_path(str(Path(__file__).with_name("resolve_gpu.py")))
     kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
     assert kept["wanted"] == script["wanted"]()
@@ -105,8 +105,8 @@ INITS = (ROOT / "plugins").glob("*/__init__.py")
 LAZY = [path.parent.name for path in INITS if " = lazy(" in path.read_text("utf-8")]
 
 
-def told(plugin: str) -> set[tuple[str, str]]:
-    """The names for type checkers, with their modules."""
+def exported(plugin: str) -> set[tuple[str, str]]:
+    """Return the exported names that a plugin's `__init__.py` imports, with their modules."""
     path = ROOT / "plugins" / plugin / "__init__.py"
     return {
         (str(node.module), name.name)
@@ -118,15 +118,15 @@ def told(plugin: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("plugin", LAZY)
-def test_what_loads_is_what_type_checkers_see(plugin):
+def test_lazy_names_match_those_for_type_checkers(plugin):
     package = importlib.import_module(plugin)
     unloaded = set(package.__dir__()) - set(vars(package))
-    partly = plugin in ("retrieval_core", "retrieval_sets")  # they list only estimators
-    assert partly or unloaded <= {name for _, name in told(plugin)}
+    partly = plugin in ("retrieval_core", "retrieval_sets")  # these export only some names
+    assert partly or unloaded <= {name for _, name in exported(plugin)}
     values = {name: getattr(package, name) for name in dir(package)}
     loads = {(getattr(value, "__module__", None), name) for name, value in values.items()}
     loads = {(home, name) for home, name in loads if str(home).startswith(f"{package.__name__}.")}
-    assert told(plugin) <= loads if partly else loads == told(plugin)
+    assert exported(plugin) <= loads if partly else loads == exported(plugin)
     assert loads
     for home, name in loads:
         assert values[name] is getattr(importlib.import_module(home), name)

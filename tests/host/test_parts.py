@@ -1,4 +1,4 @@
-"""Parts of a factory: other factories' products, nested and in lists."""
+"""Parameters that are parts made by other factories, nested and in lists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_parts_within_parts_and_lists_of_parts(everything):
         "weights": [1, 2, 3],
     }
     assert everything.check("losses", table, "[loss]") == []
-    made = everything.build("losses", table, GIVEN)
-    assert [type(loss).__name__ for loss in made.losses] == ["Margin", "Margin", "Fixed"]
-    assert isinstance(made.losses[0].reducer.pad, LpRegularizer)
-    assert isinstance(made.losses[1].distance, LpDistance) and made.losses[1].distance.p == 3
-    assert made.losses[2].shape == made.first.shape == (3, 8)
-    assert made.weights == [1.0, 2.0, 3.0] and made.losses[0].distance is None
+    loss = everything.build("losses", table, GIVEN)
+    assert [type(loss).__name__ for loss in loss.losses] == ["Margin", "Margin", "Fixed"]
+    assert isinstance(loss.losses[0].reducer.pad, LpRegularizer)
+    assert isinstance(loss.losses[1].distance, LpDistance) and loss.losses[1].distance.p == 3
+    assert loss.losses[2].shape == loss.first.shape == (3, 8)
+    assert loss.weights == [1.0, 2.0, 3.0] and loss.losses[0].distance is None
 
 
 def test_each_problem_of_a_nested_part_has_its_place(everything):
@@ -38,7 +38,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
         "weights": "a",
         "loses": 1,
     }
-    found = everything.check("losses", table, "[loss]")
+    problems = everything.check("losses", table, "[loss]")
     places = [
         ("[loss] loses:", "Did you mean 'losses'?"),
         ("[loss] weights:", "should be a list of number"),
@@ -49,11 +49,11 @@ def test_each_problem_of_a_nested_part_has_its_place(everything):
         ("[loss] losses[3] must name a loss:", '"PLUGIN.NAME"'),
         ("[loss] first classes:", "is given by the host"),
     ]
-    for problem, (place, words) in zip(found, places, strict=True):
+    for problem, (place, words) in zip(problems, places, strict=True):
         assert problem.startswith(place) and words in problem
 
 
-def test_the_host_s_distance_goes_before_the_default(everything):
+def test_the_hosts_distance_replaces_the_default(everything):
     distance = LpDistance(p=7)
     table = {"name": "everything.margin", "scale": 1}
     assert everything.build("losses", table, {**GIVEN, "distance": distance}).distance is distance

@@ -1,4 +1,4 @@
-"""How far long work is: lines now and then where there is no terminal, a bar where there is one."""
+"""Progress of long work: a bar on a terminal, a log line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retrieval.serving.progress import Meter
 ROOT = Path(__file__).parents[2]
 
 
-def test_long_work_is_a_plain_line_now_and_then(capsys, monkeypatch):
+def test_a_log_gets_a_line_every_ten_seconds(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with Meter("encoding", 12_000, "images", done=2_000) as meter:
@@ -28,20 +28,20 @@ def test_long_work_is_a_plain_line_now_and_then(capsys, monkeypatch):
             meter.update(100, loss="0.5")
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert out == "" and "\r" not in err and len(lines) == 10  # one each 10 s
-    # the 2,000 of an earlier run do not count as speed
+    assert out == "" and "\r" not in err and len(lines) == 10
+    # The 2,000 images of an earlier run do not count in the speed.
     first = "encoding: 3000 of 12000 images (25 %), 100.00 images/s, 01:30 left, loss 0.5"
     assert lines[0] == first
     assert lines[-1].startswith("encoding: 12000 of 12000 images (100 %), 100.00 images/s, 00:00")
 
 
-def test_no_standard_error_at_all(monkeypatch):
+def test_progress_works_without_standard_error(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with Meter("encoding", 3, "images") as meter:
         meter.update(3)
 
 
-def test_a_terminal_shows_a_bar_and_is_left_clean():
+def test_a_terminal_shows_a_bar_and_wipes_it():
     code = """
 import time
 from retrieval.serving.progress import Meter
@@ -57,7 +57,7 @@ with Meter("encoding", 20, "images") as meter:
     running = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=theirs)
     os.close(theirs)
     seen = b""
-    with suppress(OSError):  # Linux's way to say that the other end is closed
+    with suppress(OSError):  # Linux raises it when the other end is closed
         while part := os.read(ours, 4096):
             seen += part
     os.close(ours)
@@ -67,8 +67,7 @@ with Meter("encoding", 20, "images") as meter:
     assert text.rsplit("\r", 2)[-2].strip() == ""  # the bar is wiped
 
 
-def test_no_bar_is_made_elsewhere():
-    """Whoever shows progress does it by `Meter`, so that no log fills with bars."""
+def test_no_other_module_draws_a_bar():
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     users = [path for path in files if "tqdm" in path.read_text(encoding="utf-8")]
     assert users == [ROOT / "retrieval/serving/progress.py"]

@@ -1,4 +1,4 @@
-"""Honest mistakes at the keyboard: each sentence says what to write instead."""
+"""Error messages for typing mistakes say what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 import pytest
 from refusals import refusal
 from retrieval.cli.common import BYTES, PIXELS
-from retrieval.errors import RecipeError, RetrievalError, StoreError, did_you_mean
+from retrieval.errors import StoreError, did_you_mean
 from retrieval.serving.files.places import instead
 
 RECIPE = """
@@ -37,7 +37,7 @@ retrieval_losses = hookimpl(lambda: {'arc': arc})
 
 
 def changed(*changes: str) -> list[str]:
-    """The words that check the recipe with changes."""
+    """Return the arguments that check the recipe with changes."""
     return ["check", "r.toml", *(word for change in changes for word in ("--set", change))]
 
 
@@ -63,14 +63,14 @@ def recipe(tmp_path, monkeypatch):
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
 )
-def test_a_recipe_is_mended_by_its_sentence(recipe, cli, changes, words):
+def test_the_error_says_how_to_correct_the_recipe(recipe, cli, changes, words):
     done = cli(*changed(*changes))
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
-    assert done.err.startswith("Error: r.toml")  # the file is named
+    assert done.err.startswith("Error: r.toml")
 
 
-def test_another_component_drops_the_parameters_of_the_one_before(recipe, cli):
-    # what stays is checked, and the order does not matter
+def test_another_component_drops_the_old_parameters(recipe, cli):
+    # A parameter of the same component stays. The order of the changes does not matter.
     assert "pos_margin" in cli(*changed("miner.pos_margin=1")).err
     done = cli(*changed("loss.m=0.3", "loss.name=pml.circle"))
     assert done.code == 0, done.err
@@ -80,7 +80,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(recipe, cli):
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
-def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
+def test_none_removes_a_key(recipe, cli):
     done = cli(*changed("sampler.batches=none", "train.epochs=none"))
     assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
     assert "[data] must name a dataset" in cli(*changed("data.name=none")).err
@@ -88,7 +88,7 @@ def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
     assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
 
 
-def test_sizes_that_a_loss_needs_are_named(recipe, cli):
+def test_the_sizes_of_a_loss_are_checked(recipe, cli):
     Path("sized.py").write_text(SIZED)
     for size, number in ((32, 5), (64, 3)):
         sizes = (f"loss.size={size}", f"loss.number={number}")
@@ -98,7 +98,7 @@ def test_sizes_that_a_loss_needs_are_named(recipe, cli):
         assert "width 64 (embedding_size)" in done.err
 
 
-def test_an_output_that_is_a_file(recipe, cli, tmp_path):
+def test_an_output_that_is_a_file_is_refused(recipe, cli, tmp_path):
     from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index
 
@@ -112,21 +112,29 @@ def test_an_output_that_is_a_file(recipe, cli, tmp_path):
         refuse_bundle(file, replace=False)
 
 
-def test_each_folder_says_where_another_is_to_be_had(tmp_path):
+def test_demo_removes_no_other_folder(cli, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "photo.png").touch()
+    done = cli("demo", "--output", tmp_path / "mine", "--replace")
+    assert done.code == 2 and "mine is not a demo's folder, so it is not removed." in done.err
+    assert (tmp_path / "mine" / "photo.png").exists()
+
+
+def test_a_folder_of_another_kind_gets_advice(tmp_path):
     for folder, mark in (("run", "recipe.toml"), ("b", "manifest.json"), ("i", "index.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / mark).touch()
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
     export = f"retrieval export {run} (in Python run.export())"
     create = "'retrieval index create' (in Python retrieval.Index.create)."
-    for folder, other, says in (
+    for folder, other, message in (
         (run, "bundle", f"It is a run. Create its bundle with: {export}"),
         (bundle, "run", "It is a bundle. Name the run that it was exported from."),
         (bundle, "index", "It is a bundle. Create an index with: retrieval index"),
         (tmp_path, "index", f"Create one with {create}"),
         (index, "run", "It is an index. Name the run that its bundle was exported from."),
     ):
-        assert instead(folder, other).startswith(f" {says}")
+        assert instead(folder, other).startswith(f" {message}")
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)
@@ -148,28 +156,27 @@ def test_sizes(text, number):
 
 
 @pytest.mark.parametrize("text", ["", "MB", "10XB", "-1", "0", "1e6"])
-def test_what_is_no_size(text):
+def test_wrong_sizes_are_refused(text):
     with pytest.raises(click.BadParameter):
         BYTES.convert(text, None, None)
     with pytest.raises(click.BadParameter):
         PIXELS.convert("10MB", None, None)
 
 
-def test_a_wrong_host_is_no_wrong_port():
+def test_a_wrong_host_and_a_taken_port_get_their_own_advice():
     from retrieval.serving.http.server import listen
 
-    # an address for documentation, which no machine has
     text = refusal(StoreError, listen, "203.0.113.1", 0, "port")
     assert "use 127.0.0.1" in text and "another port" not in text
-    says = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
-    with pytest.raises(StoreError, match=says):
+    message = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
+    with pytest.raises(StoreError, match=message):
         listen("no.such.host.invalid", 0, "port")
-    says = "Choose another port with port"
-    with listen("127.0.0.1", 0, "port") as taken, pytest.raises(StoreError, match=says):
-        listen("127.0.0.1", taken.getsockname()[1], "port")
+    message = "Choose another port with port"
+    with listen("127.0.0.1", 0, "port") as listener, pytest.raises(StoreError, match=message):
+        listen("127.0.0.1", listener.getsockname()[1], "port")
 
 
-def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe, tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes(recipe, tmp_path):
     words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
     command = [sys.executable, "-m", "retrieval.cli", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -190,20 +197,13 @@ NAMES = ["pml.contrastive", "pml.margin", "acme.margin", "core.digits", "AdamW",
     [
         ("pml.contrstive", "pml.contrastive"),
         ("contrastive", "pml.contrastive"),  # without its plugin
-        ("acme.contrastive", "pml.contrastive"),  # of another plugin
+        ("acme.contrastive", "pml.contrastive"),  # with another plugin
         ("pnl.margin", "pml.margin"),
         ("pml.digits", "core.digits"),
         ("Adamw", "AdamW"),
-        ("pml.zzzzzz", ""),  # a shared plugin's name is not a likeness
+        ("pml.zzzzzz", ""),  # the same plugin is not enough
         ("", ""),
     ],
 )
 def test_the_closest_word(word, closest):
     assert did_you_mean(word, iter(NAMES)) == (f" Did you mean '{closest}'?" if closest else "")
-
-
-def test_a_recipe_error_counts_its_problems():
-    assert str(RecipeError(["a."])) == "The recipe has 1 problem:\n  - a."
-    error = RecipeError(iter(["a.", "b."]), "r.toml")
-    assert str(error) == "r.toml has 2 problems:\n  - a.\n  - b." and error.problems == ("a.", "b.")
-    assert isinstance(error, RetrievalError)

@@ -1,4 +1,4 @@
-"""No file and no function is longer than a reader can hold in mind."""
+"""No file and no function is too long."""
 
 import ast
 from pathlib import Path
@@ -13,8 +13,9 @@ FILES = [
 
 
 def long_functions(text: str, most: int) -> dict[str, int]:
-    """Return the lines of code of each function that has more than `most`: docstrings, comments and
-    blank lines do not count.
+    """Return each function with more than `most` lines of code, and its number of lines.
+
+    Docstrings, comments and blank lines do not count.
     """
     tree, lines = ast.parse(text), text.splitlines()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -24,15 +25,15 @@ def long_functions(text: str, most: int) -> dict[str, int]:
         if isinstance(node, (*kinds, ast.ClassDef)) and ast.get_docstring(node) is not None
         for number in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
-    found = {}
+    functions = {}
     for node in ast.walk(tree):
         if isinstance(node, kinds):
             own = set(range(node.lineno, (node.end_lineno or 0) + 1)) - prose
             code = [line for number in own if (line := lines[number - 1].strip())]
             count = sum(line[0] != "#" for line in code)
             if count > most:
-                found[f"{node.name} (line {node.lineno})"] = count
-    return found
+                functions[f"{node.name} (line {node.lineno})"] = count
+    return functions
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES])

@@ -1,4 +1,4 @@
-"""What a command that trains loads before its first batch, and what it does not."""
+"""Commands that train load only the libraries that they use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from layouts import picture
 
-# what takes long to load, and no part of the recipe asks for
+# These take long to load, and no part of the recipe uses them.
 UNUSED = ["torch._dynamo", "torch._inductor", "scipy.special", "scipy.stats", "sklearn"]
 UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
 RECIPE = """
@@ -32,14 +32,13 @@ for command in (["check", "recipe.toml"], ["train", "recipe.toml", "--output", "
     except SystemExit as end:
         assert not end.code
     if command[0] == "check":
-        assert not whole, "all that was loaded was looked through for garbage"
+        assert not whole, "garbage collection ran over all imported objects"
         assert gc.isenabled()
 print(json.dumps([name for name in %s if name in sys.modules]))
 """
 
 
-def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
-    """Of `check`, and of a training with its checkpoint."""
+def test_check_and_train_load_no_unused_library(tmp_path, process):
     for number in range(27):
         picture(tmp_path / "photos" / "abc"[number % 3] / f"{number}.png", number)
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -49,11 +48,11 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
-# what a recipe of arrays needs of the serving half: how an image is decoded and prepared
+# A recipe with arrays uses of serving only how an image is decoded and prepared.
 SERVING = {"retrieval.serving", "retrieval.serving.images"}
 
 
-def test_a_recipe_loads_of_serving_what_it_uses(tmp_path, process):
+def test_a_recipe_loads_little_of_serving(tmp_path, process):
     array = RECIPE.replace("image_folder", "digits").replace(', folder = "photos"', "")
     (tmp_path / "recipe.toml").write_text(array)
     script = """

@@ -1,4 +1,4 @@
-"""Losses and miners in the styles of public projects work as they are written."""
+"""Losses and miners in the styles of public projects work unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLES = Path(__file__).with_name("plugins_for_tests") / "styles.py"
 BASE: dict[str, Any] = {
     "plugins": [str(EVERYTHING), str(STYLES)],
     "data": {"name": "everything.items", "count": 12},
-    "split": {"by": "item", "validation": 0.0},  # else the start may be the best
+    "split": {"by": "item", "validation": 0.0},  # keeps the last weights, not the best
     "sampler": {"classes": 3, "items": 4, "batches": 2},
     "backbone": {"name": "everything.same"},
     "head": {"embedding_size": 4},
@@ -62,7 +62,7 @@ def test_each_style_trains(loss, miner, tmp_path):
     assert not torch.equal(before["head.0.weight"], after["head.0.weight"])
 
 
-def test_kwargs_pass_on_what_the_base_classes_spell_out(styles):
+def test_kwargs_pass_on_the_base_classes_parameters(styles):
     names = {f.name: [p.name for p in f.parameters] for f in styles.factories("losses").values()}
     upstream = "embedding_regularizer embedding_reg_weight reducer distance collect_stats"
     assert names["styles.documented"] == ["margin", *upstream.split()]
@@ -71,23 +71,23 @@ def test_kwargs_pass_on_what_the_base_classes_spell_out(styles):
     parts = {"embedding_regularizer": "regularizers"}
     parts |= {"reducer": "reducers", "distance": "distances"}
     assert {p.name: p.part for p in factory.parameters if p.part} == parts
-    # a word, not the host's combiner
+    # This parameter `distance` is a word, not the host's combiner.
     assert styles.find("losses", "styles.contrastive").takes("distance") is False
 
 
-def test_what_an_untyped_parameter_refuses_is_a_sentence(styles):
-    def said(**values: Any) -> str:
+def test_a_refused_untyped_value_gives_one_sentence(styles):
+    def problem_of(**values: Any) -> str:
         with pytest.raises(RecipeError) as caught:
             styles.build("losses", values, {"classes": 3, "embedding_size": 4})
         (problem,) = caught.value.problems
         return str(problem)
 
-    assert said(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
-    few = said(name="styles.contrastive", contrast_mode="few")
-    assert few == "styles.contrastive refuses its parameters: Unknown mode: few."
-    text = said(name="styles.proxies", nb_classes="x", sz_embed=3)
+    assert problem_of(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
+    mode = problem_of(name="styles.contrastive", contrast_mode="few")
+    assert mode == "styles.contrastive refuses its parameters: Unknown mode: few."
+    text = problem_of(name="styles.proxies", nb_classes="x", sz_embed=3)
     assert "styles.proxies refuses its parameters: " in text
-    huge = said(name="styles.proxies", nb_classes=-1, sz_embed=3)
+    huge = problem_of(name="styles.proxies", nb_classes=-1, sz_embed=3)
     assert "styles.proxies cannot be made with these parameters: RuntimeError: " in huge
 
 
@@ -123,7 +123,7 @@ retrieval_metrics = hookimpl(lambda: {"ones": ones})
 '''
 
 
-def test_a_fault_disables_its_factory_and_nothing_else(tmp_path, cli):
+def test_a_fault_disables_only_its_factory(tmp_path, cli):
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     listed = cli("plugins", "list", "--plugin", file)
@@ -132,16 +132,16 @@ def test_a_fault_disables_its_factory_and_nothing_else(tmp_path, cli):
         assert line in listed.out, line
     (bad,) = [line for line in listed.out.splitlines() if line.startswith("  faulty.bad: ")]
     assert "takes its parameter 'a' by position only" in bad
-    said = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
-    assert f"  faulty: {said}" in listed.out
+    reason = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
+    assert f"  faulty: {reason}" in listed.out
     assert "object of type int" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
     assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
-    good = {"loss": {"name": "faulty.good"}}
+    loss = {"loss": {"name": "faulty.good"}}
     for values, words in [
         ({"loss": {"name": "faulty.bad"}}, "[loss] name: The loss 'faulty.bad' ("),
-        ({**good, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
+        ({**loss, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
     ]:
         assert words in refusal(RecipeError, check_recipe, {**recipe, **values})

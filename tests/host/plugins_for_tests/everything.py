@@ -1,4 +1,4 @@
-"""One small, working thing for every factory hook, which recipes of the tests name."""
+"""One small, working factory for almost every hook, for the tests' recipes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval.plugin import (
-    Backbone,
-    Combiner,
-    Dataset,
-    Generator,
-    Part,
-    hookimpl,
-    traits,
-)
+from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Part, hookimpl, traits
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]
@@ -77,7 +69,7 @@ class Margin(nn.Module):
 
 @traits(ref_emb=False, miner=False)
 class Fixed(nn.Module):
-    """A loss with a distance of its own, and no use for references or a miner."""
+    """A loss that accepts neither a reference set nor a miner's indices."""
 
     def __init__(self, classes: int, embedding_size: int) -> None:
         super().__init__()

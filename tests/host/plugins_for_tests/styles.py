@@ -13,7 +13,8 @@ from retrieval.plugin import hookimpl
 from torch import nn
 
 
-# pytorch-metric-learning's documented style: a base class, kwargs, a dictionary for the reducer
+# The style that pytorch-metric-learning documents: a base class, **kwargs, a dictionary for the
+# reducer.
 class Documented(BaseMetricLossFunction):
     def __init__(self, margin=0.1, **kwargs):
         super().__init__(**kwargs)
@@ -32,7 +33,7 @@ class Documented(BaseMetricLossFunction):
         return AvgNonZeroReducer()
 
 
-# proxies, with names of its own for what the host knows
+# Proxies, with other names for the numbers of classes and dimensions.
 class Proxies(torch.nn.Module):
     def __init__(self, nb_classes, sz_embed, mrg=0.1, alpha=32):
         torch.nn.Module.__init__(self)
@@ -54,7 +55,7 @@ class Proxies(torch.nn.Module):
         )
 
 
-# contrastive with a temperature, a word that picks the distance, and a tensor of one number
+# Contrastive with a temperature, a distance chosen by a word, and a result of shape (1,).
 class SupervisedContrastive(nn.Module):
     def __init__(
         self, temperature=0.07, contrast_mode="all", distance="cosine", base_temperature=None
@@ -79,7 +80,7 @@ class SupervisedContrastive(nn.Module):
         )
 
 
-# no module at all: an object that is called, and a function that makes it
+# Not a torch module, but an object that is called.
 class Center(object):
     def __init__(self, weights=[1.0, 0.5]):  # noqa: B006
         self.weights = weights
@@ -98,7 +99,7 @@ def angular(alpha=45, **kwargs):
     )
 
 
-# a miner of the library's documented style, and two without its base class
+# The documented style of a miner.
 class DocumentedMiner(BaseMiner):
     def __init__(self, margin=0.2, **kwargs):
         super().__init__(**kwargs)
