@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,26 @@ def test_who_waits_too_long_is_told(index, bundle, monkeypatch):
         with other.record.writing(), pytest.raises(StoreUnavailable, match=says):
             store.upsert(items([1]), bundle.sha256)
         assert store.upsert(items([1]), bundle.sha256) == 1
+
+
+def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
+    """Each store has its own connections, as each process has. One changes labels, one metadata."""
+    with LocalStore(index, upkeep=False) as first, LocalStore(index, upkeep=False) as second:
+        first.upsert(items([1]), bundle.sha256)
+
+        def lost(store: LocalStore, name: str) -> list[object]:
+            missing = []
+            for n in range(100):
+                entry = str(n) if name == "label" else {"n": n}
+                assert store.update("id1", {name: entry}, bundle.sha256)
+                time.sleep(0.002)
+                if getattr(store.get(["id1"])["id1"], name) != entry:
+                    missing.append(entry)
+            return missing
+
+        with ThreadPoolExecutor() as pool:
+            assert list(pool.map(lost, (first, second), ("label", "metadata"))) == [[], []]
+    holds(index, bundle, {"id1"})
 
 
 def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):

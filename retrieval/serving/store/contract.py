@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -94,6 +95,28 @@ class Store(ABC):
             StoreError: the store is read-only, another process writes to it for too long, or the
                 disk fails.
         """
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change the label or metadata of one item, and keep everything else of the item.
+
+        This implementation reads the item and then writes it, so what another process changes in
+        between is lost. A store that can exclude this overrides the method.
+
+        Args:
+            id: id of the item.
+            changes: new values of the attributes "label" and "metadata", by name.
+            bundle: SHA-256 of the manifest of the served bundle.
+
+        Returns:
+            Whether an item has this id.
+
+        Raises:
+            DataError, Superseded, StoreError: see `upsert`.
+        """
+        item = self.get([id], arrays=True).get(id)
+        if item is not None:
+            self.upsert([replace(item, **changes, original=self.original(id))], bundle)
+        return item is not None
 
     @abstractmethod
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:

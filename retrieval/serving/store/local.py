@@ -138,6 +138,16 @@ class LocalStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
+        return cast(int, self._upsert(items, bundle))
+
+    def _upsert(
+        self, items: Sequence[Item], bundle: str, expected: list[int] | None = None
+    ) -> int | None:
+        """Add items; return how many were replaced.
+
+        With `expected`, write nothing and return None unless the items with these ids have exactly
+        these numbers. Each write gives an item a new number.
+        """
         self._begin_to_write()
         with self.record.reading() as connection:
             known = self._served_with(connection, bundle)
@@ -149,11 +159,25 @@ class LocalStore(Store):
             if generation.number != known.number:
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
+            if expected not in (None, old):
+                return None
             remove(connection, seq, old)
             numbers = np.array(insert(connection, items, texts))
             self._append(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change one item, again if another process has written to it meanwhile; see `Store`."""
+        while True:
+            with self.record.reading() as connection:
+                numbers = numbers_of(connection, [id])
+            item = self.get([id], arrays=True).get(id)
+            if item is None:
+                return False
+            changed = replace(item, **changes, original=self.original(id))
+            if self._upsert([changed], bundle, numbers) is not None:
+                return True
 
     def _append(
         self,

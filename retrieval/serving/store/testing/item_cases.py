@@ -230,6 +230,26 @@ class ItemCases(Bench):
         equal(store.original("full"), None, "original of the one before")
         equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
 
+    def test_updating_one_item(self) -> None:
+        """`update` changes the named attributes and keeps the others, the arrays and the original.
+
+        It refuses invalid values and another bundle, and adds no item.
+        """
+        store = self.store()
+        old = item("a", label="old", metadata={"price": 1}, keep="copy", original=b"bytes")
+        store.upsert([old], opened().sha256)
+        for changes in ({"label": None}, {"metadata": {"size": 2}}, {"label": "", "metadata": {}}):
+            old = replace(old, **changes)
+            equal(store.update("a", changes, opened().sha256), True, "whether the item exists")
+            alike(store.get(["a"], arrays=True)["a"], old)
+            equal(store.original("a"), b"bytes", "original")
+        with refused(DataError):
+            store.update("a", {"label": HALF}, opened().sha256)
+        with refused(Superseded):
+            store.update("a", {"label": "new"}, opened(seed=1).sha256)
+        equal(store.update("b", {"label": "new"}, opened().sha256), False, "whether it exists")
+        self.check(self.again(store), {"a": old})
+
     def test_ids_are_looked_up_exactly(self) -> None:
         """Case, accents and spaces distinguish ids; unknown and impossible ids are ignored."""
         names = ["a", "A", "a ", "á", "a\u0301", "aa"]
