@@ -3,10 +3,11 @@
 import logging
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from retrieval.errors import StoreError
+from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.index import Index, open_index
@@ -99,6 +100,21 @@ def test_a_damaged_structure_is_told_and_built_again(backend, tmp_path, bundle, 
         caplog.clear()
     with open_index(tmp_path / "i", threads=1) as index:
         assert recall(index, vectors, *FILTERS[0]) >= 0.95 and not caplog.text
+
+
+def test_a_structure_whose_plugin_is_missing_is_tried_with_pauses(
+    tmp_path, bundle, vectors, caplog, monkeypatch
+):
+    """Once it was tried hundreds of times a second, with the index locked."""
+    created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")).close()
+    monkeypatch.setattr(structure, "make_backend", Mock(side_effect=PluginError("No such plugin.")))
+    step = Mock(wraps=upkeep.Upkeep.step)
+    monkeypatch.setattr(upkeep.Upkeep, "step", lambda self: step(self))
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert recall(index, vectors, *FILTERS[0]) == 1.0
+        index.delete(["1"])
+        time.sleep(1)
+        assert step.call_count == caplog.text.count("failed: No such plugin.") == 1
 
 
 def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vectors):
