@@ -33,7 +33,7 @@ Capability = Literal["atomic", "ordered", "filters"]
 """A promise that not every engine can keep; see `Store.capabilities`."""
 
 MARGIN = 8
-"""Extra candidates beyond those requested, since others may be (nearly) as near as the last."""
+"""Extra candidates per query: items beyond the requested number may be as near as the last."""
 
 
 class Superseded(StoreError):
@@ -237,16 +237,16 @@ class Store(ABC):
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return up to `limit` items for which a generation has no arrays yet.
 
-        If the served generation stores features, the items have them as arrays.
+        The items have the features that the served generation stores, and no other arrays.
         """
 
     @abstractmethod
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Add to a generation the arrays of the items that `pending` returned.
+        """Add the arrays of pending items to a generation.
 
-        Items that were written to since then are skipped.
+        Items that were written after `pending` returned them are skipped.
 
         Args:
             generation: a generation that is being built.
@@ -287,7 +287,9 @@ class Store(ABC):
         Raises:
             StoreError: the store has nothing to compact, or it cannot be written to.
         """
-        raise StoreError("This store gives back room by itself: there is nothing to compact.")
+        raise StoreError(
+            "This store frees the space of deleted items itself: there is nothing to compact."
+        )
 
     @abstractmethod
     def snapshot(self, target: Path) -> None:

@@ -370,7 +370,7 @@ class LocalStore(Store):
                 " have. Restore a snapshot."
             ) from None
 
-    # Generations. One that is not served has the arrays of all items up to item number `upto`.
+    # Generations. A generation that is not served has arrays of the items up to number `upto`.
 
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""

@@ -26,7 +26,7 @@ from retrieval.serving.store.record import ask, value
 from retrieval.serving.store.structure import Mask
 from retrieval.serving.store.view import View
 
-_FIELDS = 1000  # known field names that the error for an unknown field is given
+_FIELDS = 1000  # field names among which the error for an unknown field finds similar ones
 _SMALL = 20_000  # up to this many items, SQL evaluates a filter
 _MAX_MASKS = 16  # masks that a view (one state of the index) keeps
 _PAGE = 50_000  # items per read

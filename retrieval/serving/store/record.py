@@ -135,7 +135,7 @@ class Record:
             connection.close()
 
     def check(self) -> None:
-        """Raise a `StoreError` unless the record is complete and of this version."""
+        """Raise a `StoreError` unless the record's files are complete."""
         acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
             path = self.folder / name  # SQLite would wait for a pipe, and follow a link
@@ -350,7 +350,7 @@ class Record:
         """
         try:
             yield
-        except FileNotFoundError:
+        except FileNotFoundError:  # compaction has removed the file: callers try again
             raise
         except (apsw.Error, OSError) as fault:
             kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError

@@ -76,6 +76,12 @@ class Bench:
         self._stores.append(self.store_at(self.place).create(bundle, widths))
         return self._stores[-1]
 
+    def filled(self, count: int) -> tuple[Store, State]:
+        """Return a new store of `count` items, and its expected content."""
+        store, state = self.store(), State()
+        self.put(store, state, some(count))
+        return store, state
+
     def again(self, store: Store) -> Store:
         """Close a store and open it again."""
         store.close()

@@ -176,8 +176,7 @@ class ItemCases(Bench):
 
     def test_many_items_in_one_call(self) -> None:
         """Single calls add, change and delete many items; the result survives reopening."""
-        store, state = self.store(), State()
-        self.put(store, state, some(self.many))
+        store, state = self.filled(self.many)
         self.put(store, state, some(100, 100, seed=1))
         self.remove(store, state, [f"id {number}" for number in range(0, self.many, 9)])
         for number in range(10):
@@ -302,8 +301,7 @@ class ItemCases(Bench):
 
     def test_delete_what_matches(self) -> None:
         """`delete` takes a filter, or ids and a filter, and deletes the union of both."""
-        store, state = self.store(), State()
-        self.put(store, state, some(60))
+        store, state = self.filled(60)
         for ids, where, matches in (
             ([], "price < 3", lambda entry: entry.metadata["price"] < 3),
             (["id 19"], "label = 'kind 1'", lambda e: e.label == "kind 1" or e.id == "id 19"),
@@ -442,8 +440,7 @@ class ItemCases(Bench):
 
     def test_what_cannot_be_kept(self) -> None:
         """A call with an invalid item is refused and names that item; nothing changes."""
-        store, state = self.store(), State()
-        self.put(store, state, some(5))
+        store, state = self.filled(5)
         untyped: Any = Item
         for what, attributes in BAD.items():
             bad = untyped(**{"id": "bad", "arrays": _vector(0), **attributes})
@@ -464,8 +461,7 @@ class ItemCases(Bench):
 
     def test_a_field_that_no_item_has(self) -> None:
         """A filter on an unknown field is refused, and the error names the field."""
-        store, state = self.store(), State()
-        self.put(store, state, some(5))
+        store, state = self.filled(5)
         where = parse_filter("price < 3 and prise < 3")
         calls: tuple[Callable[[], object], ...] = (
             lambda: store.search(normal(1, WIDTH, 0), 3, opened().sha256, where=where),
