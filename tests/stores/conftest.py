@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import makers
 import pytest
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.local import LocalStore
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +31,20 @@ def bundle(plain_bundle):
 @pytest.fixture
 def other(other_bundle):
     return Bundle.open(other_bundle, threads=1)
+
+
+@pytest.fixture
+def index(tmp_path, bundle):
+    """The folder of an empty index."""
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    return tmp_path / "i"
+
+
+@pytest.fixture
+def store(index):
+    """An empty store, without upkeep."""
+    with LocalStore(index, upkeep=False) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """The local store when calls overlap, are cut short, or meet damage."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 import pytest
@@ -13,18 +16,11 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import check_record, create_local
+from retrieval.serving.store.folder import check_record
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import value
-from retrieval.serving.store.view import BLOCK, Array
+from retrieval.serving.store.view import BLOCK, Array, View
 from stored import VECTORS, items
-
-
-@pytest.fixture
-def store(tmp_path, bundle):
-    create_local(tmp_path / "i", bundle, widths_of(bundle))
-    with LocalStore(tmp_path / "i", upkeep=False) as opened:
-        yield opened
 
 
 def test_altered_arrays_are_not_given(store, bundle, tmp_path):
@@ -219,3 +215,39 @@ def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tm
     os.truncate(record, record.stat().st_size // 2 // 4096 * 4096)
     with pytest.raises(StoreError, match=r"items.sqlite was cut short"):
         LocalStore(tmp_path / "copy")
+
+
+def test_closing_waits_for_the_search_that_runs(store, bundle, tmp_path, monkeypatch):
+    store.upsert(items(range(50)), bundle.sha256)
+    reader = LocalStore(tmp_path / "i")  # a store that has written also waits for its log
+    running, go, search = Event(), Event(), View.search
+
+    def slow(*arguments):
+        running.set()
+        assert go.wait(30)
+        return search(*arguments)
+
+    monkeypatch.setattr(View, "search", slow)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(reader.search, VECTORS[3:4], 1, bundle.sha256)
+        assert running.wait(30)
+        closed = pool.submit(reader.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.2)
+        go.set()
+        assert [item.id for item in answer.result(30)[0]] == ["id3"]
+        closed.result(30)
+
+
+def test_an_index_of_another_format_says_which_version_reads_it(index):
+    file = index / "index.json"
+    message = json.loads(file.read_text())
+    newer = {**message, "format": message["format"] + 1, "version": "7.8.9"}
+    for content, says in (
+        (newer, r"has format 6, which retrieval 7\.8\.9 wrote; .* reads format 5"),
+        ({**message, "format": 4}, r"index\.json has format 4"),
+        ({"format": message["format"]}, r"index\.json is damaged: it has no 'id'"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(StoreError, match=says):
+            LocalStore(index)

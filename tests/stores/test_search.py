@@ -2,7 +2,6 @@
 
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -185,14 +184,6 @@ def test_more_rows_as_near_as_the_last_than_faiss_keeps():
         agree(vectors[[17, *range(1, count)]] + np.float32(0.01), vectors, 10)
 
 
-def test_a_read_only_memory_map(tmp_path):
-    vectors, queries = normal(700, 16), normal(6, 16, seed=3)
-    (tmp_path / "vectors").write_bytes(bytes(4096) + vectors.tobytes())
-    mapped = np.memmap(tmp_path / "vectors", np.float32, "r", 4096, (700, 16))
-    agree(queries, mapped, 10)
-    agree(queries[:1], mapped, 10)
-
-
 @pytest.mark.parametrize("count", [1, 300])
 def test_memory_is_bounded(count):
     vectors = normal(200_000, 32)
@@ -216,15 +207,6 @@ def _peak(work: Callable[[], Any]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def test_many_threads_at_a_time():
-    vectors, queries = normal(20_000, 16), normal(64, 16, seed=4)
-    true = brute(queries, vectors, 5)[1]
-    with ThreadPoolExecutor(8) as pool:
-        parts = pool.map(lambda n: nearest(queries[n : n + n % 9 + 1], vectors, 5)[1], range(50))
-        for first, rows in enumerate(parts):
-            assert np.array_equal(rows, true[first : first + first % 9 + 1])
 
 
 @pytest.mark.parametrize(

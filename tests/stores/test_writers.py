@@ -24,12 +24,6 @@ from retrieval.serving.store.view import Array
 from stored import VECTORS, items, write
 
 
-@pytest.fixture
-def index(tmp_path, bundle):
-    create_local(tmp_path / "index", bundle, widths_of(bundle))
-    return tmp_path / "index"
-
-
 def run(*jobs: tuple[Path, str, int, bool]) -> set[str]:
     """Run writers at a time, each in a process; return the ids that they were told are there."""
     spawn = multiprocessing.get_context("spawn")
