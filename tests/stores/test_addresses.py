@@ -1,4 +1,4 @@
-"""Addresses: read once, refused where they hold a secret, and the store that each names."""
+"""Addresses: parsed, refused if they hold a secret, and the store of each scheme."""
 
 from pathlib import Path
 
@@ -47,10 +47,10 @@ READ |= {"none": None, "list": "[1]", "empty": ""}
     ],
 )
 def test_an_address_is_read(text, expected):
-    hits = place_of(text)
-    assert isinstance(hits, Address) and str(hits) == text and place_of(hits) is hits
-    assert (hits.scheme, hits.host, hits.port, hits.path, hits.options) == expected
-    assert hits.name == expected[3].rpartition("/")[2]
+    address = place_of(text)
+    assert isinstance(address, Address) and str(address) == text and place_of(address) is address
+    parts = (address.scheme, address.host, address.port, address.path, address.options)
+    assert parts == expected and address.name == expected[3].rpartition("/")[2]
 
 
 def test_everything_else_is_a_folder():

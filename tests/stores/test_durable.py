@@ -241,12 +241,12 @@ def test_closing_waits_for_the_search_that_runs(store, bundle, tmp_path, monkeyp
 
 def test_an_index_of_another_format_says_which_version_reads_it(index):
     file = index / "index.json"
-    message = json.loads(file.read_text())
-    newer = {**message, "format": message["format"] + 1, "version": "7.8.9"}
+    description = json.loads(file.read_text())
+    newer = {**description, "format": description["format"] + 1, "version": "7.8.9"}
     for content, says in (
         (newer, r"has format 6, which retrieval 7\.8\.9 wrote; .* reads format 5"),
-        ({**message, "format": 4}, r"index\.json has format 4"),
-        ({"format": message["format"]}, r"index\.json is damaged: it has no 'id'"),
+        ({**description, "format": 4}, r"index\.json has format 4"),
+        ({"format": description["format"]}, r"index\.json is damaged: it has no 'id'"),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(StoreError, match=says):

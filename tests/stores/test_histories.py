@@ -19,10 +19,10 @@ def histories(monkeypatch):
 
 
 def test_every_answer_is_of_a_state_between_its_question_and_itself(histories, tmp_path):
-    hits = histories.run(tmp_path, 4, 0, threads=4, processes=2)
-    assert hits["wrong"] == []
-    assert hits["from threads"] > 50 and hits["from processes"] > 50
-    assert hits["operations"]["upsert"] > 3 and hits["several"] > 20
+    report = histories.run(tmp_path, 4, 0, threads=4, processes=2)
+    assert report["wrong"] == []
+    assert report["from threads"] > 50 and report["from processes"] > 50
+    assert report["operations"]["upsert"] > 3 and report["several"] > 20
 
 
 IDS = ["id 1", "id 2", "id 3"]

@@ -383,6 +383,8 @@ class Upkeep:
             put_runs(connection, g, 0, old.runs.numbers_of(kept))
         sql = "update generations set stem = ?, rows = ? where g = ?"
         connection.execute(sql, (stem, len(kept), g))
+        if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
+            connection.execute("delete from removed where seq <= ?", (old.seq,))
         folder = self.record.folder
         chunks = {
             name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
