@@ -1,4 +1,4 @@
-"""The local store when calls overlap, are cut short, or meet damage."""
+"""The local store when calls overlap, are killed, or read damaged files."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def test_every_block_of_a_row_that_spans_several_is_verified(tmp_path, block):
 
 @pytest.mark.parametrize("left", ["cut", "zeros"])
 def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(store, bundle, tmp_path, left):
-    """A few rows are synced with the record only, until their file is."""
+    """Small appends are synced in the record only, until their file is synced."""
 
     def unsynced():
         with store.record.reading() as connection:
@@ -88,7 +88,7 @@ def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
 ):
     kept = tmp_path / "i" / "bundles" / other.sha256[:16]
     store.upsert(items(range(3)), bundle.sha256)
-    kept.mkdir()  # all that a kill left of it
+    kept.mkdir()  # a kill left an empty folder
     generation = store.begin(other, widths_of(other))
     assert Bundle.open(store.bundle(generation), threads=1).sha256 == other.sha256
     store.drop(generation)
@@ -140,7 +140,7 @@ def test_a_snapshot_holds_the_structure_that_is_built_meanwhile(
     assert len(list((tmp_path / "copy" / "arrays").glob("*.ivf"))) == 1
     for path in (tmp_path / "i" / "arrays").glob("*.ivf"):
         path.unlink()
-    store.snapshot(tmp_path / "without")  # a structure that is lost is built again
+    store.snapshot(tmp_path / "without")  # a missing structure is built again
     faults, rebuilt = check_record(tmp_path / "without", lambda count: None)
     assert not faults and len(rebuilt) == 1 and len(copied) == 3
 
@@ -198,7 +198,7 @@ def test_a_last_transaction_that_is_lost_from_the_log_is_missed(bundle, store, t
 
 
 def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tmp_path):
-    """SQLite reads zeros beyond the end of its file: originals came back as other bytes."""
+    """SQLite reads zeros beyond the end of its file, so originals were altered."""
     kept = [
         dataclasses.replace(item, original=bytes([n]) * 9000, keep="copy")
         for n, item in enumerate(items(range(60)))
@@ -207,7 +207,7 @@ def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tm
     store.close()
     with LocalStore(tmp_path / "i", upkeep=False) as running:
         running.upsert(items(range(100, 101)), bundle.sha256)
-        for name in ("whole", "copy"):  # as a process that was killed leaves it
+        for name in ("whole", "copy"):  # as a killed process leaves it
             shutil.copytree(tmp_path / "i", tmp_path / name)
     with LocalStore(tmp_path / "whole", upkeep=False) as whole:
         assert whole.original("id59") == kept[59].original and whole.count() == 61

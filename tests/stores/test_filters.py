@@ -1,4 +1,4 @@
-"""Filters say of a local index what `matches` says, by the record or by columns."""
+"""Filters of a local index agree with `matches`, in SQL and by columns."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch):
-    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters use columns, as in a large index
     monkeypatch.setattr(masks, "_PAGE", 7)
 
 

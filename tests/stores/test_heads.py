@@ -1,4 +1,4 @@
-"""An index that keeps features: another head takes no original, and old and new never mix."""
+"""Migrations of an index that stores features: a new head needs no original image."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ COUNT = 60
 
 @pytest.fixture
 def split(makers, tmp_path):
-    """Make a split bundle; of one backbone, whatever the options."""
+    """Make a split bundle; all of them have the same backbone."""
 
     def make(name, **options):
         path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / name, **options))
@@ -53,7 +53,7 @@ def opened(path: Path) -> Index:
 
 
 def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
-    """Compare every vector, code and feature with what a bundle gives."""
+    """Compare every vector, code and feature with those that a bundle computes."""
     encoder = Bundle.open(bundle, threads=1)
     items = index.get([item.id for item in index.scan()], arrays=True)
     assert len(items) == len(index)
@@ -76,7 +76,7 @@ def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozense
 
 
 def with_another_backbone(bundle: Path) -> Path:
-    """Change a bundle's preprocessing: then its backbone counts as another."""
+    """Change a bundle's preprocessing, which makes its backbone another."""
     manifest = read_manifest(bundle)
     preprocessing = replace(manifest.input.preprocessing, mean=(0.5,))
     shaped = manifest.input.model_copy(update={"preprocessing": preprocessing})
@@ -85,7 +85,7 @@ def with_another_backbone(bundle: Path) -> Path:
 
 
 def no_originals(photos: Path) -> Path:
-    """Take the originals out of the index's sight; return where they are."""
+    """Move the originals away; return their folder."""
     return photos.rename(photos.with_name("elsewhere"))
 
 

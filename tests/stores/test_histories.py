@@ -1,4 +1,4 @@
-"""Answers while an index changes, compared with the states that it had meanwhile."""
+"""Answers of an index that changes, compared with its states during the search."""
 
 from pathlib import Path
 from types import ModuleType
@@ -65,7 +65,7 @@ def test_an_answer_of_another_state_is_found(histories):
         assert histories.wrong(history, questions, maps) == []
         around = answers(histories, state, maps, max(0, number - 2), min(6, number + 1))
         assert histories.wrong(history, around, maps) == []
-    for kept, moment in ((1, 2), (3, 2), (3, 5), (5, 6)):  # too old, too new, of another bundle
+    for kept, moment in ((1, 2), (3, 2), (3, 5), (5, 6)):  # too old, too new, another bundle
         bad = histories.wrong(history, answers(histories, states[kept], maps, moment, moment), maps)
         kinds = {entry.kind for entry in bad}
         assert "search" in kinds and (kept < 5 or kinds <= {"search", "search cheap"}), kept

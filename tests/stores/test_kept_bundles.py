@@ -1,4 +1,4 @@
-"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence."""
+"""Bundles in pieces: the store returns the same bundle, or an error."""
 
 import io
 import tarfile

@@ -1,4 +1,4 @@
-"""Two processes serve an index in Milvus, which migrates, is written to, and ends meanwhile."""
+"""Two servers of an index in Milvus, during a migration, writes and a kill of Milvus."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ until = partial(wire.until, seconds=SECONDS)
 
 @contextmanager
 def serving(address: str, folder: Path) -> Iterator[str]:
-    """`retrieval serve` in a process of its own; gives its url."""
+    """Run `retrieval serve` in a process; yields its URL."""
     process = subprocess.Popen(
         [sys.executable, "-m", "retrieval.cli", "serve", address, "--port", "0"],
         stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ def loaded(urls: list[str], queries: list[Path]) -> Iterator[list[list[Answer]]]
 
 
 def answers(index: Any, queries: list[Path]) -> list[list[str]]:
-    """What an index finds of each query."""
+    """Return the ids of the hits of each query."""
     return [[hit.id for hit in index.search(query, k=5, where=CHOSEN)] for query in queries]
 
 
@@ -123,7 +123,7 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         writing = stack.enter_context(retrieval.Index.open(f"{address}?timeout=2"))
         urls = [stack.enter_context(serving(f"{address}?timeout=2", tmp_path)) for _ in range(2)]
 
-        # It migrates: no search fails, and each finds what the one or the other generation has.
+        # A migration: no search fails, and each answer is that of one generation.
         before = answers(local, queries)
         assert answers(index, queries) == before
         local.migrate(other_bundle, progress=False)
@@ -146,7 +146,7 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         kept = {f"{image.parent.name}/{image.name}" for image in images[46:]}
         assert kept <= {item.id for item in index.store.scan()}
 
-        # The server ends while it migrates: searches and writes are refused meanwhile, and go on.
+        # Milvus is killed during a migration: searches and writes get 503, and then go on.
         pool, added, writers = stack.enter_context(ThreadPoolExecutor(1)), set(), []
 
         def end(what, done, total):
@@ -170,7 +170,7 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         assert added | kept <= ids and len(ids) == 60 == index.store.count()
         assert len(added | kept) == 20
 
-        # The index, and whoever serves it, finds what the folder finds.
+        # The index and its servers return the same hits as an index in a folder.
         copy(images[46:], folder)
         local.add(folder, progress=False)
         local.migrate(plain_bundle, progress=False)

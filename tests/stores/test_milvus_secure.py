@@ -1,4 +1,4 @@
-"""Milvus with a password and over TLS: the token is the environment's."""
+"""Milvus over TLS and with a token from the environment."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def guarded(milvus, tmp_path_factory):
 
 @pytest.fixture
 def token(monkeypatch):
-    """The token of the first user that every server has."""
+    """The token of the user that every new server has."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", "root:Milvus")
 
 

@@ -1,4 +1,4 @@
-"""Qdrant against the contract of a store: in its in-process mode, and on a server."""
+"""The suite of stores on Qdrant, in its in-process mode and on a server; concurrent switches."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ NEXT = opened(seed=1, width=WIDTH + 5)
 
 
 class Memory:
-    """Qdrant's in-process mode in memory, which threads use in turn. It outlives its stores."""
+    """Qdrant's in-process mode, locked for threads; closing a store keeps its content."""
 
     def __init__(self) -> None:
         self._client, self._turn = QdrantClient(":memory:"), threading.Lock()
@@ -53,7 +53,7 @@ class InProcess(stores.RemotePlace):
 
 
 class TestQdrantInProcess(testing.StoreSuite):
-    """The in-process mode takes milliseconds for an item: fewer items than of others."""
+    """The in-process mode takes milliseconds per item, so `many` is smaller."""
 
     many = 1000
 
@@ -63,8 +63,6 @@ class TestQdrantInProcess(testing.StoreSuite):
 
 @pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="QDRANT_URL names no server")
 class TestQdrantServer(testing.StoreSuite):
-    """A server."""
-
     def store_at(self, place):
         host = os.environ["QDRANT_URL"].rpartition("//")[2].rstrip("/")
         name = hashlib.sha256(str(place).encode()).hexdigest()[:16]
@@ -103,7 +101,7 @@ def test_names_and_servers_that_are_not_there(cli):
 
 @pytest.fixture
 def two(index):
-    """A store of 20 items, the same opened once more, and a generation that has them all."""
+    """A store of 20 items, a second connection to it, and a complete second generation."""
     other = InProcess(stores.Address.parse(index.address)).open()
     index.upsert(some(20), opened().sha256)
     generation = index.begin(NEXT, stores.widths_of(NEXT))
@@ -120,7 +118,7 @@ def _fill(store: stores.Store, generation: stores.Generation) -> None:
 def _before(
     monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Callable[[], object]
 ) -> None:
-    """Do something just before the next call of a method, as another process might."""
+    """Call `first` just before the next call of a method, as another process might."""
     method = getattr(store, name)
 
     def call(*given):

@@ -1,4 +1,4 @@
-"""Exact search answers as plain arithmetic in float64 does, ties by row, for whatever vectors."""
+"""Exact search equals float64 brute force for any vectors; equal distances are ordered by row."""
 
 import tracemalloc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Array = Any
 def brute(
     queries: Array, vectors: Array, k: int, *, keep: Array = None, span: Array = None, **_: Any
 ) -> Any:
-    """The nearest by Σ (q − x)² in float64, equal distances by row."""
+    """Return the nearest by Σ (q − x)² in float64; equal distances are ordered by row."""
     columns = slice(None) if span is None else slice(*span)
     squared = np.full((len(queries), k), np.inf)
     rows = np.full((len(queries), k), -1, np.int64)
@@ -32,7 +32,7 @@ def brute(
 
 
 def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
-    """Hold `nearest` to the plain search, to the last tie."""
+    """Require that `nearest` equals `brute`, including ties."""
     squared, rows = nearest(queries, vectors, k, **options)
     true, choice = brute(queries, vectors, k, **options)
     assert squared.dtype == np.float64 and rows.dtype == np.int64
@@ -45,7 +45,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 
 def low_rank(count: int, width: int = 24, seed: int = 0) -> Any:
-    """Vectors that lie near 5 directions, as those of images lie near few."""
+    """Return vectors that vary mostly in 5 directions, as features of images vary in few."""
     random = np.random.default_rng(seed)
     directions = np.random.default_rng(9).standard_normal((5, width))
     noise = 0.05 * random.standard_normal((count, width))
@@ -82,7 +82,7 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Many blocks, groups and parts of few rows."""
+    """Make blocks, groups and parts small, so that a search has many."""
     for name, value in {
         "_FEW": 1,
         "_GROUP": 5,
@@ -199,7 +199,7 @@ def test_memory_is_bounded_where_all_rows_are_equal(count, rows):
 
 
 def _peak(work: Callable[[], Any]) -> int:
-    """Return the most bytes that Python's allocators held meanwhile."""
+    """Return the peak of allocated bytes."""
     work()
     tracemalloc.start()
     try:

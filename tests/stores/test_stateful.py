@@ -1,4 +1,4 @@
-"""A living index against a dictionary and brute force, whatever is done to it in whatever order."""
+"""Random sequences of changes to an index, compared with a dictionary and brute force."""
 
 import shutil
 import tempfile
@@ -45,10 +45,7 @@ given = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9)
 
 
 class Machine(RuleBasedStateMachine):
-    """What is in the index is in `items`, by id: features, label, price.
-
-    Merges happen when a rule says so, not beside it.
-    """
+    """`items` has the expected content by id: features, label, price. Rules run the upkeep."""
 
     opened: list[Bundle]
 
@@ -58,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         self.items: dict[str, tuple[Any, str | None, int]] = {}
         self.served = 0
         self.next: Generation | None = None
-        self.left: dict[int, set[str]] = {}  # ids that a generation was made without
+        self.left: dict[int, set[str]] = {}  # ids that a generation leaves out
         self.copies = 0
         create_local(
             self.folder / "index", self.opened[0], widths_of(self.opened[0], features=NUMBERS)
@@ -142,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.next is not None)
     @rule(limit=st.integers(1, 40), out=st.booleans())
     def embed(self, limit, out):
-        """Embed some of what is pending; leave the first of them out, sometimes."""
+        """Embed some pending items; with `out`, leave out the first."""
         items = self.store.pending(self.next, limit)
         assert {item.id for item in items} <= self.items.keys()
         without = [item.id for item in items[:1]] if out else []
@@ -224,7 +221,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_whatever_is_done_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 4)
-    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters use columns, as in a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(
         Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False
