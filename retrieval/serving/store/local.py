@@ -302,6 +302,11 @@ class LocalStore(Store):
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
+            simple = len(queries) == 1 and len(view.generation.spans) == 1
+            if simple and margin and count < view.count:
+                squared, rows = view.search(queries, count + 1, only)
+                if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
+                    return squared, rows  # the usual case: no tie
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
@@ -332,8 +337,10 @@ class LocalStore(Store):
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
             squared, rows = squared[:, :count], rows[:, :count]  # no ties: read no more items
-        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
-        numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
+        rows_of_queries, numbers = list(rows), view.runs.numbers_of(rows).tolist()
+        if rows.size and rows.min() < 0:  # unused places
+            rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
+            numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
         answers = self._items_of(numbers, connection)
         if answers is None:
             return None

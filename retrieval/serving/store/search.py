@@ -119,6 +119,8 @@ def nearest(
     task = _Task(rows, columns, k, keep, threads)
     alone = companion is None and len(parts) <= _FEW
     step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
+    if 0 < len(parts) <= step and len(rows):
+        return _search(task, parts, companion)
     squared = np.full((len(parts), k), np.inf)
     numbers = np.full((len(parts), k), -1, np.int64)
     for start in range(0, len(parts) if len(vectors) else 0, step):
@@ -245,7 +247,9 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     plain = not many and companion is None and whole and task.threads == 1
     if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
         return answer
-    if companion is not None and (answer := _by_companion(task, queries, companion)):
+    one_block = not many and task.keep is None and len(task.vectors) <= _TABLE_ROWS
+    by_companion = _by_companion_in_one_block if one_block else _by_companion
+    if companion is not None and (answer := by_companion(task, queries, companion)):
         return answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
@@ -326,6 +330,21 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
             best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
             reach = np.minimum(reach, best[0][:, -1]).tolist()
     return best
+
+
+def _by_companion_in_one_block(task: _Task, query: Floats, companion: Companion) -> Answer | None:
+    """Return what `_by_companion` does, for one query (1, P) and all rows in one block."""
+    vectors, (projected, errors) = task.vectors, companion.project(query)
+    with _one_thread():
+        sums = _sums(projected[:, 0], companion.table)
+        reach = _first_reach(query[0], vectors, slice(0, len(vectors)), sums, task.k)
+        limit = _limit(reach, projected.size, float(errors[0]) + companion.error)
+        rows = (sums <= limit).nonzero()[0]
+        if len(rows) > len(vectors) * _DOUBT + _MIN_DOUBT * task.k:
+            return None
+        limit = _limit(reach, query.shape[1])
+        rows = rows[~(_sums_of(query[0], vectors, rows) > limit)]
+    return _exact(query, vectors, rows, task.k)
 
 
 def _sums(query: Floats, block: Floats) -> Floats:
