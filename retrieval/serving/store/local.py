@@ -306,7 +306,7 @@ class LocalStore(Store):
             if simple and margin and count < view.count:
                 squared, rows = view.search(queries, count + 1, only)
                 if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
-                    return squared, rows  # the usual case: no tie
+                    return squared, rows  # usually, one more row shows that there is no tie
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None

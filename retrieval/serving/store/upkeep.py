@@ -89,9 +89,10 @@ def tidy(record: Record, claim: Claim | None = None) -> None:
         bundles = {generation.bundle[:16] for generation in all_of(connection)}
         handle = None if claim is not None else _locked(record.folder / ARRAYS, 0)
         try:
-            for path in (record.folder / ARRAYS).iterdir() if handle is not None or claim else ():
-                if path.name not in files:
-                    path.unlink(missing_ok=True)
+            if claim is not None or handle is not None:
+                for path in (record.folder / ARRAYS).iterdir():
+                    if path.name not in files:
+                        path.unlink(missing_ok=True)
         finally:
             if handle is not None:
                 os.close(handle)

@@ -163,6 +163,7 @@ def append_rows(
     g = generation.number
     ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
     sync = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
+    # A large append syncs the files anyway, so the copies of earlier rows can go.
     if sync or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
         sync_rows(connection, folder)
     for name, width in generation.widths.items():
