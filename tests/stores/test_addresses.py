@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import retrieval
-from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import widths_of
@@ -165,21 +165,10 @@ def test_a_store_that_is_none(body, sentence, tmp_path):
 
 
 def test_an_index_at_an_address_knows_where_it_is(shelf, tmp_path, plain_bundle):
-    address = f"shelf://{tmp_path}/items"
-    place = store_place(address, [shelf])
-    assert not place.exists()
-    place.drop()
-    bundle = Bundle.open(plain_bundle, threads=1)
-    place.create(bundle, widths_of(bundle), identity="mine").close()
+    address, bundle = f"shelf://{tmp_path}/items", Bundle.open(plain_bundle, threads=1)
+    store_place(address, [shelf]).create(bundle, widths_of(bundle), identity="mine").close()
     with retrieval.Index.open(address, plugins=[shelf]) as index:
         assert str(index.path) == address and index.identity == "mine"
         assert address in repr(index)
     with pytest.raises(StoreError, match=f"^The index {address} was closed"):
         index.search(b"")
-    options = {"model": plain_bundle, "plugins": [shelf]}
-    with pytest.raises(StoreError, match="exists already"):
-        retrieval.Index.create(address, [], **options)
-    with pytest.raises(DataError, match="Only an index in a folder"):
-        retrieval.Index.create(f"{address}2", [], backend="hnsw", **options)
-    place.drop()
-    assert not (tmp_path / "items").exists() and not place.exists()

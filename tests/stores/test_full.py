@@ -16,7 +16,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.checking import restore
 from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
@@ -47,11 +47,11 @@ def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
 def embed(store: LocalStore, other: Bundle) -> None:
     generation = store.begin(other, widths_of(other))
     while pending := store.pending(generation, 4500):
-        store.embed(generation, [replace(item, arrays=_arrays(item)) for item in pending])
-
-
-def _arrays(item: Item) -> dict[str, Any]:
-    return {"vector": VECTORS[int(item.id[2:])]}
+        vectors = VECTORS[[int(item.id[2:]) for item in pending]]
+        embedded = [
+            replace(item, arrays={"vector": vectors[place]}) for place, item in enumerate(pending)
+        ]
+        store.embed(generation, embedded)
 
 
 Call = Callable[[LocalStore, Bundle, Bundle, Path], Any]
