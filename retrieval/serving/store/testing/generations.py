@@ -189,10 +189,7 @@ class GenerationCases(Bench):
             for id, entry in state.items()
             if id not in out
         }
-        queries = normal(3, WIDTH + 5, 0)
-        answers = store.search(queries, 100, self.other.sha256)
-        for query, hits in zip(queries, answers, strict=True):
-            self.check_answer(query, hits, after, self.other, 100)
+        self.check_search(store, normal(3, WIDTH + 5, 0), after, self.other, 100)
         equal(set(store.get(state)), set(state), "items are kept")
         read = store.get(out, arrays=True)
         assert not any(entry.arrays for entry in read.values()), "arrays of a left-out item"

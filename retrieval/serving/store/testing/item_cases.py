@@ -408,8 +408,7 @@ class ItemCases(Bench):
             ]
             self.put(store, state, moved)
             queries = (normal(5, WIDTH, 6) * scale + offset).astype(np.float32)
-            for query, hits in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
-                self.check_answer(query, hits, state, opened(), 7)
+            self.check_search(store, queries, state, opened(), 7)
             store.close()
             self.store_at(self.place).drop()
             self.place.mkdir(exist_ok=True)
