@@ -115,9 +115,8 @@ def test_a_scheme_that_is_not_there(shelf):
 
 
 def test_local_comes_through_the_hook_and_loads_no_plugin(process):
-    assert find_store("local").make is LocalPlace and find_store("core.local") is find_store(
-        "local"
-    )
+    local = find_store("local")
+    assert local.make is LocalPlace and find_store("core.local") is local
     code = """
 import sys
 from retrieval.serving.store.place import store_place

@@ -1,4 +1,4 @@
-"""The commands of the page of stores, word by word on a real server."""
+"""The commands of the page of stores, run on a Milvus server."""
 
 import re
 import shlex
@@ -42,9 +42,8 @@ def test_the_commands_of_the_page(
                 done = cli(*words)
                 assert done.code == 0, (line, done.err)
                 printed[" ".join(words[: 1 + (words[0] == "index")])] = done.out
-        assert (
-            "Indexed 11 items" in printed["index create"] and printed["serve"] in printed["search"]
-        )
+        assert "Indexed 11 items" in printed["index create"]
+        assert printed["serve"] in printed["search"]
         assert "1 added" in printed["index add"] and "items: 12" in printed["index show"]
         assert "generation 2 is served" in printed["index migrate"]
         assert "generation 1 is served again" in printed["index rollback"]

@@ -121,10 +121,10 @@ def _before(
     """Call `first` just before the next call of a method, as another process might."""
     method = getattr(store, name)
 
-    def call(*given):
+    def call(*arguments):
         monkeypatch.setattr(store, name, method)
         first()
-        return method(*given)
+        return method(*arguments)
 
     monkeypatch.setattr(store, name, call)
 
@@ -133,17 +133,14 @@ def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
     assert index.switch(generation) is False
-    assert [entry.state for entry in other.generations()] == [
-        "served",
-        "kept",
-    ] and other.count() == 21
+    assert [entry.state for entry in other.generations()] == ["served", "kept"]
+    assert other.count() == 21
     assert [entry.id for entry in index.pending(generation, 10)] == ["late"]
     _fill(index, generation)
     _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
     assert index.switch(generation) is True
-    assert {entry.id for entry in other.scan()} == {entry.id for entry in some(20)} - {"id 3"} | {
-        "late"
-    }
+    expected = {entry.id for entry in some(20)} - {"id 3"} | {"late"}
+    assert {entry.id for entry in other.scan()} == expected
 
 
 def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch):

@@ -41,7 +41,7 @@ ids = st.integers(0, 25).map("id {}".format)
 features = st.integers(0, 10_000).map(
     lambda seed: np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
 )
-given = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9))
+entries = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9))
 
 
 class Machine(RuleBasedStateMachine):
@@ -74,7 +74,7 @@ class Machine(RuleBasedStateMachine):
     def arrays(self, entry, number):
         return {VECTOR: self.opened[number].encode(entry[None]).vector[0], FEATURES: entry}
 
-    @rule(new=st.dictionaries(ids, given, min_size=1, max_size=25))
+    @rule(new=st.dictionaries(ids, entries, min_size=1, max_size=25))
     def upsert(self, new):
         items = [
             Item(id, label, {"price": price}, arrays=self.arrays(entry, self.served))
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         assert [entry.id for entry in index.scan(where)] == sorted(self.matching(where))
         assert index.count(where) == len(self.matching(where))
         served = served_of(index.store.generations()).number
-        found = sorted(self.matching(where) - self.left.get(served, set()))
+        searched = sorted(self.matching(where) - self.left.get(served, set()))
         read = index.get(self.items, arrays=True)
         for id, (entry, label, price) in self.items.items():
             assert (read[id].label, read[id].metadata) == (label, {"price": price})
@@ -209,12 +209,12 @@ class Machine(RuleBasedStateMachine):
         for seed in (1, 2):
             query = np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
             expected = []
-            if found:
-                vectors = bundle.encode(np.stack([self.items[id][0] for id in found])).vector
+            if searched:
+                vectors = bundle.encode(np.stack([self.items[id][0] for id in searched])).vector
                 apart = vectors.astype(float) - bundle.encode(query[None]).vector[0]
                 distances = np.sqrt(np.square(apart).sum(1))
                 order = np.argsort(distances, kind="stable")[:K]
-                expected = [(found[at], float(distances[at])) for at in order]
+                expected = [(searched[place], float(distances[place])) for place in order]
             hits = index.search(query, K, where=where)
             assert [(hit.id, hit.distance) for hit in hits] == expected
 
