@@ -1,6 +1,7 @@
 """`StoreSuite` passes for the local store and fails for stores with one fault each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,14 @@ class Takes(LocalStore):
             return super().upsert([item for item in items if item.id in ("new", "newer")], bundle)
 
 
+class Loses(LocalStore):
+    """Loses the original of an item whose label changes."""
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        item = self.get([id], arrays=True).get(id)
+        return item is not None and self.upsert([replace(item, **changes)], bundle) == 1
+
+
 class Folds(LocalStore):
     """Ignores case in ids."""
 
@@ -98,6 +107,7 @@ def suite(request):
         (Misses, "test_items_come_change_and_go"),
         (FiltersLate, "test_filters"),
         (Takes, "test_what_cannot_be_kept"),
+        (Loses, "test_updating_one_item"),
         (Folds, "test_ids_are_looked_up_exactly"),
         (Hurries, "test_a_generation_follows"),
     ],
