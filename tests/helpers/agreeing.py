@@ -1,4 +1,4 @@
-"""A store's filters compared with `matches`, by property."""
+"""Compare a store's filters with `matches` on random items and filters."""
 
 import json
 from contextlib import suppress
@@ -15,9 +15,7 @@ NAMES = ["a", "b", "c", *strategies.ODD]
 
 
 def agree(store: stores.Store, data: st.DataObject) -> None:
-    """Put items in the place of those of an earlier example, and ask what some filters find of
-    them.
-    """
+    """Replace the items of a store with random ones, and compare the results of some filters."""
     drawn = data.draw(st.lists(strategies.ITEM, min_size=1, max_size=25))
     given = [item("all", metadata=dict.fromkeys(NAMES))]
     for at, (label, metadata) in enumerate(drawn):
@@ -30,7 +28,7 @@ def agree(store: stores.Store, data: st.DataObject) -> None:
             for entry in given
             if matches(where, entry.id, entry.label, json.loads(metadata_text(entry.metadata)))
         )
-        with suppress(DataError):  # refused, or no item has a field of that name
+        with suppress(DataError):  # a refused filter, or an unknown field
             ids = sorted(entry.id for entry in scanned(store, where))
             assert (ids, store.count(where)) == (expected, len(expected)), where
             (hits,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)

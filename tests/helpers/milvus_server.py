@@ -1,4 +1,4 @@
-"""The server that the package `milvus` carries: started, ended and started again."""
+"""The Milvus server of the package `milvus`, which tests start, kill and start again."""
 
 from __future__ import annotations
 
@@ -30,28 +30,24 @@ QUICK = {
     "log.level": "warn",
     "log.stdout": False,
 }
-"""How often it looks after its work, in milliseconds: tests wait for that.
-
-One that was killed is waited for that many seconds; and a tenth of what it would write to its log.
-"""
-_SECONDS = 120.0
+"""Settings of a server that tests wait for: short intervals (ms), a short session (s), few logs."""
+_SECONDS = 120.0  # time limit of a start
 
 
 class MilvusServer:
-    """The server in a folder of its own, on free ports of this machine, which it keeps when it is
-    started again.
+    """A server on free ports, which it keeps when it is started again.
 
     Args:
-        folder: where it keeps everything.
-        settings: of milvus.yaml, by their paths, besides `QUICK`.
-        programs: the folder of another one's programs, which take seconds to unpack.
+        folder: folder of all its files.
+        settings: entries of milvus.yaml by their paths, besides `QUICK`.
+        programs: folder of another server's programs; unpacking them takes seconds.
     """
 
     def __init__(
         self, folder: Path, settings: Mapping[str, Any] | None = None, programs: Path | None = None
     ) -> None:
         with warnings.catch_warnings():
-            # the package leaves sockets to the collector
+            # The package closes no sockets.
             warnings.simplefilter("ignore", ResourceWarning)
             from milvus import MilvusServerConfig, _initialize_data_files
 
@@ -71,27 +67,22 @@ class MilvusServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _write_etcd(self, port: int, peers: int) -> None:
-        """The etcd inside it takes its ports from no other place; without this, two servers of a
-        machine would meet at 2379.
-        """
-        asked_at, peers_at = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
-        message = {
+        """Write the settings of the server's etcd, whose default port another server may use."""
+        clients_url, peers_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+        settings = {
             "name": "default",
-            "listen-client-urls": asked_at,
-            "advertise-client-urls": asked_at,
-            "listen-peer-urls": peers_at,
-            "initial-advertise-peer-urls": peers_at,
-            "initial-cluster": f"default={peers_at}",
+            "listen-client-urls": clients_url,
+            "advertise-client-urls": clients_url,
+            "listen-peer-urls": peers_url,
+            "initial-advertise-peer-urls": peers_url,
+            "initial-cluster": f"default={peers_url}",
             "log-outputs": [str(self.folder / "logs" / "etcd.log")],
         }
         self._etcd = self.folder / "configs" / "etcd.yaml"
-        self._etcd.write_text(yaml.safe_dump(message))
+        self._etcd.write_text(yaml.safe_dump(settings))
 
     def start(self) -> None:
-        """Start it where it was, on the same ports, and wait until it is well.
-
-        One that runs is left alone.
-        """
+        """Start the server, unless it runs, and wait until it is healthy."""
         if self._process is not None:
             return
         env = {
@@ -107,55 +98,53 @@ class MilvusServer:
         with (self.folder / "logs" / "output.log").open("ab") as log:
             outputs = {"stdout": log, "stderr": log}
             self._process = subprocess.Popen(command, cwd=self.folder, env=env, **outputs)
-        until = time.monotonic() + _SECONDS
-        while not self._well():
-            assert self._process.poll() is None, (
-                f"the server of Milvus ended: see {self.folder}/logs"
-            )
-            assert time.monotonic() < until, (
-                f"the server of Milvus does not start: see {self.folder}/logs"
-            )
+        end = time.monotonic() + _SECONDS
+        while not self._is_healthy():
+            running = self._process.poll() is None and time.monotonic() < end
+            assert running, f"Milvus ended or does not start: see {self.folder}/logs"
             time.sleep(0.05)
 
-    def _well(self) -> bool:
+    def _is_healthy(self) -> bool:
         url = f"http://127.0.0.1:{self._health}/healthz"
         with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
             return b"OK" in answer.read()
         return False
 
     def kill(self) -> None:
-        """End it at once, by SIGKILL."""
+        """End the server by SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def _write(self, settings: Mapping[str, Any]) -> None:
-        message = yaml.safe_load(self._settings.read_text())
+        content = yaml.safe_load(self._settings.read_text())
         for path, value in settings.items():
             *inner, last = path.split(".")
-            reduce(lambda table, name: table.setdefault(name, {}), inner, message)[last] = value
-        self._settings.write_text(yaml.safe_dump(message))
+            reduce(lambda table, name: table.setdefault(name, {}), inner, content)[last] = value
+        self._settings.write_text(yaml.safe_dump(content))
 
     def beside(self, folder: Path, settings: Mapping[str, Any]) -> MilvusServer:
-        """Return another one, with settings of its own, which is not started."""
+        """Return another server with its own settings, not started."""
         return MilvusServer(folder, settings, self.folder / "bin")
 
     def stop(self) -> None:
-        """End it, and delete what it kept."""
+        """End the server and delete its files."""
         self.kill()
         shutil.rmtree(self.folder)
 
 
 def _free(count: int) -> list[int]:
-    """Return ports that nobody listens on, all different, below those that the system gives to
-    whoever connects: they stay free while the server is down.
+    """Return different ports that nobody listens on.
+
+    The system gives higher ports to outgoing connections, so these stay free while the server is
+    down.
     """
-    hits: list[int] = []
+    ports: list[int] = []
     for port in random.sample(range(20_000, 32_000), 2000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            hits.append(port)
-        if len(hits) == count:
+            ports.append(port)
+        if len(ports) == count:
             break
-    return hits
+    return ports

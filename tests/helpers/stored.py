@@ -1,4 +1,4 @@
-"""Items of a store of vectors of 16 numbers, and a process that writes some."""
+"""Items with vectors of 16 numbers, and a process that writes items to an index."""
 
 import time
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def items(numbers: Iterable[int]) -> list[Item]:
 
 
 def write(folder: Path, who: str, count: int, reopen: bool, seconds: float = 3.0) -> set[str]:
-    """Write to an index, some items at a time; return the ids that it acknowledged to have."""
+    """Write to and delete from an index for some seconds; return the ids that it then has."""
     upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 200
     random, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
     store, present = LocalStore(folder), set[str]()

@@ -1,7 +1,8 @@
-"""Whole or not at all: bad images, full disks, interruptions, altered files."""
+"""An index is created as a whole or not at all: bad images, full disks, kills, altered files."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from PIL import Image
 from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.host.files import rename_whole
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.index import adding
 from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.store.record import FILE as RECORD
 
@@ -105,7 +107,7 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
-    """The limit is just below the size of each of the index's largest files in turn."""
+    """Files are limited to just below the size of each large file of the index."""
     makers.write_digits(tmp_path / "photos", 400)
     out = tmp_path / "whole"
     create_index(out, bundle_path, [tmp_path / "photos"], progress=False)
@@ -151,7 +153,7 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
 
 
 def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
-    """Another program puts a folder in the place just before the last step."""
+    """Another program creates the output folder just before the last step."""
     rename = Path.rename
 
     def late(path, other):
@@ -166,49 +168,30 @@ def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, m
     assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]
 
 
-# Building an index that was interrupted: it goes on where it stopped, and does again what cannot
-# be trusted.
+# An interrupted `create` is continued; items that have changed are embedded again.
 
 
-SLOW = textwrap.dedent("""
-    import sys, time
-    from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.index import create_index
-    encode = Bundle.encode
-    batches = 0
-    def slow(self, inputs, **options):
-        global batches
-        batches += 1
-        print(len(inputs), flush=True)
-        if len(sys.argv) > 4 and batches > int(sys.argv[4]):
-            time.sleep(100)
-        return encode(self, inputs, **options)
-    Bundle.encode = slow
-    from retrieval.serving.index import adding
-    adding._SECONDS = 0
-    summary = create_index(sys.argv[3], sys.argv[1], [sys.argv[2]], batch=16, skip_bad=True)
-    print("resumed", summary.resumed, "skipped", len(summary.skipped))
-""")
-
-
-def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, process):
-    photos, out = tmp_path / "photos", tmp_path / "i"
+def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, killed, monkeypatch):
+    photos, out, encode, parent = tmp_path / "photos", tmp_path / "i", Bundle.encode, os.getpid()
     makers.write_digits(photos, 200)
     makers.spoil(photos / "0", 2)
-    words = ["-c", SLOW, str(bundle_path), str(photos), str(out)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    first = subprocess.Popen([sys.executable, *words, "4"], env=ENVIRONMENT, **pipes)
-    for _ in range(5):  # four batches are done, and the fifth hangs
-        assert first.stdout.readline()
-    first.kill()
-    first.communicate(timeout=20)
+    batches = []  # of this process, without those of the killed child
+
+    def counted(self, inputs, **options):
+        batches.append(len(inputs))
+        if os.getpid() != parent and len(batches) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(self, inputs, **options)
+
+    def create():
+        return create_index(out, bundle_path, [photos], batch=16, skip_bad=True, progress=False)
+
+    monkeypatch.setattr(Bundle, "encode", counted)
+    monkeypatch.setattr(adding, "_SECONDS", 0)
+    killed(create)
     assert (tmp_path / "i.partial").is_dir() and not out.exists()
-    again = process(*words, OMP_NUM_THREADS="1")
-    assert again.code == 0, again.err
-    *batches, last = again.out.splitlines()
-    assert last.split()[:2] == ["resumed", "62"]
-    assert sum(map(int, batches)) == 200 - 62
-    assert again.err.count("skipped: ") == 2
+    summary = create()
+    assert (summary.resumed, len(summary.skipped), sum(batches)) == (62, 2, 200 - 62)
     assert {path.name for path in tmp_path.iterdir()} - {".i.partial.lock"} == {"i", "photos"}
     with open_index(out, threads=1) as index:
         assert len(index) == 200
@@ -217,7 +200,7 @@ def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, pr
 
 @pytest.fixture
 def interrupted(folder, bundle_path, tmp_path, monkeypatch):
-    """Where an index of the folder was about to appear when Ctrl-C came."""
+    """Path of an index whose creation Ctrl-C interrupted just before the last step."""
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -230,7 +213,7 @@ def interrupted(folder, bundle_path, tmp_path, monkeypatch):
 
 
 def test_what_changed_meanwhile_is_encoded_again(interrupted, makers, bundle_path, folder):
-    time.sleep(0.02)  # so that the time of the file differs
+    time.sleep(0.02)  # the file gets another time
     Image.fromarray(makers.digits()[0][300]).save(sorted(folder.rglob("*.png"))[25])
     summary = create_index(interrupted, bundle_path, [folder], progress=False)
     assert summary.resumed == 40
@@ -247,11 +230,11 @@ def test_another_bundle_starts_over(interrupted, makers, folder, tmp_path):
         holds_what_it_encodes(index)
 
 
-# What was verified is what is used: files that change under an open bundle.
+# Files that change under an open bundle: the verified bytes are used.
 
 
 def rewritten(path: Path) -> None:
-    """Other bytes in the same place, as `cp` over a file writes them."""
+    """Overwrite a file in place, as `cp` does."""
     content = path.read_bytes()
     with path.open("r+b") as file:
         file.write(bytes(255 - byte for byte in content))

@@ -6,17 +6,20 @@ from types import SimpleNamespace
 import makers
 import pytest
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.local import LocalStore
 
 
 @pytest.fixture(scope="session")
 def plain_bundle(tmp_path_factory):
-    """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
+    """A bundle of images with vectors of 16 numbers and no rescorer. Tests must not change it."""
     return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
 
 
 @pytest.fixture(scope="session")
 def other_bundle(tmp_path_factory):
-    """Another one, whose vectors are as wide. Not to be changed."""
+    """Another bundle with vectors of 16 numbers. Tests must not change it."""
     return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
 
 
@@ -31,8 +34,22 @@ def other(other_bundle):
 
 
 @pytest.fixture
+def index(tmp_path, bundle):
+    """The folder of an empty index."""
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    return tmp_path / "i"
+
+
+@pytest.fixture
+def store(index):
+    """An empty store, without upkeep."""
+    with LocalStore(index, upkeep=False) as opened:
+        yield opened
+
+
+@pytest.fixture
 def mount():
-    """Mount something at a folder until the test ends; skip the test where nothing may be."""
+    """Mount a file system until the test ends; skip the test without the permission."""
     folders = []
 
     def call(folder, *words):
@@ -50,9 +67,7 @@ def mount():
 
 @pytest.fixture(scope="session")
 def milvus(tmp_path_factory):
-    """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or
-    one started for this session.
-    """
+    """The Milvus server of MILVUS_URI, or a new one; `place` is its host and port."""
     if uri := os.environ.get("MILVUS_URI"):
         yield SimpleNamespace(place=uri.rpartition("//")[2].rstrip("/"))
         return
@@ -70,7 +85,7 @@ def milvus(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a real server of Milvus."""
+    """Mark tests that need a Milvus server."""
     for item in items:
         if "milvus" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)

@@ -1,10 +1,10 @@
-"""Addresses: read once, refused where they hold a secret, and the store that each names."""
+"""Addresses: parsed, refused if they hold a secret, and the store of each scheme."""
 
 from pathlib import Path
 
 import pytest
 import retrieval
-from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import widths_of
@@ -47,10 +47,10 @@ READ |= {"none": None, "list": "[1]", "empty": ""}
     ],
 )
 def test_an_address_is_read(text, expected):
-    hits = place_of(text)
-    assert isinstance(hits, Address) and str(hits) == text and place_of(hits) is hits
-    assert (hits.scheme, hits.host, hits.port, hits.path, hits.options) == expected
-    assert hits.name == expected[3].rpartition("/")[2]
+    address = place_of(text)
+    assert isinstance(address, Address) and str(address) == text and place_of(address) is address
+    parts = (address.scheme, address.host, address.port, address.path, address.options)
+    assert parts == expected and address.name == expected[3].rpartition("/")[2]
 
 
 def test_everything_else_is_a_folder():
@@ -115,9 +115,8 @@ def test_a_scheme_that_is_not_there(shelf):
 
 
 def test_local_comes_through_the_hook_and_loads_no_plugin(process):
-    assert find_store("local").make is LocalPlace and find_store("core.local") is find_store(
-        "local"
-    )
+    local = find_store("local")
+    assert local.make is LocalPlace and find_store("core.local") is local
     code = """
 import sys
 from retrieval.serving.store.place import store_place
@@ -165,21 +164,10 @@ def test_a_store_that_is_none(body, sentence, tmp_path):
 
 
 def test_an_index_at_an_address_knows_where_it_is(shelf, tmp_path, plain_bundle):
-    address = f"shelf://{tmp_path}/items"
-    place = store_place(address, [shelf])
-    assert not place.exists()
-    place.drop()
-    bundle = Bundle.open(plain_bundle, threads=1)
-    place.create(bundle, widths_of(bundle), identity="mine").close()
+    address, bundle = f"shelf://{tmp_path}/items", Bundle.open(plain_bundle, threads=1)
+    store_place(address, [shelf]).create(bundle, widths_of(bundle), identity="mine").close()
     with retrieval.Index.open(address, plugins=[shelf]) as index:
         assert str(index.path) == address and index.identity == "mine"
         assert address in repr(index)
     with pytest.raises(StoreError, match=f"^The index {address} was closed"):
         index.search(b"")
-    options = {"model": plain_bundle, "plugins": [shelf]}
-    with pytest.raises(StoreError, match="exists already"):
-        retrieval.Index.create(address, [], **options)
-    with pytest.raises(DataError, match="Only an index in a folder"):
-        retrieval.Index.create(f"{address}2", [], backend="hnsw", **options)
-    place.drop()
-    assert not (tmp_path / "items").exists() and not place.exists()

@@ -1,4 +1,4 @@
-"""Each answer of a local store is that of plain arithmetic, whatever lies where."""
+"""Answers of a local store against float64 arithmetic, after any sequence of changes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.merging import merged
-from retrieval.serving.store import masks, structure
-from retrieval.serving.store import search as distances
-from retrieval.serving.store import search as exact
+from retrieval.serving.store import masks, search, structure
 from retrieval.serving.store.contract import Candidates, Item, Store, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
@@ -25,7 +23,7 @@ WIDTH = 16
 
 
 class Known:
-    """An index beside what is in it."""
+    """An index and its expected content."""
 
     def __init__(self, folder: Path, bundle: Bundle, structure: StructureChoice) -> None:
         create_local(folder, bundle, widths_of(bundle), structure=structure)
@@ -46,7 +44,7 @@ class Known:
             del self.items[id]
 
     def nearest(self, query: Any, k: int, turn: int | None = None) -> list[tuple[str, float]]:
-        """The k nearest in double precision, equal distances by id."""
+        """Return the k nearest in float64; equal distances are ordered by id."""
         chosen = sorted(id for id, (_, own) in self.items.items() if turn is None or own == turn)
         if not chosen:
             return []
@@ -60,11 +58,10 @@ class Known:
             count = sum(turn in (None, own) for _, own in self.items.values())
             chosen = None if where is None else parse_filter(where)
             proposed = store.propose(queries, k, sha256, where=chosen)
-            # of a structure's more, the nearest
             assert {len(entry.items) for entry in proposed} == {min(k, count)}
-            found = self.index.search(queries, k, where=where)
-            assert found == [self.index.search(query, k, where=where) for query in queries]
-            for query, hits in zip(queries, found, strict=True):
+            answers = self.index.search(queries, k, where=where)
+            assert answers == [self.index.search(query, k, where=where) for query in queries]
+            for query, hits in zip(queries, answers, strict=True):
                 assert [(hit.id, hit.distance) for hit in hits] == self.nearest(query, k, turn)
                 assert all(hit.metadata["turn"] == self.items[str(hit.id)][1] for hit in hits)
 
@@ -72,13 +69,13 @@ class Known:
 propose = LocalStore.propose
 
 
-def handed_over(store: LocalStore, *given: Any, **named: Any) -> list[Candidates]:
-    """Propose as a store does that measures nothing."""
+def unmeasured(store: LocalStore, *arguments: Any, **named: Any) -> list[Candidates]:
+    """Propose as a store that computes no distances does."""
     answers = []
-    for found in propose(store, *given, **named):
-        order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
-        arrays = {name: array[order] for name, array in found.arrays.items()}
-        answers.append(Candidates([found.items[at] for at in order], arrays))
+    for nearest in propose(store, *arguments, **named):
+        order = sorted(range(len(nearest.items)), key=lambda row: nearest.items[row].id)
+        arrays = {name: array[order] for name, array in nearest.arrays.items()}
+        answers.append(Candidates([nearest.items[row] for row in order], arrays))
     return answers
 
 
@@ -95,8 +92,7 @@ def names(numbers: range, seed: int = 0) -> list[str]:
 @pytest.mark.parametrize("large", [False, True])
 def test_items_come_change_and_go(wanted, large, tmp_path, bundle, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 500)
-    monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
-    # a filter is tried on the nearest, or looked up
+    monkeypatch.setattr(search, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(masks, "_SMALL", 100 if large else 20_000)
     options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
     known = Known(tmp_path / "i", bundle, StructureChoice(wanted, options))
@@ -125,15 +121,15 @@ def test_a_pair_has_one_distance_whoever_measures_it():
         some = random.normal(size=(50, width)).astype(np.float32)
         query = random.normal(size=(3, width)).astype(np.float32)
         pairs = np.repeat(np.arange(3), 50), np.tile(np.arange(50), 3)
-        own = np.sqrt(distances.measured(query.astype(np.float64), some, *pairs)).reshape(3, 50)
+        own = np.sqrt(search.measured(query.astype(np.float64), some, *pairs)).reshape(3, 50)
         for at in range(3):
             assert np.array_equal(merged(query[at], some, 5, [], "min"), own[at])
             assert merged(query[at], some[7:8], 5, [], "min")[0] == own[at, 7]
         assert np.array_equal(
             merged(np.repeat(query, 50, 0), np.tile(some, (3, 1)), 5, [], "min"), own.ravel()
         )
-        found, rows = exact.nearest(query, some, 50)
-        assert np.array_equal(np.sqrt(found), np.take_along_axis(own, rows, 1))
+        squared, rows = search.nearest(query, some, 50)
+        assert np.array_equal(np.sqrt(squared), np.take_along_axis(own, rows, 1))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +152,8 @@ def test_whatever_a_bundle_measures(options, tmp_path, makers):
         index.store.compact()
         queries = features[:6] + np.float32(0.01)
         measured = [index.search(queries, k) for k in (1, 4, 50)]
-        with pytest.MonkeyPatch.context() as patch:  # as where the index itself measures
-            patch.setattr(type(index.store), "propose", handed_over)
+        with pytest.MonkeyPatch.context() as patch:  # the index measures instead
+            patch.setattr(type(index.store), "propose", unmeasured)
             assert [index.search(queries, k) for k in (1, 4, 50)] == measured
 
 
@@ -166,7 +162,7 @@ def test_whatever_a_bundle_measures(options, tmp_path, makers):
 
 @pytest.fixture
 def digits(tmp_path, bundle):
-    """1,797 digits, the first twenty of them twice, and once more a little apart."""
+    """1,797 digits; the first twenty have an equal copy and a slightly different one."""
     images, labels = load_digits(return_X_y=True)
     pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)
     vectors = bundle.encode(pixels).vector
@@ -188,12 +184,12 @@ def test_duplicates_are_all_found(digits):
     index, vectors = digits
     limit = 0.002
     squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
-    assert (squared > limit**2).sum() == squared.size - 20  # no two different digits are that near
-    found = index.duplicates(limit, progress=False)
-    assert [group.ids for group in found] == [
+    assert (squared > limit**2).sum() == squared.size - 20  # different digits are farther apart
+    groups = index.duplicates(limit, progress=False)
+    assert [group.ids for group in groups] == [
         (f"{n:04}", f"{n:04}-again", f"{n:04}-apart") for n in range(20)
     ]
-    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in found)
+    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in groups)
     exact = index.duplicates(0, progress=False)
     assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
     only = index.duplicates(limit, where="label = '3'", progress=False)

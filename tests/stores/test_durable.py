@@ -1,11 +1,14 @@
-"""The local store when calls overlap, are cut short, or meet damage."""
+"""The local store when calls overlap, are killed, or read damaged files."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 import pytest
@@ -13,18 +16,11 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import check_record, create_local
+from retrieval.serving.store.folder import check_record
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import value
-from retrieval.serving.store.view import BLOCK, Array
+from retrieval.serving.store.view import BLOCK, Array, View
 from stored import VECTORS, items
-
-
-@pytest.fixture
-def store(tmp_path, bundle):
-    create_local(tmp_path / "i", bundle, widths_of(bundle))
-    with LocalStore(tmp_path / "i", upkeep=False) as opened:
-        yield opened
 
 
 def test_altered_arrays_are_not_given(store, bundle, tmp_path):
@@ -64,7 +60,7 @@ def test_every_block_of_a_row_that_spans_several_is_verified(tmp_path, block):
 
 @pytest.mark.parametrize("left", ["cut", "zeros"])
 def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(store, bundle, tmp_path, left):
-    """A few rows are synced with the record only, until their file is."""
+    """Small appends are synced in the record only, until their file is synced."""
 
     def unsynced():
         with store.record.reading() as connection:
@@ -92,7 +88,7 @@ def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
 ):
     kept = tmp_path / "i" / "bundles" / other.sha256[:16]
     store.upsert(items(range(3)), bundle.sha256)
-    kept.mkdir()  # all that a kill left of it
+    kept.mkdir()  # a kill left an empty folder
     generation = store.begin(other, widths_of(other))
     assert Bundle.open(store.bundle(generation), threads=1).sha256 == other.sha256
     store.drop(generation)
@@ -144,7 +140,7 @@ def test_a_snapshot_holds_the_structure_that_is_built_meanwhile(
     assert len(list((tmp_path / "copy" / "arrays").glob("*.ivf"))) == 1
     for path in (tmp_path / "i" / "arrays").glob("*.ivf"):
         path.unlink()
-    store.snapshot(tmp_path / "without")  # a structure that is lost is built again
+    store.snapshot(tmp_path / "without")  # a missing structure is built again
     faults, rebuilt = check_record(tmp_path / "without", lambda count: None)
     assert not faults and len(rebuilt) == 1 and len(copied) == 3
 
@@ -202,7 +198,7 @@ def test_a_last_transaction_that_is_lost_from_the_log_is_missed(bundle, store, t
 
 
 def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tmp_path):
-    """SQLite reads zeros beyond the end of its file: originals came back as other bytes."""
+    """SQLite reads zeros beyond the end of its file, so originals were altered."""
     kept = [
         dataclasses.replace(item, original=bytes([n]) * 9000, keep="copy")
         for n, item in enumerate(items(range(60)))
@@ -211,7 +207,7 @@ def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tm
     store.close()
     with LocalStore(tmp_path / "i", upkeep=False) as running:
         running.upsert(items(range(100, 101)), bundle.sha256)
-        for name in ("whole", "copy"):  # as a process that was killed leaves it
+        for name in ("whole", "copy"):  # as a killed process leaves it
             shutil.copytree(tmp_path / "i", tmp_path / name)
     with LocalStore(tmp_path / "whole", upkeep=False) as whole:
         assert whole.original("id59") == kept[59].original and whole.count() == 61
@@ -219,3 +215,39 @@ def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tm
     os.truncate(record, record.stat().st_size // 2 // 4096 * 4096)
     with pytest.raises(StoreError, match=r"items.sqlite was cut short"):
         LocalStore(tmp_path / "copy")
+
+
+def test_closing_waits_for_the_search_that_runs(store, bundle, tmp_path, monkeypatch):
+    store.upsert(items(range(50)), bundle.sha256)
+    reader = LocalStore(tmp_path / "i")  # a store that has written also waits for its log
+    running, go, search = Event(), Event(), View.search
+
+    def slow(*arguments):
+        running.set()
+        assert go.wait(30)
+        return search(*arguments)
+
+    monkeypatch.setattr(View, "search", slow)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(reader.search, VECTORS[3:4], 1, bundle.sha256)
+        assert running.wait(30)
+        closed = pool.submit(reader.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.2)
+        go.set()
+        assert [item.id for item in answer.result(30)[0]] == ["id3"]
+        closed.result(30)
+
+
+def test_an_index_of_another_format_says_which_version_reads_it(index):
+    file = index / "index.json"
+    description = json.loads(file.read_text())
+    newer = {**description, "format": description["format"] + 1, "version": "7.8.9"}
+    for content, says in (
+        (newer, r"has format 6, which retrieval 7\.8\.9 wrote; .* reads format 5"),
+        ({**description, "format": 4}, r"index\.json has format 4"),
+        ({"format": description["format"]}, r"index\.json is damaged: it has no 'id'"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(StoreError, match=says):
+            LocalStore(index)

@@ -1,4 +1,4 @@
-"""Filters say of a local index what `matches` says, by the record or by columns."""
+"""Filters of a local index agree with `matches`, in SQL and by columns."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch):
-    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters use columns, as in a large index
     monkeypatch.setattr(masks, "_PAGE", 7)
 
 
@@ -103,3 +103,17 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(store, monkeypatch):
         }
         assert hits(store, chosen) == expected
     assert store.masks._unfit == {("text",), ("big",)}
+
+
+def test_a_field_stays_known_when_its_last_item_goes(store):
+    """A filter that was valid finds nothing; it does not become an error."""
+    arrays, where = {"vector": np.ones(WIDTH, np.float32)}, parse_filter("discount > 1")
+    sale = Item("sale", None, {"discount": 5}, arrays=arrays)
+    store.upsert([sale, Item("other", arrays=arrays)], opened().sha256)
+    assert hits(store, where) == {"sale"}
+    store.delete(["sale"])
+    for _ in range(2):
+        assert hits(store, where) == set() and store.scan(where) == []
+        assert store.count(parse_filter("not exists(discount)")) == 1
+        assert store.delete(where=where) == 0
+        store.compact()

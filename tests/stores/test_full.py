@@ -1,4 +1,4 @@
-"""A disk that is full at any write: a sentence, no damage, and writes again with room."""
+"""A full disk at any write: the error is a sentence, nothing changes, and later writes work."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.checking import restore
 from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
@@ -35,7 +35,7 @@ def numbered(numbers) -> set[str]:
 
 
 def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
-    """Compare what a store holds and finds with what it should."""
+    """Compare the items and the hits of a store with those of `ids`."""
     assert {item.id for item in store.scan(limit=20_000)} == ids and store.count() == len(ids)
     vectors = {id: VECTORS[int(id[2:])] for id in ids}
     for query in VECTORS[:3]:
@@ -47,11 +47,11 @@ def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
 def embed(store: LocalStore, other: Bundle) -> None:
     generation = store.begin(other, widths_of(other))
     while pending := store.pending(generation, 4500):
-        store.embed(generation, [replace(item, arrays=_arrays(item)) for item in pending])
-
-
-def _arrays(item: Item) -> dict[str, Any]:
-    return {"vector": VECTORS[int(item.id[2:])]}
+        vectors = VECTORS[[int(item.id[2:]) for item in pending]]
+        embedded = [
+            replace(item, arrays={"vector": vectors[place]}) for place, item in enumerate(pending)
+        ]
+        store.embed(generation, embedded)
 
 
 Call = Callable[[LocalStore, Bundle, Bundle, Path], Any]
@@ -107,13 +107,13 @@ def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, othe
 
 @pytest.fixture
 def disk(tmp_path, mount):
-    """A disk of its own, of 20 MB."""
+    """A disk of 20 MB."""
     return mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=20m", "tmpfs")
 
 
 @contextmanager
 def room(disk: Path, left: int) -> Iterator[None]:
-    """Fill a disk until so many bytes are left."""
+    """Fill a disk until `left` bytes are free."""
     known = os.statvfs(disk)
     with (disk / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, known.f_bavail * known.f_frsize - left)
@@ -147,7 +147,7 @@ def test_a_full_disk_is_said_and_changes_nothing(name, disk, bundle, other):
                     break
                 except StoreError as fault:
                     faults.append(str(fault))
-                holds(store, bundle, numbered(WHOLE))  # searches go on
+                holds(store, bundle, numbered(WHOLE))
             assert sorted(path.name for path in disk.iterdir()) == before
         assert faults
         for fault in faults:
@@ -175,19 +175,19 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
         store.upsert(items(range(1500)), bundle.sha256)
         wait(lambda: store.stats().details["structure"] == "hnsw")
         with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
-            store.delete(numbered(range(500)))  # so many that it is to be compacted
+            store.delete(numbered(range(500)))  # enough for a compaction
             wait(lambda: caplog.text.count("the disk is full") >= 3)
             assert "tried again in 0.08 seconds" in caplog.text
             holds(store, bundle, left)
         wait(lambda: store.stats().details["deleted"] == 0)
         holds(store, bundle, left)
-        wait(lambda: len(list((disk / "i" / "arrays").iterdir())) == 2)  # tries leave nothing
+        wait(lambda: len(list((disk / "i" / "arrays").iterdir())) == 2)  # no rest of a try
     with LocalStore(disk / "i") as again:
         holds(again, bundle, left)
 
 
 def test_a_reader_that_finds_no_room_says_so(disk, bundle):
-    """SQLite needs memory beside the record, also to read it."""
+    """SQLite needs a shared-memory file even to read."""
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i", upkeep=False) as store:
         store.upsert(items(range(100)), bundle.sha256)

@@ -1,4 +1,4 @@
-"""An index that keeps features: another head takes no original, and old and new never mix."""
+"""Migrations of an index that stores features: a new head needs no original image."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ COUNT = 60
 
 @pytest.fixture
 def split(makers, tmp_path):
-    """Make a split bundle; of one backbone, whatever the options."""
+    """Make a split bundle; all of them have the same backbone."""
 
     def make(name, **options):
         path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / name, **options))
@@ -53,17 +53,15 @@ def opened(path: Path) -> Index:
 
 
 def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
-    """Compare every vector, code and feature with what a bundle gives."""
+    """Compare every vector, code and feature with those that a bundle computes."""
     encoder = Bundle.open(bundle, threads=1)
     items = index.get([item.id for item in index.scan()], arrays=True)
     assert len(items) == len(index)
-    images = {f"{image.parent.name}/{image.name}": image for image in photos.glob("*/*.png")}
     for id, item in items.items():
         if id in without:
             assert not item.arrays
             continue
-        image = next(image for name, image in images.items() if id.endswith(name))
-        pixels = encoder.preprocess(image)[None]
+        pixels = encoder.preprocess(photos.joinpath(*Path(id).parts[-2:]))[None]
         encoded = encoder.encode(pixels)
         assert np.allclose(item.vector, encoded.vector[0], atol=1e-5)
         if encoded.code is not None:
@@ -76,7 +74,7 @@ def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozense
 
 
 def with_another_backbone(bundle: Path) -> Path:
-    """Change a bundle's preprocessing: then its backbone counts as another."""
+    """Change a bundle's preprocessing, which makes its backbone another."""
     manifest = read_manifest(bundle)
     preprocessing = replace(manifest.input.preprocessing, mean=(0.5,))
     shaped = manifest.input.model_copy(update={"preprocessing": preprocessing})
@@ -85,7 +83,7 @@ def with_another_backbone(bundle: Path) -> Path:
 
 
 def no_originals(photos: Path) -> Path:
-    """Take the originals out of the index's sight; return where they are."""
+    """Move the originals away; return their folder."""
     return photos.rename(photos.with_name("elsewhere"))
 
 
@@ -152,9 +150,9 @@ def test_an_index_of_features_keeps_them_for_the_next_head(makers, tmp_path):
     (tmp_path / "f.npz").unlink()
     with opened(tmp_path / "i") as index:
         assert index.migrate(second, **QUIET).from_features == 50
-        found = index.get([item.id for item in index.scan()], arrays=True)
+        items = index.get([item.id for item in index.scan()], arrays=True)
         vectors = Bundle.open(second).encode(features).vector
-        for item in found.values():
+        for item in items.values():
             (row,) = np.flatnonzero((features == item.arrays["features"]).all(axis=1))
             assert np.allclose(item.vector, vectors[row], atol=1e-6)
 
@@ -223,26 +221,26 @@ def test_writes_and_merges_while_a_head_is_applied(path, split, photos, monkeypa
         index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
         created, genuine = [], migrating._apply_head
 
-        def applied(*given):
+        def applied(*arguments):
             if not created:
                 index.delete(ids[:5])
                 index.upsert([replace(whole[ids[9]], id=f"late-{ids[9]}"), whole[ids[10]]])
                 index.store.compact()
             created.append(1)
-            return genuine(*given)
+            return genuine(*arguments)
 
         monkeypatch.setattr(migrating, "_apply_head", applied)
         done = index.migrate(new, **QUIET)
         assert len(created) >= 2 and done.embedded == done.from_features
         monkeypatch.undo()
         head = Bundle.open(new, threads=1)
-        found = index.get([item.id for item in index.scan()], arrays=True)
-        assert len(found) == COUNT + 7 - 5 + 1
-        for item in found.values():
+        items = index.get([item.id for item in index.scan()], arrays=True)
+        assert len(items) == COUNT + 7 - 5 + 1
+        for item in items.values():
             expected = head.encode_features(item.arrays["features"][None]).vector[0]
             assert np.allclose(item.vector, expected, atol=1e-6)
         hits = index.search(np.zeros(16, np.float32), 200)
-        assert sorted(hit.id for hit in hits) == sorted(found)
+        assert sorted(hit.id for hit in hits) == sorted(items)
     assert check_index(path) == ([], [])
 
 
@@ -251,10 +249,10 @@ def test_another_generation_that_is_served_meanwhile_ends_it(path, split, photos
     with opened(path) as index:
         other = split("other", seed=4)
 
-        def applied(*given):
+        def applied(*arguments):
             monkeypatch.setattr(migrating, "_apply_head", genuine)
             migrating.migrate(index, other, **QUIET)
-            return genuine(*given)
+            return genuine(*arguments)
 
         monkeypatch.setattr(migrating, "_apply_head", applied)
         with pytest.raises(StoreError, match="Another generation is served by now"):

@@ -1,4 +1,4 @@
-"""Answers while an index changes, compared with the states that it had meanwhile."""
+"""Answers of an index that changes, compared with its states during the search."""
 
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +19,10 @@ def histories(monkeypatch):
 
 
 def test_every_answer_is_of_a_state_between_its_question_and_itself(histories, tmp_path):
-    hits = histories.run(tmp_path, 4, 0, threads=4, processes=2)
-    assert hits["wrong"] == []
-    assert hits["from threads"] > 50 and hits["from processes"] > 50
-    assert hits["operations"]["upsert"] > 3 and hits["several"] > 20
+    report = histories.run(tmp_path, 4, 0, threads=4, processes=2)
+    assert report["wrong"] == []
+    assert report["from threads"] > 50 and report["from processes"] > 50
+    assert report["operations"]["upsert"] > 3 and report["several"] > 20
 
 
 IDS = ["id 1", "id 2", "id 3"]
@@ -65,7 +65,7 @@ def test_an_answer_of_another_state_is_found(histories):
         assert histories.wrong(history, questions, maps) == []
         around = answers(histories, state, maps, max(0, number - 2), min(6, number + 1))
         assert histories.wrong(history, around, maps) == []
-    for kept, moment in ((1, 2), (3, 2), (3, 5), (5, 6)):  # too old, too new, of another bundle
+    for kept, moment in ((1, 2), (3, 2), (3, 5), (5, 6)):  # too old, too new, another bundle
         bad = histories.wrong(history, answers(histories, states[kept], maps, moment, moment), maps)
         kinds = {entry.kind for entry in bad}
         assert "search" in kinds and (kept < 5 or kinds <= {"search", "search cheap"}), kept

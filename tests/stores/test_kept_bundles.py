@@ -1,4 +1,4 @@
-"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence."""
+"""Bundles in pieces: the store returns the same bundle, or an error."""
 
 import io
 import tarfile
@@ -36,15 +36,15 @@ def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle):
     pieces = list(bundle_pieces(bundle, 1000))
     assert all(len(piece) == 1000 for piece in pieces[:-1]) and 0 < len(pieces[-1]) <= 1000
     assert pieces == list(bundle_pieces(bundle, 1000))
-    questions = []
+    fetches = []
 
     def give():
-        questions.append(1)
+        fetches.append(1)
         return pieces
 
     for _ in range(2):
         assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
-    assert len(questions) == 1
+    assert len(fetches) == 1
     for path in sorted(kept_bundle(bundle.sha256, give).iterdir()):
         for spoil in (lambda path: path.write_bytes(b"?"), Path.unlink):
             spoil(path)
@@ -76,16 +76,16 @@ def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
         assert not (tmp_path / "outside").exists(), what
         assert not list((cache_folder() / "bundles").iterdir()), what
     monkeypatch.setattr(bundles, "BUNDLE_BYTES", 10_000)
-    given = []
+    pieces = []
 
     def endless():
         while True:
-            given.append(1)
+            pieces.append(1)
             yield b"x" * 1000
 
     with pytest.raises(StoreError, match="more than"):
         kept_bundle(sha256, endless)
-    assert len(given) == 11
+    assert len(pieces) == 11
     monkeypatch.setenv("RETRIEVAL_CACHE", str(plain_bundle / "manifest.json"))
     with pytest.raises(StoreError, match="environment variable RETRIEVAL_CACHE"):
         kept_bundle(sha256, lambda: [whole])

@@ -1,4 +1,4 @@
-"""Milvus as a store, on a real server that also goes away."""
+"""The suite of stores on a real Milvus server, which is also killed."""
 
 import hashlib
 import os
@@ -22,21 +22,18 @@ pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_milvus.place import MilvusPlace
 
 KILLS = int(os.environ.get("MILVUS_KILLS", "1"))
-"""How often the server is killed, 1 to 3: each time takes it some 3 s to come back.
-
-With 3, a write and a delete are killed over, too.
+"""Number of kills of the server, 1 to 3; it needs 3 s to restart. The second kill follows a write,
+the third a delete.
 """
 
 
 def address(milvus: Any, *words: object, options: str = "") -> stores.Address:
-    """The address of an index whose name is made of some words."""
+    """Return the address of an index whose name is a hash of `words`."""
     name = "t" + hashlib.sha256(repr(words).encode()).hexdigest()[:16]
     return stores.Address.parse(f"milvus://{milvus.place}/{name}{options}")
 
 
 class TestMilvus(testing.StoreSuite):
-    """`retrieval.plugin.testing` holds the cases."""
-
     milvus: Any
 
     @pytest.fixture(autouse=True)
@@ -103,7 +100,6 @@ def test_a_graph_finds_most_of_what_is_nearest(milvus):
 
 
 def test_filters_that_milvus_cannot_decide_are_refused(index):
-    """It compares one value only."""
     index.upsert([item("one", metadata={"a": 1, "b": {"c": 1}})], opened().sha256)
     where = parse_filter("a > 1 and b.c = 2")
     with MilvusPlace(stores.Address.parse(index.address)).open() as other:
@@ -158,7 +154,7 @@ def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bund
         store.upsert([item("later", 0, bundle)], bundle.sha256)
         assert {entry.id for entry in store.scan()} == ids | {"later"}
         assert str(image).endswith(client.search(image, k=1).results[0].key)
-        for turn in range(KILLS - 1):  # the last thing that it was told is kept, whatever it is
+        for turn in range(KILLS - 1):  # the last acknowledged change is kept
             if turn:
                 store.delete(["later"])
             else:

@@ -1,18 +1,20 @@
-"""Two processes serve an index in Milvus, which migrates, is written to, and ends meanwhile."""
+"""Two servers of an index in Milvus, during a migration, writes and a kill of Milvus."""
 
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import retrieval
+import wire
 from retrieval.client import Client, Retries
 from retrieval.errors import ServerError, StoreError
 from retrieval.serving.store.place import store_place
@@ -20,11 +22,12 @@ from retrieval.serving.store.place import store_place
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 CHOSEN = "label in ('1', '3', '5', '7')"
 SECONDS = 100.0
+until = partial(wire.until, seconds=SECONDS)
 
 
 @contextmanager
 def serving(address: str, folder: Path) -> Iterator[str]:
-    """`retrieval serve` in a process of its own; gives its url."""
+    """Run `retrieval serve` in a process; yields its URL."""
     process = subprocess.Popen(
         [sys.executable, "-m", "retrieval.cli", "serve", address, "--port", "0"],
         stdout=subprocess.PIPE,
@@ -42,55 +45,37 @@ def serving(address: str, folder: Path) -> Iterator[str]:
         process.stdout.close()
 
 
-class Load(threading.Thread):
-    """Searches of one process, one after another, until it is stopped.
-
-    `answers` has, of each search, the number of the query, and the ids that were found or the
-    status of the refusal; `sentences` has those of refusals.
-    """
-
-    def __init__(self, url: str, queries: list[Path]) -> None:
-        super().__init__()
-        self.url, self.queries, self.stopped = url, queries, False
-        self.answers: list[tuple[int, list[str] | int]] = []
-        self.sentences: set[str] = set()
-
-    def run(self) -> None:
-        with Client(self.url, retries=Retries(times=0)) as client:
-            while not self.stopped:
-                number = len(self.answers) % len(self.queries)
-                try:
-                    hits = client.search(self.queries[number], k=5, filter=CHOSEN)
-                    self.answers.append((number, [hit.id for hit in hits.results]))
-                except ServerError as fault:
-                    self.answers.append((number, fault.status or 0))
-                    self.sentences.add(str(fault))
-                    time.sleep(0.05)
+Answer = tuple[int, list[str] | int, str]
+"""Number of a query, and the ids of its hits or the status and sentence of its refusal."""
 
 
 @contextmanager
-def loaded(urls: list[str], queries: list[Path]) -> Iterator[list[Load]]:
-    """Search the processes at some urls meanwhile."""
-    loads = [Load(url, queries) for url in urls]
-    for load in loads:
-        load.start()
-    try:
-        yield loads
-    finally:
-        for load in loads:
-            load.stopped = True
-            load.join()
+def loaded(urls: list[str], queries: list[Path]) -> Iterator[list[list[Answer]]]:
+    """Search each server, query after query; yields a growing list of answers per server."""
+    stopped, answers = threading.Event(), [list[Answer]() for _ in urls]
 
+    def search(url: str, own: list[Answer]) -> None:
+        with Client(url, retries=Retries(times=0)) as client:
+            while not stopped.wait(0.05 if own and own[-1][2] else 0):
+                number = len(own) % len(queries)
+                try:
+                    hits = client.search(queries[number], k=5, filter=CHOSEN).results
+                    own.append((number, [hit.id for hit in hits], ""))
+                except ServerError as fault:
+                    own.append((number, fault.status or 0, str(fault)))
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < end, "never"
-        time.sleep(0.05)
+    with ThreadPoolExecutor(len(urls)) as pool:
+        searches = [pool.submit(search, *pair) for pair in zip(urls, answers, strict=True)]
+        try:
+            yield answers
+        finally:
+            stopped.set()
+    for searched in searches:
+        searched.result()
 
 
 def answers(index: Any, queries: list[Path]) -> list[list[str]]:
-    """What an index finds of each query."""
+    """Return the ids of the hits of each query."""
     return [[hit.id for hit in index.search(query, k=5, where=CHOSEN)] for query in queries]
 
 
@@ -101,27 +86,22 @@ def copy(images: list[Path], folder: Path) -> None:
         shutil.copy(image, folder / image.parent.name)
 
 
-class Writer(threading.Thread):
-    """Adds one image after another to a folder and the folder to an index: again, where that
-    fails. `kept` has the ids that the index said it has.
+def add(index: Any, folder: Path, images: list[Path], kept: set[str]) -> int:
+    """Add images one by one, each until the index accepts it; return the number of refusals.
+
+    `kept` receives the ids that the index has acknowledged.
     """
-
-    def __init__(self, index: Any, folder: Path, more: list[Path]) -> None:
-        super().__init__()
-        self.index, self.folder, self.more = index, folder, more
-        self.kept: set[str] = set()
-        self.refused = 0
-
-    def run(self) -> None:
-        for image in self.more:
-            copy([image], self.folder)
-            while True:
-                try:
-                    self.index.add(self.folder, progress=False)
-                    break
-                except StoreError:
-                    self.refused += 1
-            self.kept.add(f"{image.parent.name}/{image.name}")
+    refused = 0
+    for image in images:
+        copy([image], folder)
+        name = f"{image.parent.name}/{image.name}"
+        while name not in kept:
+            try:
+                index.add(folder, progress=False)
+                kept.add(name)
+            except StoreError:
+                refused += 1
+    return refused
 
 
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
@@ -143,57 +123,54 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         writing = stack.enter_context(retrieval.Index.open(f"{address}?timeout=2"))
         urls = [stack.enter_context(serving(f"{address}?timeout=2", tmp_path)) for _ in range(2)]
 
-        # It migrates: no search fails, and each finds what the one or the other generation has.
+        # A migration: no search fails, and each answer is that of one generation.
         before = answers(local, queries)
         assert answers(index, queries) == before
         local.migrate(other_bundle, progress=False)
         after = answers(local, queries)
         assert before != after
         with loaded(urls, queries) as loads:
-            until(lambda: all(len(load.answers) > 10 for load in loads))
+            until(lambda: min(map(len, loads)) > 10)
             index.migrate(other_bundle, progress=False)
-            done = [len(load.answers) for load in loads]
-            for load, count in zip(loads, done, strict=True):
-                until(lambda load=load, count=count: len(load.answers) > 20 + count)
+            done = [len(load) for load in loads]
+            until(lambda: min(len(load) - done[n] for n, load in enumerate(loads)) > 20)
         for load, count in zip(loads, done, strict=True):
-            assert all(hits in (before[query], after[query]) for query, hits in load.answers)
-            assert all(hits == after[query] for query, hits in load.answers[count + 1 :])
+            assert all(hits in (before[query], after[query]) for query, hits, _ in load)
+            assert all(hits == after[query] for query, hits, _ in load[count + 1 :])
         index.drop_old()
 
         # A folder is added: no search fails.
         with loaded(urls, queries) as loads:
             index.add(late, progress=False)
-        assert all(isinstance(hits, list) for load in loads for _, hits in load.answers)
+        assert not any(sentence for load in loads for _, _, sentence in load)
         kept = {f"{image.parent.name}/{image.name}" for image in images[46:]}
         assert kept <= {item.id for item in index.store.scan()}
 
-        # The server ends while it migrates: searches and writes are refused meanwhile, and go on.
-        writer, ended = Writer(writing, folder, queries), threading.Event()
+        # Milvus is killed during a migration: searches and writes get 503, and then go on.
+        pool, added, writers = stack.enter_context(ThreadPoolExecutor(1)), set(), []
 
         def end(what, done, total):
-            if what == "embedding" and not ended.is_set():
-                ended.set()
-                writer.start()
-                until(lambda: len(writer.kept) > 2)
+            if what == "embedding" and not writers:
+                writers.append(pool.submit(add, writing, folder, queries, added))
+                until(lambda: len(added) > 2)
                 milvus.kill()
-                for load in loads:
-                    until(lambda load=load: load.answers[-1][1] == 503)
+                until(lambda: all(load[-1][1] == 503 for load in loads))
                 milvus.start()
 
         with loaded(urls, queries) as loads:
             index.migrate(plain_bundle, progress=end)
-            writer.join()
-            until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
-        assert ended.is_set() and writer.refused
+            assert writers[0].result() > 0
+            until(lambda: not any(load[-1][2] for load in loads))
         for load in loads:
-            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}
-            for sentence in load.sentences:
+            refusals = [answer for answer in load if answer[2]]
+            assert {status for _, status, _ in refusals} == {503}
+            for _, _, sentence in refusals:
                 assert "The store of this index cannot be reached now." in sentence
         ids = {item.id for item in index.store.scan()}
-        assert writer.kept | kept <= ids and len(ids) == 60 == index.store.count()
-        assert len(writer.kept | kept) == 20
+        assert added | kept <= ids and len(ids) == 60 == index.store.count()
+        assert len(added | kept) == 20
 
-        # The index, and whoever serves it, finds what the folder finds.
+        # The index and its servers return the same hits as an index in a folder.
         copy(images[46:], folder)
         local.add(folder, progress=False)
         local.migrate(plain_bundle, progress=False)

@@ -1,4 +1,4 @@
-"""The commands of the page of stores, word by word on a real server."""
+"""The commands of the page of stores, run on a Milvus server."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ def test_the_commands_of_the_page(
     shutil.copytree(plain_bundle, tmp_path / "runs" / "photos" / "bundle")
     shutil.copytree(other_bundle, tmp_path / "better.bundle")
     address = f"milvus://{milvus.place}/photos"
-    message: dict[str, str] = {}
+    printed: dict[str, str] = {}
     blocks = re.findall(
         r"test_milvus_page.py runs it -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL
     )
@@ -37,17 +37,16 @@ def test_the_commands_of_the_page(
                     retrieval.serve(words[1], port=0, wait=False) as entry,
                     Client(entry.url) as client,
                 ):
-                    message["serve"] = client.search(images[3], k=1).results[0].key
+                    printed["serve"] = client.search(images[3], k=1).results[0].key
             elif name == "retrieval":
                 done = cli(*words)
                 assert done.code == 0, (line, done.err)
-                message[" ".join(words[: 1 + (words[0] == "index")])] = done.out
-        assert (
-            "Indexed 11 items" in message["index create"] and message["serve"] in message["search"]
-        )
-        assert "1 added" in message["index add"] and "items: 12" in message["index show"]
-        assert "generation 2 is served" in message["index migrate"]
-        assert "generation 1 is served again" in message["index rollback"]
+                printed[" ".join(words[: 1 + (words[0] == "index")])] = done.out
+        assert "Indexed 11 items" in printed["index create"]
+        assert printed["serve"] in printed["search"]
+        assert "1 added" in printed["index add"] and "items: 12" in printed["index show"]
+        assert "generation 2 is served" in printed["index migrate"]
+        assert "generation 1 is served again" in printed["index rollback"]
         with retrieval.Index.open(tmp_path / "photos.copy") as copy:
             assert len(copy) == 12
     finally:

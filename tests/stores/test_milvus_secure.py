@@ -1,4 +1,4 @@
-"""Milvus with a password and over TLS: the token is the environment's."""
+"""Milvus over TLS and with a token from the environment."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def guarded(milvus, tmp_path_factory):
 
 @pytest.fixture
 def token(monkeypatch):
-    """The token of the first user that every server has."""
+    """The token of the user that every new server has."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", "root:Milvus")
 
 
@@ -73,10 +73,8 @@ def test_an_index_in_a_database_over_tls(guarded, token, cli):
         with place.create(opened(), stores.widths_of(opened())) as other:
             other.upsert(some(2), opened().sha256)
             (hits,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
-            assert [entry.id for entry in hits] == ["id 3"] and (store.count(), other.count()) == (
-                5,
-                2,
-            )
+            assert [entry.id for entry in hits] == ["id 3"]
+            assert (store.count(), other.count()) == (5, 2)
     result = cli("index", "list", f"{text}&database=shelf", "--json")
     assert result.code == 0 and json.loads(result.out)["count"] == 5
     for entry in (place, shelf):

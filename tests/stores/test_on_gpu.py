@@ -1,4 +1,4 @@
-"""Back ends of a GPU up to the device: threads, CAGRA's file on a CPU, and refusals."""
+"""GPU back ends without a GPU: CAGRA's file on a CPU, limits of a GPU, and its errors."""
 
 import numpy as np
 import pytest
@@ -26,16 +26,14 @@ def built(backend: FaissBackend) -> FaissBackend:
 
 
 def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(tmp_path):
-    """What a GPU builds has no upper levels."""
+    """A graph that a GPU builds has no upper levels."""
     faiss = load_faiss()
     _, exact = built(Flat()).search(VECTORS[:100], 10)
     for by_gpu in (False, True):
         created = built(Cagra(degree=32))
         if by_gpu:
-            created._index.base_level_only, created._index.num_base_level_search_entrypoints = (
-                True,
-                32,
-            )
+            created._index.base_level_only = True
+            created._index.num_base_level_search_entrypoints = 32
         path = tmp_path / f"{by_gpu}"
         created.save(path)
         again = Cagra(degree=32)
@@ -52,9 +50,8 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(tmp_path
 
 
 def test_which_codes_a_gpu_takes():
-    assert not IvfPq()._fits_gpu(
-        built(IvfPq(bytes=8))._index
-    )  # of 4 bits: too few vectors for more
+    four_bits = built(IvfPq(bytes=8))._index  # too few vectors for 8 bits
+    assert not IvfPq()._fits_gpu(four_bits)
     faiss = load_faiss()
     for parts, fits in ((8, True), (16, True), (6, False)):
         index = faiss.IndexIVFPQ(faiss.IndexFlatL2(96), 96, 4, parts, 8)
@@ -78,8 +75,8 @@ INVALID = "'config_.device < getNumDevices()' failed: Invalid GPU device 0"
 def test_what_a_gpu_refuses_is_a_sentence(text, words):
     with pytest.raises(StoreError) as refused, on_the_gpu(1500, 16):
         raise RuntimeError(text)
-    said = str(refused.value)
-    assert words in said and "project" not in said and ".cpp" not in said
+    text = str(refused.value)
+    assert words in text and "project" not in text and ".cpp" not in text
 
 
 def test_a_search_for_more_than_a_gpu_selects_is_the_cpus():

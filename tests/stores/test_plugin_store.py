@@ -1,4 +1,4 @@
-"""A store that a plugin brings: every verb of the command line, and HTTP."""
+"""A plugin's store under every index command, and behind servers."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture
 def journal(tmp_path, monkeypatch, cli, makers, plain_bundle):
-    """The verb of `retrieval index` at a journal of thirty digits, as JSON where it gives that."""
+    """Run a verb of `retrieval index` on a journal of thirty digits; returns its JSON."""
     monkeypatch.syspath_prepend(str(write_package("acme", tmp_path / "package", "store")))
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     makers.write_digits(tmp_path / "digits", 30)
@@ -77,7 +77,7 @@ def test_the_verbs_of_the_command_line(journal, tmp_path, cli, plain_bundle):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no image")
     assert "bad.png" in journal("create", bad, *create, "--replace", code=2).err
-    # what was there went first, as --replace says
+    # --replace deletes the old index first.
     assert journal("list", code=2).err.count("There is no index at") == 1
 
 
@@ -138,7 +138,7 @@ def test_two_servers_of_one_address_follow_a_migration(
     old, new = (Bundle.open(path, threads=1).sha256 for path in (plain_bundle, other_bundle))
 
     def nearest(url):
-        while (answer := nearest_to(url, image)).status_code == 503:  # busy: pytest bounds this
+        while (answer := nearest_to(url, image)).status_code == 503:  # busy
             time.sleep(0.2)
         assert answer.status_code == 200, answer.text
         return answer.json()["results"][0]
@@ -163,7 +163,7 @@ def test_two_servers_of_one_address_follow_a_migration(
     assert len(journal("show")["generations"]) == 1
 
 
-# A store that goes away while its index is served, and comes back.
+# A store that becomes unreachable while its index is served, and comes back.
 
 METHODS = "upsert delete get original scan count search propose generations stats changed snapshot"
 

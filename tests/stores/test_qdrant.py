@@ -1,4 +1,4 @@
-"""Qdrant against the contract of a store: in its in-process mode, and on a server."""
+"""The suite of stores on Qdrant, in its in-process mode and on a server; concurrent switches."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ NEXT = opened(seed=1, width=WIDTH + 5)
 
 
 class Memory:
-    """Qdrant's in-process mode in memory, which threads use in turn. It outlives its stores."""
+    """Qdrant's in-process mode, locked for threads; closing a store keeps its content."""
 
     def __init__(self) -> None:
         self._client, self._turn = QdrantClient(":memory:"), threading.Lock()
@@ -53,7 +53,7 @@ class InProcess(stores.RemotePlace):
 
 
 class TestQdrantInProcess(testing.StoreSuite):
-    """The in-process mode takes milliseconds for an item: fewer items than of others."""
+    """The in-process mode takes milliseconds per item, so `many` is smaller."""
 
     many = 1000
 
@@ -63,8 +63,6 @@ class TestQdrantInProcess(testing.StoreSuite):
 
 @pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="QDRANT_URL names no server")
 class TestQdrantServer(testing.StoreSuite):
-    """A server."""
-
     def store_at(self, place):
         host = os.environ["QDRANT_URL"].rpartition("//")[2].rstrip("/")
         name = hashlib.sha256(str(place).encode()).hexdigest()[:16]
@@ -103,7 +101,7 @@ def test_names_and_servers_that_are_not_there(cli):
 
 @pytest.fixture
 def two(index):
-    """A store of 20 items, the same opened once more, and a generation that has them all."""
+    """A store of 20 items, a second connection to it, and a complete second generation."""
     other = InProcess(stores.Address.parse(index.address)).open()
     index.upsert(some(20), opened().sha256)
     generation = index.begin(NEXT, stores.widths_of(NEXT))
@@ -120,13 +118,13 @@ def _fill(store: stores.Store, generation: stores.Generation) -> None:
 def _before(
     monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Callable[[], object]
 ) -> None:
-    """Do something just before the next call of a method, as another process might."""
+    """Call `first` just before the next call of a method, as another process might."""
     method = getattr(store, name)
 
-    def call(*given):
+    def call(*arguments):
         monkeypatch.setattr(store, name, method)
         first()
-        return method(*given)
+        return method(*arguments)
 
     monkeypatch.setattr(store, name, call)
 
@@ -135,17 +133,14 @@ def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
     assert index.switch(generation) is False
-    assert [entry.state for entry in other.generations()] == [
-        "served",
-        "kept",
-    ] and other.count() == 21
+    assert [entry.state for entry in other.generations()] == ["served", "kept"]
+    assert other.count() == 21
     assert [entry.id for entry in index.pending(generation, 10)] == ["late"]
     _fill(index, generation)
     _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
     assert index.switch(generation) is True
-    assert {entry.id for entry in other.scan()} == {entry.id for entry in some(20)} - {"id 3"} | {
-        "late"
-    }
+    expected = {entry.id for entry in some(20)} - {"id 3"} | {"late"}
+    assert {entry.id for entry in other.scan()} == expected
 
 
 def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch):

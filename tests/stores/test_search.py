@@ -1,8 +1,7 @@
-"""Exact search answers as plain arithmetic in float64 does, ties by row, for whatever vectors."""
+"""Exact search equals float64 brute force for any vectors; equal distances are ordered by row."""
 
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ Array = Any
 def brute(
     queries: Array, vectors: Array, k: int, *, keep: Array = None, span: Array = None, **_: Any
 ) -> Any:
-    """The nearest by Σ (q − x)² in float64, equal distances by row."""
+    """Return the nearest by Σ (q − x)² in float64; equal distances are ordered by row."""
     columns = slice(None) if span is None else slice(*span)
     squared = np.full((len(queries), k), np.inf)
     rows = np.full((len(queries), k), -1, np.int64)
@@ -33,7 +32,7 @@ def brute(
 
 
 def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
-    """Hold `nearest` to the plain search, to the last tie."""
+    """Require that `nearest` equals `brute`, including ties."""
     squared, rows = nearest(queries, vectors, k, **options)
     true, choice = brute(queries, vectors, k, **options)
     assert squared.dtype == np.float64 and rows.dtype == np.int64
@@ -46,7 +45,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 
 def low_rank(count: int, width: int = 24, seed: int = 0) -> Any:
-    """Vectors that lie near 5 directions, as those of images lie near few."""
+    """Return vectors that vary mostly in 5 directions, as features of images vary in few."""
     random = np.random.default_rng(seed)
     directions = np.random.default_rng(9).standard_normal((5, width))
     noise = 0.05 * random.standard_normal((count, width))
@@ -83,7 +82,7 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Many blocks, groups and parts of few rows."""
+    """Make blocks, groups and parts small, so that a search has many."""
     for name, value in {
         "_FEW": 1,
         "_GROUP": 5,
@@ -185,14 +184,6 @@ def test_more_rows_as_near_as_the_last_than_faiss_keeps():
         agree(vectors[[17, *range(1, count)]] + np.float32(0.01), vectors, 10)
 
 
-def test_a_read_only_memory_map(tmp_path):
-    vectors, queries = normal(700, 16), normal(6, 16, seed=3)
-    (tmp_path / "vectors").write_bytes(bytes(4096) + vectors.tobytes())
-    mapped = np.memmap(tmp_path / "vectors", np.float32, "r", 4096, (700, 16))
-    agree(queries, mapped, 10)
-    agree(queries[:1], mapped, 10)
-
-
 @pytest.mark.parametrize("count", [1, 300])
 def test_memory_is_bounded(count):
     vectors = normal(200_000, 32)
@@ -208,7 +199,7 @@ def test_memory_is_bounded_where_all_rows_are_equal(count, rows):
 
 
 def _peak(work: Callable[[], Any]) -> int:
-    """Return the most bytes that Python's allocators held meanwhile."""
+    """Return the peak of allocated bytes."""
     work()
     tracemalloc.start()
     try:
@@ -216,15 +207,6 @@ def _peak(work: Callable[[], Any]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def test_many_threads_at_a_time():
-    vectors, queries = normal(20_000, 16), normal(64, 16, seed=4)
-    true = brute(queries, vectors, 5)[1]
-    with ThreadPoolExecutor(8) as pool:
-        parts = pool.map(lambda n: nearest(queries[n : n + n % 9 + 1], vectors, 5)[1], range(50))
-        for first, rows in enumerate(parts):
-            assert np.array_equal(rows, true[first : first + first % 9 + 1])
 
 
 @pytest.mark.parametrize(

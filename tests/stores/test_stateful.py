@@ -1,4 +1,4 @@
-"""A living index against a dictionary and brute force, whatever is done to it in whatever order."""
+"""Random sequences of changes to an index, compared with a dictionary and brute force."""
 
 import shutil
 import tempfile
@@ -41,14 +41,11 @@ ids = st.integers(0, 25).map("id {}".format)
 features = st.integers(0, 10_000).map(
     lambda seed: np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
 )
-given = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9))
+entries = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9))
 
 
 class Machine(RuleBasedStateMachine):
-    """What is in the index is in `items`, by id: features, label, price.
-
-    Merges happen when a rule says so, not beside it.
-    """
+    """`items` has the expected content by id: features, label, price. Rules run the upkeep."""
 
     opened: list[Bundle]
 
@@ -58,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         self.items: dict[str, tuple[Any, str | None, int]] = {}
         self.served = 0
         self.next: Generation | None = None
-        self.left: dict[int, set[str]] = {}  # ids that a generation was made without
+        self.left: dict[int, set[str]] = {}  # ids that a generation leaves out
         self.copies = 0
         create_local(
             self.folder / "index", self.opened[0], widths_of(self.opened[0], features=NUMBERS)
@@ -77,7 +74,7 @@ class Machine(RuleBasedStateMachine):
     def arrays(self, entry, number):
         return {VECTOR: self.opened[number].encode(entry[None]).vector[0], FEATURES: entry}
 
-    @rule(new=st.dictionaries(ids, given, min_size=1, max_size=25))
+    @rule(new=st.dictionaries(ids, entries, min_size=1, max_size=25))
     def upsert(self, new):
         items = [
             Item(id, label, {"price": price}, arrays=self.arrays(entry, self.served))
@@ -142,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.next is not None)
     @rule(limit=st.integers(1, 40), out=st.booleans())
     def embed(self, limit, out):
-        """Embed some of what is pending; leave the first of them out, sometimes."""
+        """Embed some pending items; with `out`, leave out the first."""
         items = self.store.pending(self.next, limit)
         assert {item.id for item in items} <= self.items.keys()
         without = [item.id for item in items[:1]] if out else []
@@ -202,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         assert [entry.id for entry in index.scan(where)] == sorted(self.matching(where))
         assert index.count(where) == len(self.matching(where))
         served = served_of(index.store.generations()).number
-        found = sorted(self.matching(where) - self.left.get(served, set()))
+        searched = sorted(self.matching(where) - self.left.get(served, set()))
         read = index.get(self.items, arrays=True)
         for id, (entry, label, price) in self.items.items():
             assert (read[id].label, read[id].metadata) == (label, {"price": price})
@@ -212,19 +209,19 @@ class Machine(RuleBasedStateMachine):
         for seed in (1, 2):
             query = np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
             expected = []
-            if found:
-                vectors = bundle.encode(np.stack([self.items[id][0] for id in found])).vector
+            if searched:
+                vectors = bundle.encode(np.stack([self.items[id][0] for id in searched])).vector
                 apart = vectors.astype(float) - bundle.encode(query[None]).vector[0]
                 distances = np.sqrt(np.square(apart).sum(1))
                 order = np.argsort(distances, kind="stable")[:K]
-                expected = [(found[at], float(distances[at])) for at in order]
+                expected = [(searched[place], float(distances[place])) for place in order]
             hits = index.search(query, K, where=where)
             assert [(hit.id, hit.distance) for hit in hits] == expected
 
 
 def test_whatever_is_done_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 4)
-    monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(masks, "_SMALL", 0)  # filters use columns, as in a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(
         Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False

@@ -1,18 +1,21 @@
-"""Structures of segments, and exact search wherever they cannot be used."""
+"""Search structures, and exact search where they cannot be used."""
 
 import logging
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from retrieval.errors import StoreError
+import wire
+from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import masks, structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.record import ask
 from retrieval.serving.store.structure import StructureChoice
 
 COUNT = 6_000
@@ -53,7 +56,7 @@ FILTERS = [(None, PRICES >= 0), ("price < 50", PRICES < 50), ("price = 3", PRICE
 def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
     """The share of true neighbours in answers, whose distances are those of plain arithmetic."""
     ids = np.flatnonzero(keep & (np.arange(COUNT) % 7 > 0))
-    double, found, queries = vectors.astype(np.float64), 0, vectors[1::300]
+    double, count, queries = vectors.astype(np.float64), 0, vectors[1::300]
     for query in queries:
         apart = np.sqrt(((double - query) ** 2).sum(axis=1))
         nearest = set(map(str, ids[np.argsort(apart[ids], kind="stable")[:10]]))
@@ -61,8 +64,8 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
         distances = [hit.distance for hit in hits]
         assert distances == sorted(distances) and len(hits) == 10
         assert all(abs(apart[int(hit.id)] - hit.distance) < 1e-6 for hit in hits)
-        found += len(nearest & {hit.id for hit in hits})
-    return found / (10 * len(queries))
+        count += len(nearest & {hit.id for hit in hits})
+    return count / (10 * len(queries))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,21 @@ def test_a_damaged_structure_is_told_and_built_again(backend, tmp_path, bundle, 
         assert recall(index, vectors, *FILTERS[0]) >= 0.95 and not caplog.text
 
 
+def test_a_structure_whose_plugin_is_missing_is_tried_with_pauses(
+    tmp_path, bundle, vectors, caplog, monkeypatch
+):
+    """Once it was tried hundreds of times a second, with the index locked."""
+    created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")).close()
+    monkeypatch.setattr(structure, "make_backend", Mock(side_effect=PluginError("No such plugin.")))
+    step = Mock(wraps=upkeep.Upkeep.step)
+    monkeypatch.setattr(upkeep.Upkeep, "step", lambda self: step(self))
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert recall(index, vectors, *FILTERS[0]) == 1.0
+        index.delete(["1"])
+        time.sleep(1)
+        assert step.call_count == caplog.text.count("failed: No such plugin.") == 1
+
+
 def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vectors):
     wide = np.zeros((COUNT, 20), np.float32)
     wide[:, 4:] = vectors
@@ -115,33 +133,31 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vec
     for where in (mapped, columns):
         again = Hnsw(m=8)
         again.load(tmp_path / "links", where)
-        found = again.search(vectors[:50], 10)
-        assert (found[1] == expected[1]).all() and (found[0] == expected[0]).all()
+        distances, rows = again.search(vectors[:50], 10)
+        assert (rows == expected[1]).all() and (distances == expected[0]).all()
         del again
-    assert mapped.sum() == pytest.approx(
-        vectors.sum(), abs=1
-    )  # what was let go of is not FAISS's to free
+    assert mapped.sum() == pytest.approx(vectors.sum(), abs=1)  # FAISS did not free the vectors
     for other in (vectors[:-1], vectors[:, :8]):
         with pytest.raises(StoreError, match="It holds 6,000 vectors of 16 numbers instead of"):
             Hnsw(m=8).load(tmp_path / "links", other)
 
 
 def test_codes_find_more_where_more_is_measured_again(tmp_path, bundle, vectors):
-    found = []
+    recalls = []
     for expand in (1, 32):
         wanted = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
         with created(tmp_path / f"{expand}", bundle, vectors, wanted) as index:
-            found.append(recall(index, vectors, *FILTERS[0]))
-    assert found[0] < 0.9 < found[1]
+            recalls.append(recall(index, vectors, *FILTERS[0]))
+    assert recalls[0] < 0.9 < recalls[1]
 
 
 def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path, bundle, vectors, monkeypatch
 ):
-    """A graph's search ends among items that do not match: seven answers for ten."""
+    """Among items that do not match, a graph's search ends with too few hits."""
     monkeypatch.setattr(structure, "_MAX_CANDIDATES", 0)
     monkeypatch.setattr(structure, "_RARE_SHARE", 0.0)
-    monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
+    monkeypatch.setattr(masks, "_SMALL", COUNT)  # the record evaluates the filter
     poor = StructureChoice("hnsw", {"m": 4, "ef_search": 8})
     with created(tmp_path / "i", bundle, vectors, poor) as index:
         assert recall(index, vectors, *FILTERS[2]) > 0.9
@@ -169,10 +185,7 @@ def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypat
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("ivf"))
 
     def until(done):
-        end = time.monotonic() + 60
-        while not done(index.stats().details):
-            assert time.monotonic() < end, index.stats().details
-            time.sleep(0.05)
+        wire.until(lambda: done(index.stats().details), seconds=60)
 
     with (
         open_index(tmp_path / "i", threads=1) as index,
@@ -180,13 +193,15 @@ def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypat
     ):
         items = [Item(str(n), arrays={"vector": vectors[n]}) for n in range(COUNT)]
         index.upsert(items[:3000])
-        until(lambda message: message["structure"] == "ivf" and message["covered"] == 3000)
+        until(lambda details: details["structure"] == "ivf" and details["covered"] == 3000)
         assert len(other.search(vectors[1], 5)) == 5
-        index.upsert(items[3000:3100])  # few: the structure stays as it is
+        index.upsert(items[3000:3100])  # too few to build the structure again
         index.upsert(items[3100:])
-        until(lambda message: message["covered"] == COUNT)
+        until(lambda details: details["covered"] == COUNT)
         index.delete([str(n) for n in range(0, COUNT, 2)])
-        until(lambda message: message["rows"] == COUNT // 2 == message["covered"])
+        until(lambda details: details["rows"] == COUNT // 2 == details["covered"])
+        with index.store.record.reading() as connection:
+            assert ask(connection, "select * from removed") == []
         for opened in (index, other):
             hits = opened.search(vectors[1], 200)
             assert len(hits) == 200 and hits[0].id == "1"

@@ -1,6 +1,7 @@
-"""The suite finds a store that breaks its contract: each fault fails the case that is about it."""
+"""`StoreSuite` passes for the local store and fails for stores with one fault each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,21 @@ from retrieval.serving.store.testing import StoreSuite
 
 
 class Forgets(LocalStore):
-    """Says that it wrote the last item of a call, and did not."""
+    """Does not write the last item of a call."""
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         return super().upsert(items[:-1] if len(items) > 3 else items, bundle)
 
 
 class InParts(LocalStore):
-    """Writes one item after the other, so that a call is seen in parts, and one that is refused has
-    changed something.
-    """
+    """Writes item by item, so that a call is seen in parts."""
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         return sum(super(InParts, self).upsert([item], bundle) for item in items)
 
 
 class Misses(LocalStore):
-    """Never proposes the nearest."""
+    """Leaves out the nearest item."""
 
     def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
         hits = super().search(queries, count + 1, bundle, where=where)
@@ -41,7 +40,7 @@ class Misses(LocalStore):
 
 
 class FiltersLate(LocalStore):
-    """Filters what it proposes, and not before."""
+    """Filters only the proposed items."""
 
     def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
         hits = super().search(queries, count, bundle)
@@ -50,7 +49,7 @@ class FiltersLate(LocalStore):
 
 
 class Takes(LocalStore):
-    """Takes the good items of a call, and leaves the bad ones out."""
+    """Writes the valid items of a call that has invalid ones."""
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         try:
@@ -59,15 +58,23 @@ class Takes(LocalStore):
             return super().upsert([item for item in items if item.id in ("new", "newer")], bundle)
 
 
+class Loses(LocalStore):
+    """Loses the original of an item whose label changes."""
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        item = self.get([id], arrays=True).get(id)
+        return item is not None and self.upsert([replace(item, **changes)], bundle) == 1
+
+
 class Folds(LocalStore):
-    """Does not tell capital letters apart."""
+    """Ignores case in ids."""
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         return super().get([*(ids := list(ids)), *(id.lower() for id in ids)], arrays=arrays)
 
 
 class Hurries(LocalStore):
-    """Switches to a generation that is not complete."""
+    """Switches to an incomplete generation."""
 
     def switch(self, generation: Any) -> bool:
         while items := self.pending(generation, 100):
@@ -100,6 +107,7 @@ def suite(request):
         (Misses, "test_items_come_change_and_go"),
         (FiltersLate, "test_filters"),
         (Takes, "test_what_cannot_be_kept"),
+        (Loses, "test_updating_one_item"),
         (Folds, "test_ids_are_looked_up_exactly"),
         (Hurries, "test_a_generation_follows"),
     ],
@@ -108,9 +116,6 @@ def suite(request):
 def test_a_fault_is_found(suite, case):
     with pytest.raises(AssertionError):
         getattr(suite, case)()
-
-
-# Every store of the package keeps the contract of stores.
 
 
 class TestLocal(StoreSuite):

@@ -1,4 +1,4 @@
-"""Several processes write to one index, by whichever name: in turn, and nothing is lost."""
+"""Several processes write to one index in turn, and nothing is lost."""
 
 import multiprocessing
 import os
@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,8 @@ from retrieval.serving.store.view import Array
 from stored import VECTORS, items, write
 
 
-@pytest.fixture
-def index(tmp_path, bundle):
-    create_local(tmp_path / "index", bundle, widths_of(bundle))
-    return tmp_path / "index"
-
-
 def run(*jobs: tuple[Path, str, int, bool]) -> set[str]:
-    """Run writers at a time, each in a process; return the ids that they were told are there."""
+    """Run writers, each in a process; return the ids that the index acknowledged to have."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(jobs), mp_context=spawn) as pool:
         return set().union(*pool.map(write, *zip(*jobs, strict=True), timeout=300))
@@ -59,7 +54,7 @@ def test_two_names_of_one_folder(index, bundle, tmp_path, mount):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle):
-    parent = Path(tempfile.mkdtemp())  # pytest closes its own folders to others
+    parent = Path(tempfile.mkdtemp())  # other users cannot enter pytest's folders
     parent.chmod(0o755)
     index = parent / "index"
     create_local(index, bundle, widths_of(bundle))
@@ -93,7 +88,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(index, bun
     with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
         writer.upsert(items(range(10)), bundle.sha256)
         assert reader.propose(VECTORS[:1], 1, bundle.sha256)[0].items[0].id == "id0"
-        # more than the reader has mapped; the first ten rows are dead
+        # More rows than the reader has mapped; the first ten are dead.
         writer.upsert(items(range(3000)), bundle.sha256)
         rows = Array.rows
         compacted = []
@@ -122,6 +117,26 @@ def test_who_waits_too_long_is_told(index, bundle, monkeypatch):
         with other.record.writing(), pytest.raises(StoreUnavailable, match=says):
             store.upsert(items([1]), bundle.sha256)
         assert store.upsert(items([1]), bundle.sha256) == 1
+
+
+def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
+    """Each store has its own connections, as each process has. One changes labels, one metadata."""
+    with LocalStore(index, upkeep=False) as first, LocalStore(index, upkeep=False) as second:
+        first.upsert(items([1]), bundle.sha256)
+
+        def lost(store: LocalStore, name: str) -> list[object]:
+            missing = []
+            for n in range(100):
+                entry = str(n) if name == "label" else {"n": n}
+                assert store.update("id1", {name: entry}, bundle.sha256)
+                time.sleep(0.002)
+                if getattr(store.get(["id1"])["id1"], name) != entry:
+                    missing.append(entry)
+            return missing
+
+        with ThreadPoolExecutor() as pool:
+            assert list(pool.map(lost, (first, second), ("label", "metadata"))) == [[], []]
+    holds(index, bundle, {"id1"})
 
 
 def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):
@@ -153,7 +168,7 @@ def test_what_comes_and_goes_while_an_index_is_compacted(index, bundle, monkeypa
         monkeypatch.setattr(upkeep, "append", meanwhile)
         store.compact()
         details = store.stats().details
-        # dead are id4, and the former id5 and id6
+        # Dead rows: id4, and the former id5 and id6.
         assert (details["rows"], details["deleted"]) == (39 + 19 + 2, 3)
         present = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
         for opened in (store, other):
@@ -162,12 +177,12 @@ def test_what_comes_and_goes_while_an_index_is_compacted(index, bundle, monkeypa
     holds(index, bundle, present)
 
 
-# A folder that may not be written to, read beside a process that may.
+# A read-only folder, beside a process that may write to it.
 
 
 @pytest.fixture
 def frozen(index, tmp_path, mount):
-    """The same folder, below a parent, where both may only be read; root may write to others."""
+    """The index below a read-only mount of its parent; root may write to read-only files."""
     (tmp_path / "outer").mkdir()
     index.rename(tmp_path / "outer" / "index")
     view = mount(tmp_path / "view", "--bind", tmp_path / "outer")
@@ -210,7 +225,7 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, b
         assert copy.count() == 20
 
 
-# A process that forks after a search: the child searches, whatever threads the parent had.
+# A process that forks after a search with several threads: the child searches and writes.
 
 
 FORKED = """

@@ -307,12 +307,9 @@ class Served:
         """Change an item's label or metadata."""
 
         def work(index: Index) -> None:
-            bundle, item = index.bundle, index.get(id, arrays=True).get(id)
-            if item is None:
-                raise no_item()
-            original = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             with stage("write", 1):
-                index.store.upsert([replace(item, **changes, original=original)], bundle.sha256)
+                if not index.store.update(id, changes, index.bundle.sha256):
+                    raise no_item()
             change.count = 1
 
         turns = self.workers.changes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -32,7 +32,7 @@ Capability = Literal["atomic", "ordered", "filters"]
 """A promise that not every engine can keep; see `Store.capabilities`."""
 
 MARGIN = 8
-"""Extra candidates beyond those requested, since others may be (nearly) as near as the last."""
+"""Extra candidates per query: items beyond the requested number may be as near as the last."""
 
 
 class Superseded(StoreError):
@@ -94,6 +94,28 @@ class Store(ABC):
             StoreError: the store is read-only, another process writes to it for too long, or the
                 disk fails.
         """
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change the label or metadata of one item, and keep everything else of the item.
+
+        This implementation reads the item and then writes it, so what another process changes in
+        between is lost. A store that can exclude this overrides the method.
+
+        Args:
+            id: id of the item.
+            changes: new values of the attributes "label" and "metadata", by name.
+            bundle: SHA-256 of the manifest of the served bundle.
+
+        Returns:
+            Whether an item has this id.
+
+        Raises:
+            DataError, Superseded, StoreError: see `upsert`.
+        """
+        item = self.get([id], arrays=True).get(id)
+        if item is not None:
+            self.upsert([replace(item, **changes, original=self.original(id))], bundle)
+        return item is not None
 
     @abstractmethod
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
@@ -214,16 +236,16 @@ class Store(ABC):
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return up to `limit` items for which a generation has no arrays yet.
 
-        If the served generation stores features, the items have them as arrays.
+        The items have the features that the served generation stores, and no other arrays.
         """
 
     @abstractmethod
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Add to a generation the arrays of the items that `pending` returned.
+        """Add the arrays of pending items to a generation.
 
-        Items that were written to since then are skipped.
+        Items that were written after `pending` returned them are skipped.
 
         Args:
             generation: a generation that is being built.
@@ -264,7 +286,9 @@ class Store(ABC):
         Raises:
             StoreError: the store has nothing to compact, or it cannot be written to.
         """
-        raise StoreError("This store gives back room by itself: there is nothing to compact.")
+        raise StoreError(
+            "This store frees the space of deleted items itself: there is nothing to compact."
+        )
 
     @abstractmethod
     def snapshot(self, target: Path) -> None:
@@ -299,12 +323,7 @@ class Store(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

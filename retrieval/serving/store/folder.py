@@ -287,12 +287,14 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
     except (OSError, apsw.Error) as fault:
         path = fault.filename if isinstance(fault, OSError) else None
         if Path(path or folder).is_relative_to(folder) and not no_room(fault):
-            raise
+            raise  # an error of the index that is copied
         raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
 
 
 def _copy(connection: apsw.Connection, record: Record, fresh: Path) -> None:
-    """Copy the state that a read transaction sees; the copy rebuilds structures without files.
+    """Copy the state that a read transaction sees. A missing structure is left out.
+
+    The first writer of the copy builds it again.
 
     Raises:
         FileNotFoundError: another process has replaced a file meanwhile.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, StoreError, did_you_mean, listed, printable
+from retrieval.errors import DataError, did_you_mean, listed, printable
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, fields, metadata_text
 
 Floats = NDArray[np.float32]
@@ -388,55 +386,3 @@ def no_field(name: str, known: Sequence[str]) -> DataError:
         f"No item of this index has a field '{name}' (fields that items have or had:"
         f" {', '.join(names[:_MAX_SHOWN])}).{did_you_mean(name, names)}"
     )
-
-
-COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
-"""Columns of the table of items in an index's SQLite database, in the order of `to_row`."""
-
-Row = tuple[Any, ...]
-_NO_METADATA = "{}"
-
-
-def to_row(number: int, item: Item, metadata: str) -> Row:
-    """Return an item as a row of an index's SQLite database.
-
-    Args:
-        number: number of the item in the database.
-        item: the item.
-        metadata: the item's metadata as JSON.
-    """
-    path = None if item.path is None else os.fsencode(item.path)  # a path need not be Unicode
-    return (
-        number,
-        item.id,
-        item.label,
-        metadata,
-        path,
-        item.stamp,
-        item.keep,
-        item.bytes,
-        item.width,
-        item.height,
-    )
-
-
-def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
-    """Return the item that a row of an index's SQLite database describes.
-
-    Args:
-        row: values of `COLUMNS`.
-        arrays: arrays of the item; None leaves it without arrays.
-
-    Raises:
-        StoreError: the row is damaged.
-    """
-    _, id, label, metadata, path, stamp, keep, size, width, height = row
-    try:
-        content = {} if metadata == _NO_METADATA else strict_loads(metadata)
-        file = None if path is None else Path(os.fsdecode(path))
-    except (ValueError, TypeError) as fault:
-        raise StoreError(
-            f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on the"
-            " index, and restore a snapshot."
-        ) from fault
-    return Item(id, label, content, file, stamp, keep, None, size, width, height, arrays or {})

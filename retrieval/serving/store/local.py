@@ -25,7 +25,7 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError, printable
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import Filter, to_sql
+from retrieval.serving.filters import Filter
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.stages import stage
@@ -42,7 +42,6 @@ from retrieval.serving.store.folder import (
 )
 from retrieval.serving.store.items import (
     CODE,
-    COLUMNS,
     FEATURES,
     VECTOR,
     Candidates,
@@ -53,16 +52,17 @@ from retrieval.serving.store.items import (
     check_embedded,
     check_queries,
     checked,
-    from_row,
     own,
     usable,
 )
-from retrieval.serving.store.masks import Masks, refuse_unknown
+from retrieval.serving.store.masks import Masks, sql_of
 from retrieval.serving.store.record import (
+    COLUMNS,
     FILE,
     Record,
     all_of,
     ask,
+    from_row,
     insert,
     last_number,
     numbers_of,
@@ -138,6 +138,16 @@ class LocalStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
+        return cast(int, self._upsert(items, bundle))
+
+    def _upsert(
+        self, items: Sequence[Item], bundle: str, expected: list[int] | None = None
+    ) -> int | None:
+        """Add items; return how many were replaced.
+
+        With `expected`, write nothing and return None unless the items with these ids have exactly
+        these numbers. Each write gives an item a new number.
+        """
         self._begin_to_write()
         with self.record.reading() as connection:
             known = self._served_with(connection, bundle)
@@ -149,11 +159,25 @@ class LocalStore(Store):
             if generation.number != known.number:
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
+            if expected not in (None, old):
+                return None
             remove(connection, seq, old)
             numbers = np.array(insert(connection, items, texts))
             self._append(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change one item, again if another process has written to it meanwhile; see `Store`."""
+        while True:
+            with self.record.reading() as connection:
+                numbers = numbers_of(connection, [id])
+            item = self.get([id], arrays=True).get(id)
+            if item is None:
+                return False
+            changed = replace(item, **changes, original=self.original(id))
+            if self._upsert([changed], bundle, numbers) is not None:
+                return True
 
     def _append(
         self,
@@ -188,8 +212,7 @@ class LocalStore(Store):
         with self.record.writing() as (connection, seq):
             numbers = set(numbers_of(connection, ids))
             if where is not None:
-                refuse_unknown(connection, where)
-                condition, values = to_sql(where)
+                condition, values = sql_of(connection, where)
                 sql = f"select n from items where {condition}"
                 numbers |= {n for (n,) in ask(connection, sql, values)}
             remove(connection, seq, sorted(numbers))
@@ -218,12 +241,10 @@ class LocalStore(Store):
 
     def original(self, id: str) -> bytes | None:
         """Return the stored bytes of an original; see `Store`."""
-        sql = "select content from originals where n = (select n from items where id = ?)"
-        content = None
+        sql = "select content from originals where n = ?"
         with self.record.reading() as connection:
-            for known in usable([id]):
-                content = value(connection, sql, (known,))
-        return None if content is None else bytes(content)
+            contents = [value(connection, sql, (n,)) for n in numbers_of(connection, [id])]
+        return cast(bytes | None, contents[0] if contents else None)
 
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
@@ -234,17 +255,15 @@ class LocalStore(Store):
                 f"{printable(after)!r} is not an id that an item can have, so no page begins after "
                 "it. Pass the id of the last item of a page."
             )
-        condition, values = ("true", ()) if where is None else to_sql(where)
-        sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
         with self.record.reading() as connection:
-            refuse_unknown(connection, where)
+            condition, values = sql_of(connection, where)
+            sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
             return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
 
     def count(self, where: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
-        condition, values = ("true", ()) if where is None else to_sql(where)
         with self.record.reading() as connection:
-            refuse_unknown(connection, where)
+            condition, values = sql_of(connection, where)
             sql = f"select count(*) from items where {condition}"
             return int(value(connection, sql, values))
 
@@ -287,7 +306,7 @@ class LocalStore(Store):
             if simple and margin and count < view.count:
                 squared, rows = view.search(queries, count + 1, only)
                 if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
-                    return squared, rows  # the usual case: no tie
+                    return squared, rows  # usually, one more row shows that there is no tie
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
@@ -317,48 +336,48 @@ class LocalStore(Store):
         """
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
-            squared, rows = squared[:, :count], rows[:, :count]  # no ties
-        numbers, valid_rows = view.runs.numbers_of(rows).tolist(), list(rows)
-        if rows.size and rows.min() < 0:
-            valid_rows = [query_rows[query_rows >= 0] for query_rows in rows]
-            numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in valid_rows]
-        known = self._items  # never stale: an item that changes gets a new number
-        try:
-            items = [[known[number] for number in query_numbers] for query_numbers in numbers]
-        except KeyError:
-            if connection is None:
-                return None
-            items = []
-        with stage("items", rows.size):
-            if not items and connection is not None:
-                items = self._read(connection, numbers)
-        distances = [None] * len(items) if squared is None else np.sqrt(squared)
-        return [
-            _sorted(view, hits, query_rows, far if far is None else far[: len(hits)], count)
-            for hits, query_rows, far in zip(items, valid_rows, distances, strict=True)
-        ]
+            squared, rows = squared[:, :count], rows[:, :count]  # no ties: read no more items
+        rows_of_queries, numbers = list(rows), view.runs.numbers_of(rows).tolist()
+        if rows.size and rows.min() < 0:  # unused places
+            rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
+            numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
+        answers = self._items_of(numbers, connection)
+        if answers is None:
+            return None
+        candidates = []
+        for place, items in enumerate(answers):
+            distances = None if squared is None else np.sqrt(squared[place, : len(items)])
+            candidates.append(_sorted(view, items, rows_of_queries[place], distances, count))
+        return candidates
 
-    def _read(
-        self, connection: apsw.Connection, numbers: Sequence[Sequence[int]]
-    ) -> list[list[Item]]:
-        """Return items by number, per query, and keep them in memory."""
+    def _items_of(
+        self, numbers: Sequence[Sequence[int]], connection: apsw.Connection | None
+    ) -> list[list[Item]] | None:
+        """Return items by number, per query, and keep them in memory.
+
+        Without a connection, return None if an item is not in memory.
+        """
         if self._bytes > _CACHE_BYTES:
             self._items, self._bytes = {}, 0
-        known = self._items
+        known = self._items  # never stale: an item that changes gets a new number
         missing = {number for group in numbers for number in group if number not in known}
-        sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
-        for row in ask(connection, sql, (json.dumps(list(missing)),)):
-            known[row[0]] = from_row(row)
-            self._bytes += _ITEM_BYTES + 8 * len(row[3])
+        if missing and connection is None:
+            return None
+        with stage("items", sum(map(len, numbers))):
+            if missing and connection is not None:
+                sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
+                for row in ask(connection, sql, (json.dumps(list(missing)),)):
+                    known[row[0]] = from_row(row)
+                    self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
             return [[known[number] for number in group] for group in numbers]
         except KeyError:
             raise StoreError(
-                f"The index {self.folder} is damaged: its record lacks an item that its "
-                "arrays have. Restore a snapshot."
+                f"The index {self.folder} is damaged: its record lacks an item that its arrays"
+                " have. Restore a snapshot."
             ) from None
 
-    # Generations. One that is not served has the arrays of all items up to item number `upto`.
+    # Generations. A generation that is not served has arrays of the items up to number `upto`.
 
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
@@ -476,9 +495,7 @@ class LocalStore(Store):
 
     def chosen_structure(self) -> StructureChoice:
         """Return the structure that the index is configured to have."""
-        with self.record.reading() as connection:
-            sql = "select value from state where key = 'structure'"
-            return StructureChoice.parse(value(connection, sql))
+        return self.upkeep.choice()
 
     def recall(self) -> tuple[str, float | None]:
         """Return the name of the back end and its recall at 10, which is None if it is exact."""

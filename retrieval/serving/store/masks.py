@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import apsw
@@ -25,7 +26,7 @@ from retrieval.serving.store.record import ask, value
 from retrieval.serving.store.structure import Mask
 from retrieval.serving.store.view import View
 
-_FIELDS = 1000  # known field names that the error for an unknown field is given
+_FIELDS = 1000  # field names among which the error for an unknown field finds similar ones
 _SMALL = 20_000  # up to this many items, SQL evaluates a filter
 _MAX_MASKS = 16  # masks that a view (one state of the index) keeps
 _PAGE = 50_000  # items per read
@@ -52,12 +53,11 @@ class Masks:
         """Return the mask of the view's rows that match a filter and are not deleted."""
         if (mask := view.matched.get(where)) is not None:
             return mask
-        refuse_unknown(connection, where)
+        condition, values = sql_of(connection, where)
         if view.count > _SMALL:
             with self._lock:
                 mask = self._by_columns(connection, view, where)
         if mask is None:
-            condition, values = to_sql(where)
             sql = f"select json_group_array(n) from (select n from items where {condition})"
             numbers = np.array(json.loads(value(connection, sql, values)), np.int64)
             rows = view.runs.rows_of(numbers)
@@ -182,12 +182,18 @@ class _Column:
         return mask
 
 
-def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
-    """Raise a `DataError` if a filter names a field that no item has ever had.
+def sql_of(connection: apsw.Connection, where: Filter | None) -> tuple[str, Sequence[Any]]:
+    """Return a filter as an SQL condition on the table `items`, and the values that it binds.
 
     A field stays known when the last item that has it is deleted, so that filters stay valid.
+
+    Raises:
+        DataError: the filter names a field that no item has ever had.
     """
-    for name in sorted(fields(where)) if where is not None else ():
+    if where is None:
+        return "true", ()
+    for name in sorted(fields(where)):
         if not value(connection, "select 1 from fields where name = ?", (name,)):
             sql = "select name from fields order by name limit ?"
             raise no_field(name, [known for (known,) in ask(connection, sql, (_FIELDS,))])
+    return to_sql(where)

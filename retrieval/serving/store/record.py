@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -30,8 +30,9 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.host.files import sync
 from retrieval.serving.files.plain import read_plain
+from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.store.contract import StoreUnavailable, TooSlow
-from retrieval.serving.store.items import Generation, Item, stop_at, to_row, usable
+from retrieval.serving.store.items import Floats, Generation, Item, stop_at, usable
 
 FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"  # file with the number of the last committed transaction
@@ -134,7 +135,7 @@ class Record:
             connection.close()
 
     def check(self) -> None:
-        """Raise a `StoreError` unless the record is complete and of this version."""
+        """Raise a `StoreError` unless the record's files are complete."""
         acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
             path = self.folder / name  # SQLite would wait for a pipe, and follow a link
@@ -349,7 +350,7 @@ class Record:
         """
         try:
             yield
-        except FileNotFoundError:
+        except FileNotFoundError:  # compaction has removed the file: callers try again
             raise
         except (apsw.Error, OSError) as fault:
             kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError
@@ -533,21 +534,50 @@ def numbers_of(connection: apsw.Connection, ids: Iterable[object]) -> list[int]:
     return [n for (n,) in ask(connection, sql, (text,))]
 
 
+COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
+"""Columns of the table `items`, in the order of `from_row`."""
+
+
+def from_row(row: Sequence[Any], arrays: Mapping[str, Floats] | None = None) -> Item:
+    """Return the item of a row of `COLUMNS`, with the arrays if given.
+
+    Raises:
+        StoreError: the row is damaged.
+    """
+    _, id, label, metadata, path, stamp, keep, size, width, height = row
+    try:
+        content = {} if metadata == "{}" else strict_loads(metadata)
+        file = None if path is None else Path(os.fsdecode(path))
+    except (ValueError, TypeError) as fault:
+        raise StoreError(
+            f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on the"
+            " index, and restore a snapshot."
+        ) from fault
+    return Item(id, label, content, file, stamp, keep, None, size, width, height, arrays or {})
+
+
 def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
-    """Write new items without their arrays; return their numbers."""
+    """Write new items without their arrays; return their numbers.
+
+    Args:
+        connection: connection in a write transaction.
+        items: the items.
+        texts: the metadata of each item as JSON.
+    """
     first = last_number(connection) + 1
     numbers = range(first, first + len(items))
-    connection.executemany(
-        "insert into items values (?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
-    )
-    connection.executemany(
-        "insert into originals values (?, ?)",
-        [
-            (n, item.original)
-            for n, item in zip(numbers, items, strict=True)
-            if item.original is not None
-        ],
-    )
+    rows = []
+    for n, item, text in zip(numbers, items, texts, strict=True):
+        path = None if item.path is None else os.fsencode(item.path)  # need not be Unicode
+        size = (item.bytes, item.width, item.height)
+        rows.append((n, item.id, item.label, text, path, item.stamp, item.keep, *size))
+    connection.executemany("insert into items values (?,?,?,?,?,?,?,?,?,?)", rows)
+    originals = [
+        (n, item.original)
+        for n, item in zip(numbers, items, strict=True)
+        if item.original is not None
+    ]
+    connection.executemany("insert into originals values (?, ?)", originals)
     names = sorted(set(chain.from_iterable(item.metadata for item in items)))
     connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
     return numbers

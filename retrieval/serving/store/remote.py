@@ -218,8 +218,10 @@ class RemoteStore(Store):
 
     def _where(self, where: Filter | None) -> list[Any]:
         """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
+        if where is None:
+            return []
         refuse_fields(where, self._fields)
-        parts = () if where is None else where.parts if isinstance(where, And) else (where,)
+        parts = where.parts if isinstance(where, And) else (where,)
         return [fold(part, self._express, self._combined) for part in parts]
 
     def _express(self, where: Condition) -> Any:
@@ -309,8 +311,8 @@ class RemoteStore(Store):
     def _current(self, notes: Mapping[str, Any] | None = None) -> Generation:
         """Return the served generation, and update the known metadata fields from the notes."""
         notes = self._notes() if notes is None else notes
-        self._fields = {name[6:] for name in notes if name.startswith("field ")}
-        self.lists = {name[5:] for name in notes if name.startswith("list ")}
+        self._fields = set(_without_prefix("field ", notes))
+        self.lists = set(_without_prefix("list ", notes))
         return served_of(self._listed(notes))
 
     def _writable(self) -> Generation:
@@ -481,9 +483,9 @@ class RemoteStore(Store):
             raise self._lost()
         served = int(named[len(self._prefix) :])
         generations = [
-            _generation(int(name.removeprefix("generation ")), note, served)
-            for name, note in notes.items()
-            if name.startswith("generation ") and note
+            _generation(int(number), notes[f"generation {number}"], served)
+            for number in _without_prefix("generation ", notes)
+            if notes[f"generation {number}"]
         ]
         return tuple(sorted(generations, key=lambda generation: generation.number))
 
@@ -532,10 +534,11 @@ class RemoteStore(Store):
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
-        present, current = (
-            {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
-            for source in (generation, served)
-        )
+
+        def versions(source: Generation) -> dict[str, str]:
+            return {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
+
+        present, current = versions(generation), versions(served)
         lacking = [id for id, version in current.items() if present.get(id) != version]
         return lacking, [id for id in present if id not in current]
 
@@ -626,6 +629,11 @@ def _generation(number: int, note: Mapping[str, Any], served: int | None = None)
     if number == served:
         return Generation(number, *plain, spans, "served")
     return Generation(number, *plain, spans, "kept" if note["served"] else "building")
+
+
+def _without_prefix(prefix: str, names: Iterable[str]) -> list[str]:
+    """Return the names that begin with a prefix, without the prefix."""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def _has_list(value: Any) -> bool:

@@ -54,7 +54,7 @@ _FEW = 4
 """
 _ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
 _BLOCK_PAIRS = 1 << 21  # pairs of a query and a row in a block: 8 MB of float32 values
-_LINE = 1 << 16  # number of a companion's rows in a block: 2 MB, and 256 KB of sums per query
+_TABLE_ROWS = 1 << 16  # rows of a companion's table in a block: 2 MB, and 256 KB of sums per query
 _GROUP = 64  # maximum number of rows that one comparison rules out
 _CANDIDATES = 4  # a companion proposes this many times k rows; their distances give the first r
 _BLOCK_NUMBERS = 1 << 20  # numbers in a block whose rows or columns are copied: 4 MB
@@ -247,7 +247,7 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     plain = not many and companion is None and whole and task.threads == 1
     if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
         return answer
-    one_block = not many and task.keep is None and len(task.vectors) <= _LINE
+    one_block = not many and task.keep is None and len(task.vectors) <= _TABLE_ROWS
     by_companion = _by_companion_in_one_block if one_block else _by_companion
     if companion is not None and (answer := by_companion(task, queries, companion)):
         return answer
@@ -303,7 +303,7 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     reach = [math.inf] * count  # squared distances within which k rows lie
     compared, doubtful, width = 0, 0, projected.size // count
     with _one_thread():
-        for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _LINE, _LINE):
+        for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS):
             table = companion.table  # `take` gives each part contiguous rows; indexing does not
             block = table[:, rows] if isinstance(rows, slice) else table.take(rows, axis=1)
             penalty = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
@@ -592,7 +592,7 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -
         searched = int(np.count_nonzero(keep))
         bits = np.packbits(keep, bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
-    if searched <= kept or (count > _LINE and searched < _SPARSE_ONE * count):
+    if searched <= kept or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))

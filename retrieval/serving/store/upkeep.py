@@ -89,9 +89,10 @@ def tidy(record: Record, claim: Claim | None = None) -> None:
         bundles = {generation.bundle[:16] for generation in all_of(connection)}
         handle = None if claim is not None else _locked(record.folder / ARRAYS, 0)
         try:
-            for path in (record.folder / ARRAYS).iterdir() if handle is not None or claim else ():
-                if path.name not in files:
-                    path.unlink(missing_ok=True)
+            if claim is not None or handle is not None:
+                for path in (record.folder / ARRAYS).iterdir():
+                    if path.name not in files:
+                        path.unlink(missing_ok=True)
         finally:
             if handle is not None:
                 os.close(handle)
@@ -223,8 +224,11 @@ class Upkeep:
         for generation in generations:
             with self._turn:
                 rows = self._current(generation)
-                dead = rows is not None and rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
-                if rows is None or not (dead or self._lacks_structure(rows)):
+                if rows is None:
+                    continue
+                dead = rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
+                text = rows.structure_text
+                if not dead and not self._needs_structure(text, generation, rows.rows):
                     continue
                 with Claim(self.record, 0) as claim:
                     self._renew(generation, claim, compact=dead)
@@ -249,22 +253,34 @@ class Upkeep:
             self._rows[known.number] = rows
             return rows
 
-    def _choice(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
-        """Return the back end and options for `count` rows of a generation, or None."""
+    def choice(self) -> StructureChoice:
+        """Return the structure that the index is configured to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            choice = StructureChoice.parse(value(connection, sql))
-        return choice.of(count, generation.widths[VECTOR], len(generation.spans))
+            return StructureChoice.parse(value(connection, sql))
 
-    def _lacks_structure(self, rows: Rows) -> bool:
-        """Return whether rows need a structure that they do not have yet."""
-        text, choice = rows.structure_text, self._choice(rows.generation, rows.rows)
-        if choice is None or text is None:
-            return choice is not None
+    def _chosen(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options for `count` rows of a generation, or None."""
+        return self.choice().of(count, generation.widths[VECTOR], len(generation.spans))
+
+    def _needs_structure(
+        self, text: str | None, generation: Generation, count: int, *, exactly: bool = False
+    ) -> bool:
+        """Return whether `count` rows need another structure than the one that `text` describes.
+
+        With `exactly`, the structure must cover all rows, and its files are verified. Otherwise it
+        may cover somewhat fewer.
+        """
+        choice = self._chosen(generation, count)
+        if text is None or choice is None:
+            return (text is None) != (choice is None)
         structure = Structure.parse(text)
-        unusable = text in self.views.loaded and self.views.loaded[text] is None
-        different = (structure.backend, structure.options) != choice
-        return unusable or different or structure.outgrown(rows.rows)
+        loaded = self.views.loaded.get(text, structure)  # None if it could not be loaded
+        if loaded is None or (structure.backend, structure.options) != choice:
+            return True
+        if exactly:
+            return structure.rows != count or bool(structure.damaged(self.record.folder))
+        return structure.outgrown(count)
 
     # In the caller's thread
 
@@ -294,7 +310,9 @@ class Upkeep:
         """Build the structure of a generation that is about to be served, if it lacks one."""
         with self._turn:
             rows = self._current(generation)
-            if rows is not None and self._lacks_structure(rows):
+            if rows is None:
+                return
+            if self._needs_structure(rows.structure_text, generation, rows.rows):
                 with Claim(self.record, _WAIT) as claim:
                     self._renew(generation, claim, compact=False)
 
@@ -324,7 +342,7 @@ class Upkeep:
                     new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
                 sync(folder / ARRAYS)
         text = None if new_sums else old.structure_text
-        if filled and self._is_stale(text, generation, len(kept)):
+        if filled and self._needs_structure(text, generation, len(kept), exactly=True):
             text = self._built(generation, claim, stem if new_sums else old.stem, len(kept))
         elif not new_sums:
             return old.seq
@@ -366,6 +384,8 @@ class Upkeep:
             put_runs(connection, g, 0, old.runs.numbers_of(kept))
         sql = "update generations set stem = ?, rows = ? where g = ?"
         connection.execute(sql, (stem, len(kept), g))
+        if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
+            connection.execute("delete from removed where seq <= ?", (old.seq,))
         folder = self.record.folder
         chunks = {
             name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
@@ -373,18 +393,9 @@ class Upkeep:
         }
         append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
-    def _is_stale(self, text: str | None, generation: Generation, count: int) -> bool:
-        """Return whether `count` rows need another structure than the one that `text` describes."""
-        choice = self._choice(generation, count)
-        if text is None or choice is None:
-            return (text is None) != (choice is None)
-        structure = Structure.parse(text)
-        same = (structure.backend, structure.options, structure.rows) == (*choice, count)
-        return not same or bool(structure.damaged(self.record.folder))
-
     def _built(self, generation: Generation, claim: Claim, stem: str, count: int) -> str | None:
         """Build and load a structure over the first `count` rows; return its JSON text."""
-        choice = self._choice(generation, count)
+        choice = self._chosen(generation, count)
         if choice is None:
             return None
         claim.total += count

@@ -38,7 +38,7 @@ BLOCK = 1 << 20  # bytes per checksum
 _STEP = 1 << 16  # minimum number of bytes by which a file grows
 _SMALL_BYTES = 1 << 16
 """An append of at most this size does not sync the files: the record keeps a copy of the bytes."""
-_UNSYNCED = 256  # number of such copies from which on an append syncs the files
+_UNSYNCED = 256  # an append syncs the files once the record has this many copies
 _TRIES = 20  # attempts to read a state whose files compaction does not replace meanwhile
 # fdatasync syncs a file's content and size, but not its times.
 sync_data = getattr(os, "fdatasync", os.fsync)
@@ -163,6 +163,7 @@ def append_rows(
     g = generation.number
     ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
     sync = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
+    # A large append syncs the files anyway, so the copies of earlier rows can go.
     if sync or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
         sync_rows(connection, folder)
     for name, width in generation.widths.items():
@@ -477,7 +478,7 @@ class Views:
         self.record, self.plugins = record, tuple(plugins)
         self.view: View | None = None
         self.loaded: dict[str, Loaded | None] = {}
-        self._known: tuple[object, int] | None = None
+        self._known: tuple[object, int] | None = None  # `Record.version` and transaction number
         self._prepared: View | None = None
         self._refresh = threading.RLock()
         self._loading: set[str] = set()

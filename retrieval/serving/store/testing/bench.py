@@ -76,6 +76,12 @@ class Bench:
         self._stores.append(self.store_at(self.place).create(bundle, widths))
         return self._stores[-1]
 
+    def filled(self, count: int) -> tuple[Store, State]:
+        """Return a new store of `count` items, and its expected content."""
+        store, state = self.store(), State()
+        self.put(store, state, some(count))
+        return store, state
+
     def again(self, store: Store) -> Store:
         """Close a store and open it again."""
         store.close()
@@ -131,34 +137,37 @@ class Bench:
         for id, item in expected.items():
             alike(read[id], item)
         queries = normal(4, bundle.manifest.vector, 99)
-        hits = store.search(queries, count, bundle.sha256, where=chosen)
-        equal(len(hits), len(queries), "answers")
-        for query, answer in zip(queries, hits, strict=True):
-            self.check_answer(query, answer, expected, bundle, count)
+        self.check_search(store, queries, expected, bundle, count, chosen)
 
     def check_filter(self, store: Store, state: State, where: str) -> None:
         """Call `check` with a filter; a store without the capability "filters" may refuse it."""
         with suppress(*([] if "filters" in store.capabilities else [DataError])):
             self.check(store, state, where=where)
 
-    def check_answer(
-        self, query: Floats, hits: Sequence[Item], state: State, bundle: Bundle, count: int
+    def check_search(
+        self,
+        store: Store,
+        queries: Floats,
+        state: State,
+        bundle: Bundle,
+        count: int,
+        where: Filter | None = None,
     ) -> None:
-        """Compare the hits of one query with a brute-force search of `state`."""
-        ids = [item.id for item in hits]
-        equal(len(ids), len(set(ids)), "number of hits, without repeated items")
-        spans = spans_of(bundle)
-        expected = nearest(query, state, spans, count)
-        missed = expected - set(ids)
-        assert len(missed) <= (1 - self.recall) * len(expected), (
-            f"not found: {sorted(missed)} for {query}"
-        )
-        assert len(ids) <= count * len(spans), (
-            f"{len(ids)} items proposed, but {count} requested per sub-space"
-        )
-        for item in hits:
-            assert item.id in state, f"the hit {item.id!r} does not exist or does not match"
-            alike(item, state[item.id])
+        """Compare the hits of each query with a brute-force search of `state`."""
+        spans, answers = spans_of(bundle), store.search(queries, count, bundle.sha256, where=where)
+        equal(len(answers), len(queries), "answers")
+        for query, hits in zip(queries, answers, strict=True):
+            ids = [item.id for item in hits]
+            equal(len(ids), len(set(ids)), "number of hits, without repeated items")
+            expected = nearest(query, state, spans, count)
+            missed = expected - set(ids)
+            allowed = (1 - self.recall) * len(expected)
+            assert len(missed) <= allowed, f"not found: {sorted(missed)} for {query}"
+            most = count * len(spans)
+            assert len(ids) <= most, f"{len(ids)} items proposed, but at most {most} requested"
+            for item in hits:
+                assert item.id in state, f"the hit {item.id!r} does not exist or does not match"
+                alike(item, state[item.id])
 
 
 def needs(store: Store, capability: Capability) -> None:

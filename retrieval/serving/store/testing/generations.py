@@ -95,8 +95,7 @@ class GenerationCases(Bench):
 
     def test_a_generation_follows(self) -> None:
         """A generation is filled while another is served; it can serve once no item is pending."""
-        store, state = self.store(), State()
-        self.put(store, state, some(150))
+        store, state = self.filled(150)
         began = self.begin(store)
         equal((began.state, began.bundle), ("building", self.other.sha256), "generation")
         equal(self.begin(store), began, "begun twice")
@@ -122,8 +121,7 @@ class GenerationCases(Bench):
 
     def test_writes_while_a_generation_is_built(self) -> None:
         """Items added or changed meanwhile are pending; others are not, even after reopening."""
-        store, state = self.store(), State()
-        self.put(store, state, some(60))
+        store, state = self.filled(60)
         began = self.begin(store)
         items = store.pending(began, 40)
         changed, gone, stays = items[0].id, items[1].id, items[2].id
@@ -150,8 +148,7 @@ class GenerationCases(Bench):
 
     def test_back_again(self) -> None:
         """The previous generation can serve again once its items that changed are embedded."""
-        store, state = self.store(), State()
-        self.put(store, state, some(50))
+        store, state = self.filled(50)
         (first,) = store.generations()
         second = self.begin(store)
         after = dict(state)
@@ -179,8 +176,7 @@ class GenerationCases(Bench):
 
         The old generation still has their arrays.
         """
-        store, state = self.store(), State()
-        self.put(store, state, some(30))
+        store, state = self.filled(30)
         (first,) = store.generations()
         second = self.begin(store)
         items = store.pending(second, 100)
@@ -193,10 +189,7 @@ class GenerationCases(Bench):
             for id, entry in state.items()
             if id not in out
         }
-        queries = normal(3, WIDTH + 5, 0)
-        answers = store.search(queries, 100, self.other.sha256)
-        for query, hits in zip(queries, answers, strict=True):
-            self.check_answer(query, hits, after, self.other, 100)
+        self.check_search(store, normal(3, WIDTH + 5, 0), after, self.other, 100)
         equal(set(store.get(state)), set(state), "items are kept")
         read = store.get(out, arrays=True)
         assert not any(entry.arrays for entry in read.values()), "arrays of a left-out item"
@@ -237,8 +230,7 @@ class GenerationCases(Bench):
 
     def test_arrays_that_do_not_fit(self) -> None:
         """`embed` refuses invalid arrays and missing or unknown items; then nothing changes."""
-        store, state = self.store(), State()
-        self.put(store, state, some(6))
+        store, state = self.filled(6)
         began = self.begin(store)
         bad: dict[str, Callable[[Item], Item]] = {
             "the old bundle's": lambda entry: item(entry.id),
@@ -263,8 +255,7 @@ class GenerationCases(Bench):
 
     def test_dropping(self) -> None:
         """`drop` deletes a generation and its bundle, but never the served one."""
-        store, state = self.store(), State()
-        self.put(store, state, some(20))
+        store, state = self.filled(20)
         (first,) = store.generations()
         with refused(StoreError):
             store.drop(first)
@@ -337,8 +328,7 @@ class WholeCases(Bench):
 
     def test_stats(self) -> None:
         """`stats` counts items and lists generations."""
-        store = self.store()
-        store.upsert(some(9), opened().sha256)
+        store, _ = self.filled(9)
         store.delete(["id 2"])
         other = opened(seed=1)
         store.begin(other, widths_of(other))
@@ -349,8 +339,7 @@ class WholeCases(Bench):
 
     def test_compacting(self) -> None:
         """Compacting changes no search result; a store may refuse it."""
-        store, state = self.store(), State()
-        self.put(store, state, some(60))
+        store, state = self.filled(60)
         self.remove(store, state, ["id 3", "id 5"])
         with suppress(StoreError):
             store.compact()
@@ -446,8 +435,7 @@ class WholeCases(Bench):
 
     def test_many_threads_one_after_another(self) -> None:
         """Threads that have ended hold no resources, so no limit is reached."""
-        store = self.store()
-        store.upsert(some(3), opened().sha256)
+        store, _ = self.filled(3)
         for _ in range(1500):
             equal(together([store.count]), [], "faults")
 

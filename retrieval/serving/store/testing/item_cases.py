@@ -176,8 +176,7 @@ class ItemCases(Bench):
 
     def test_many_items_in_one_call(self) -> None:
         """Single calls add, change and delete many items; the result survives reopening."""
-        store, state = self.store(), State()
-        self.put(store, state, some(self.many))
+        store, state = self.filled(self.many)
         self.put(store, state, some(100, 100, seed=1))
         self.remove(store, state, [f"id {number}" for number in range(0, self.many, 9)])
         for number in range(10):
@@ -229,6 +228,26 @@ class ItemCases(Bench):
         alike(store.get(["full"], arrays=True)["full"], item("full", 1, metadata={"é": 3}))
         equal(store.original("full"), None, "original of the one before")
         equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
+
+    def test_updating_one_item(self) -> None:
+        """`update` changes the named attributes and keeps the others, the arrays and the original.
+
+        It refuses invalid values and another bundle, and adds no item.
+        """
+        store = self.store()
+        old = item("a", label="old", metadata={"price": 1}, keep="copy", original=b"bytes")
+        store.upsert([old], opened().sha256)
+        for changes in ({"label": None}, {"metadata": {"size": 2}}, {"label": "", "metadata": {}}):
+            old = replace(old, **changes)
+            equal(store.update("a", changes, opened().sha256), True, "whether the item exists")
+            alike(store.get(["a"], arrays=True)["a"], old)
+            equal(store.original("a"), b"bytes", "original")
+        with refused(DataError):
+            store.update("a", {"label": HALF}, opened().sha256)
+        with refused(Superseded):
+            store.update("a", {"label": "new"}, opened(seed=1).sha256)
+        equal(store.update("b", {"label": "new"}, opened().sha256), False, "whether it exists")
+        self.check(self.again(store), {"a": old})
 
     def test_ids_are_looked_up_exactly(self) -> None:
         """Case, accents and spaces distinguish ids; unknown and impossible ids are ignored."""
@@ -282,8 +301,7 @@ class ItemCases(Bench):
 
     def test_delete_what_matches(self) -> None:
         """`delete` takes a filter, or ids and a filter, and deletes the union of both."""
-        store, state = self.store(), State()
-        self.put(store, state, some(60))
+        store, state = self.filled(60)
         for ids, where, matches in (
             ([], "price < 3", lambda entry: entry.metadata["price"] < 3),
             (["id 19"], "label = 'kind 1'", lambda e: e.label == "kind 1" or e.id == "id 19"),
@@ -390,8 +408,7 @@ class ItemCases(Bench):
             ]
             self.put(store, state, moved)
             queries = (normal(5, WIDTH, 6) * scale + offset).astype(np.float32)
-            for query, hits in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
-                self.check_answer(query, hits, state, opened(), 7)
+            self.check_search(store, queries, state, opened(), 7)
             store.close()
             self.store_at(self.place).drop()
             self.place.mkdir(exist_ok=True)
@@ -422,8 +439,7 @@ class ItemCases(Bench):
 
     def test_what_cannot_be_kept(self) -> None:
         """A call with an invalid item is refused and names that item; nothing changes."""
-        store, state = self.store(), State()
-        self.put(store, state, some(5))
+        store, state = self.filled(5)
         untyped: Any = Item
         for what, attributes in BAD.items():
             bad = untyped(**{"id": "bad", "arrays": _vector(0), **attributes})
@@ -444,8 +460,7 @@ class ItemCases(Bench):
 
     def test_a_field_that_no_item_has(self) -> None:
         """A filter on an unknown field is refused, and the error names the field."""
-        store, state = self.store(), State()
-        self.put(store, state, some(5))
+        store, state = self.filled(5)
         where = parse_filter("price < 3 and prise < 3")
         calls: tuple[Callable[[], object], ...] = (
             lambda: store.search(normal(1, WIDTH, 0), 3, opened().sha256, where=where),
