@@ -82,34 +82,36 @@ class Protocol:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            arguments = {**further, **self.arguments(items, gallery_items), "distance": distance}
-            evaluation = self.evaluate(items, gallery_items, left, right, **arguments)
+            query_class = labels[items]
+            item_class = None if gallery_items is None else labels[gallery_items]
+            arguments = self.arguments(items, gallery_items)
+            evaluation = evaluate(
+                left,
+                query_class,
+                gallery=right,
+                gallery_labels=item_class,
+                distance=distance,
+                **arguments,
+                **further,
+            )
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                item_class = labels[items if gallery_items is None else gallery_items]
-                exclude = arguments.get("exclude")
-                options: Any = {"fars": rates, "distance": distance, "exclude": exclude}
-                rows[-1] |= open_set(left, labels[items], right, item_class, **options)
+                rows[-1] |= open_set(
+                    left,
+                    query_class,
+                    right,
+                    query_class if item_class is None else item_class,
+                    fars=rates,
+                    distance=distance,
+                    exclude=arguments.get("exclude"),
+                )
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
         spread = {}
         if len(rows) > 1:
             spread = {name: float(np.std(column, ddof=1)) for name, column in columns.items()}
         return replace(evaluations[0], values=values, spread=spread)
-
-    def evaluate(
-        self, items: Items, gallery_items: Items | None, query: Any, gallery: Any, **further: Any
-    ) -> Evaluation:
-        """Return the metrics in a gallery that `rounds` yields; `further` goes to `evaluate`."""
-        labels = self.run.splits.labels
-        return evaluate(
-            query,
-            labels[items],
-            gallery=gallery,
-            gallery_labels=None if gallery_items is None else labels[gallery_items],
-            **further,
-        )
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
         """Yield queries, gallery, and the codes of both: once, or for each random gallery."""
