@@ -1,4 +1,4 @@
-"""How a recipe's `[evaluate]` measures: gallery, relevance, groups, and unknown queries."""
+"""Measure a run as its recipe's `[evaluate]` says: gallery, relevance, groups, unknown queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
-"""Keys of `[evaluate]` that need a search of all items, unlike that of a server."""
+"""Keys of `[evaluate]` that the search of a bundle, which is that of a server, cannot follow."""
 
 
 def refuse_side(side: str) -> None:
@@ -53,7 +53,7 @@ class Protocol:
         run: the run.
         query: (Q,), the items that are queries.
         gallery: (N,), the items to search; `None` means the queries or, with `gallery_items`,
-            random ones of them.
+            random queries.
     """
 
     run: Run
@@ -130,13 +130,12 @@ class Protocol:
                 " than that, so none would be a query."
             )
         for number in range(table.repetitions):
-            order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
-                len(labels)
-            )
+            random = np.random.default_rng([self.run.recipe.split.seed % 2**64, number])
+            order = random.permutation(len(labels))
             by_class = order[np.argsort(labels[order], kind="stable")]
             ordered = labels[by_class]
-            place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
-            chosen = np.sort(by_class[place < table.gallery_items])
+            place_in_class = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+            chosen = np.sort(by_class[place_in_class < table.gallery_items])
             rest = np.setdiff1d(np.arange(len(labels)), chosen)
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
 
@@ -145,34 +144,35 @@ class Protocol:
         table = self.run.recipe.evaluate
         check_columns(table, self.run.dataset)
         table_arguments: dict[str, Any] = {}
-
-        def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
-            gallery_values = None if gallery is None else [values[i] for i in gallery]
-            return [values[i] for i in query], gallery_values
-
         if table.exclude is not None:
-            cameras = both(self.column(table.exclude))
-            table_arguments["exclude"] = Exclusion(*cameras, table.exclude_label == "same")
+            column = self.column(table.exclude)
+            sides = _picked(column, query), _picked(column, gallery)
+            table_arguments["exclude"] = Exclusion(*sides, table.exclude_label == "same")
         if table.by is not None:
-            table_arguments["by"] = both(self.column(table.by))[0]
+            table_arguments["by"] = _picked(self.column(table.by), query)
         if table.levels:
-            further = (self.column(name) for name in table.levels)
-            levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
-            gallery_levels = [column for _, column in levels if column is not None]
-            query_levels = [column for column, _ in levels]
-            table_arguments["relevance"] = Levels(query_levels, gallery_levels or None)
+            columns = [self.run.splits.labels.tolist(), *map(self.column, table.levels)]
+            levels = [_picked(column, query) for column in columns]
+            gallery_levels = [_picked(column, gallery) for column in columns]
+            table_arguments["relevance"] = Levels(
+                levels, None if gallery is None else gallery_levels
+            )
         elif table.tags is not None:
-            texts = [_tags(value) for value in self.column(table.tags)]
-            table_arguments["relevance"] = Tags(*both(texts))
+            column = [_tags(value) for value in self.column(table.tags)]
+            table_arguments["relevance"] = Tags(_picked(column, query), _picked(column, gallery))
         return table_arguments
 
-    def column(self, name: str) -> Sequence[Any]:
+    def column(self, name: str) -> list[Any]:
         """Return a column of all items' metadata, with `None` for missing values."""
         return [row.get(name) for row in self.run.dataset.metadata or []]
 
 
+def _picked(values: list[Any], items: Items | None) -> Any:
+    return None if items is None else [values[i] for i in items]
+
+
 def _tags(value: Any) -> list[str]:
-    """Return the labels in a value, which is a list, text separated by ";", or `None`."""
+    """Return the labels in a value: a list, text separated by ";", or `None`."""
     if value is None:
         return []
     parts = value if isinstance(value, list | tuple) else str(value).split(";")
@@ -208,13 +208,14 @@ def open_set(
     search = Search(codes, gallery, hidden, distance)
     rows, apart = search.nearest(1)
     known = relevant_items(search, query_class, item_class) > 0
-    if known.all() or not known.any():
-        what = (
-            "unknown: the class of each is in the gallery"
-            if known.any()
-            else "known: the class of none is in the gallery"
+    if known.all():
+        raise DataError(
+            "[evaluate] open_set: no query is unknown, because the class of each is in the gallery."
         )
-        raise DataError(f"[evaluate] open_set: no query is {what}. Both kinds are needed.")
+    if not known.any():
+        raise DataError(
+            "[evaluate] open_set: no query is known, because the class of none is in the gallery."
+        )
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
     unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
     # a query without visible items is never accepted
