@@ -59,11 +59,11 @@ def check_data(
 ) -> Findings:
     """Find faults in data: broken files, duplicates, leaks, and labels that are probably wrong.
 
-    Each item is decoded once, by the decoder that training and serving share. Hashes find files
-    with identical bytes and images with identical pixels. Small pictures of the images find images
-    that look the same, for example because they were saved again or resized. If there is a model,
-    the Euclidean distance of its index vectors finds further pairs. Memory grows with the number of
-    items, and the time of the comparison with its square.
+    Each item is decoded once, as for training and serving. Hashes find files with identical bytes
+    and images with identical pixels. Small pictures find images that look the same, for example
+    because they were saved again or resized. With a model, the Euclidean distance of its index
+    vectors finds further pairs. Memory grows with the number of items, and the time of the
+    comparison with its square.
 
     The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
 
@@ -179,7 +179,7 @@ class _Scan:
 
     Attributes:
         faults: why an item cannot be read, by the item's row (its index among the N items).
-        flat: a sentence on each 16-bit image that has few levels left in 8 bits, by its row.
+        flat: a sentence on each 16-bit image that has few levels left in 8 bits, by row.
         same_bytes: (N,) first row whose file has the same bytes; −1 if the item has no file of its
             own or cannot be read.
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.

@@ -6,8 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +41,7 @@ from retrieval.run.folder import (
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
 from retrieval.serving.files.places import StrPath, instead
+from retrieval.serving.runtime import installed_packages
 
 
 @dataclass(repr=False)
@@ -74,8 +74,8 @@ class Run:
 
         Args:
             path: the run's folder.
-            or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
-                opened. `dataset` is then a `KeptInputs`, and `splits.notes` says why.
+            or_kept: if the data cannot be opened, use the held-out inputs in the run's folder.
+                `dataset` is then a `KeptInputs`, and `splits.notes` says why.
             objects: the objects that were passed to `train`, by the same names: dataset, sampler,
                 backbone, combiner, loss, miner, generator, learner.
 
@@ -136,7 +136,7 @@ class Run:
         """The weights of the best validated epoch, or the final weights if none was validated."""
         return checkpoint_file(self.path, "best")
 
-    @cached_property
+    @property
     def metrics_file(self) -> Path:
         """The log, with one JSON object per epoch."""
         return self.path / "metrics.jsonl"
@@ -159,22 +159,10 @@ class Run:
 
 def run_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that results depend on."""
-    versions = {"python": platform.python_version()}
-    for name in (
-        "embedding-retrieval",
-        "torch",
-        "torchvision",
-        "pytorch-metric-learning",
-        "accelerate",
-        "numpy",
-        "scikit-learn",
-        "timm",
-    ):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    names = ("embedding-retrieval", "torch", "torchvision", "pytorch-metric-learning")
+    names += ("accelerate", "numpy", "scikit-learn", "timm")
+    installed = {name: version(name) for name in installed_packages(names)}
+    return {"python": platform.python_version(), **installed}
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -282,7 +270,7 @@ class ItemCodes:
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
-        # Cached features belong to the dataset's items, not to the inputs stored in the run.
+        # the cache holds features of the dataset's items, not of the inputs stored in the run
         self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:

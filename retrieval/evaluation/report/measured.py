@@ -26,7 +26,7 @@ SHOWN = 8
 """Number of neighbours that a sheet shows, and that must agree for a label to be suspect."""
 RECALLS = (1, 2, 4, 8)
 PER_CLASS = 50
-"""Most items per class in the sample of pairs, unless it takes more of them to fill the sample."""
+"""Most items of a class in the sample of pairs; more if the classes would not fill the sample."""
 BLOCK = 256
 """Number of queries whose grades are computed at a time."""
 
@@ -100,26 +100,25 @@ class RecordedSearch(Search):
     """A search that records the first `SHOWN` results of each query, at any depth of the search."""
 
     @cached_property
-    def _records(self) -> tuple[Items, Floats, NDArray[np.bool_]]:
-        """Rows and distances (Q, SHOWN), and whether a query has been searched (Q,)."""
+    def _records(self) -> tuple[Items, Floats]:
+        """Rows and distances (Q, SHOWN); row −1 and distance infinity where there is none yet."""
         shape = len(self.queries), SHOWN
-        return np.full(shape, -1), np.full(shape, np.inf), np.zeros(shape[0], np.bool_)
+        return np.full(shape, -1), np.full(shape, np.inf)
 
     def blocks(
         self, query_rows: Items, depths: Items
     ) -> Iterator[tuple[Items, Items, NDArray[np.float32]]]:
         """Yield the blocks of `Search.blocks`, and record them."""
-        items, distances, searched = self._records
+        items, distances = self._records
         for rows, near, apart in super().blocks(query_rows, depths):
             width = min(SHOWN, near.shape[1])
             items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
-            searched[rows] = True
             yield rows, near, apart
 
     def first(self, query_rows: Items) -> tuple[Items, Floats]:
         """Return rows and distances (B, SHOWN), padded with −1 and infinity, of queries (B,)."""
-        items, distances, searched = self._records
-        self.nearest(SHOWN, query_rows[~searched[query_rows]])
+        items, distances = self._records
+        self.nearest(SHOWN, query_rows[items[query_rows, 0] < 0])
         return items[query_rows], distances[query_rows]
 
 

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -58,8 +58,8 @@ def report(
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    The file stays small, because the map and the pairs are of a sample, and it shows at most
-    `THUMBNAILS` items.
+    The file stays small: the map and the pairs show a sample of the items, and the page at most
+    `THUMBNAILS` images.
 
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
@@ -329,7 +329,7 @@ SIDE = 96
 
 
 class Thumbnails:
-    """Makes at most `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
+    """Makes up to `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
@@ -368,42 +368,41 @@ def data_uri(picture: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
-    """Return as SVG what `draw` adds to matplotlib axes, with a legend."""
-    figure = Picture(5.6, 3.0)
-    axis = figure.subplots()
-    draw(axis)
+def _axis(**labels: Any) -> Any:
+    """Return the axes of a new picture."""
+    axis = Picture(5.6, 3.0).subplots()
     axis.set(**labels)
     axis.spines[["top", "right"]].set_visible(False)
+    return axis
+
+
+def _drawn(axis: Any, corner: str) -> bytes:
+    """Return a picture as SVG, with a legend in a corner."""
     axis.legend(frameon=False, fontsize=8, loc=corner)
-    return svg(figure)
+    return svg(axis.figure)
 
 
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
     """Draw Recall@K of runs with intervals, from each run's `Measured.intervals` by its name."""
-
-    def draw(axis: Any) -> None:
-        for place, (name, intervals) in enumerate(runs.items()):
-            means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
-            around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
-            x = np.arange(len(RECALLS)) + 0.04 * place
-            axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
-        axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
-
-    return _drawn(draw, "lower right", xlabel="K", ylabel="Recall@K")
+    axis = _axis(xlabel="K", ylabel="Recall@K")
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
+        around = np.abs(means[:, 1:] - means[:, :1]).T
+        x = np.arange(len(RECALLS)) + 0.04 * place
+        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+    axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
+    return _drawn(axis, "lower right")
 
 
 def distances(measured: Measured) -> bytes:
     """Draw histograms of the distances of matching and of other pairs, each with area 1."""
     distance, same = measured.pairs.distance, measured.pairs.same
     bins = np.linspace(0.0, float(distance.max(initial=0.0)) or 1.0, 50).tolist()
-
-    def draw(axis: Any) -> None:
-        for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
-            if mask.any():
-                axis.hist(distance[mask], bins, density=True, alpha=0.55, label=name, hatch=hatch)
-
-    return _drawn(draw, "upper right", xlabel="distance", ylabel="density of pairs")
+    axis = _axis(xlabel="distance", ylabel="density of pairs")
+    for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
+        if mask.any():
+            axis.hist(distance[mask], bins, density=True, alpha=0.55, label=name, hatch=hatch)
+    return _drawn(axis, "upper right")
 
 
 def rates(measured: Measured) -> bytes:
@@ -411,13 +410,10 @@ def rates(measured: Measured) -> bytes:
     roc = roc_curve(measured.pairs.distance, measured.pairs.same)
     # 400 points are enough for a drawing; the first point of the curve is at −∞
     points = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
-
-    def draw(axis: Any) -> None:
-        axis.plot(roc.threshold[points], roc.far[points], label="false accepts (FAR)")
-        axis.plot(roc.threshold[points], 1 - roc.tar[points], "--", label="false rejects (FRR)")
-
-    labels = {"xlabel": "threshold of the distance", "ylabel": "rate", "ylim": (-0.02, 1.02)}
-    return _drawn(draw, "upper right", **labels)
+    axis = _axis(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
+    axis.plot(roc.threshold[points], roc.far[points], label="false accepts (FAR)")
+    axis.plot(roc.threshold[points], 1 - roc.tar[points], "--", label="false rejects (FRR)")
+    return _drawn(axis, "upper right")
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
