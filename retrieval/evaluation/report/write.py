@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import Picture, curves, plane, svg
+from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -37,7 +38,6 @@ from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.run.resume import flat
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
@@ -346,25 +346,19 @@ class Thumbnails:
             self.refused.add(item)
             return ""
         self.left -= 1
-        try:
-            item_data = self.dataset[item]
-            image = from_array(item_data) if isinstance(item_data, np.ndarray) else item_data
-            image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
-        except DataError:
-            return ""
-        image.thumbnail((SIDE, SIDE))
-        out = io.BytesIO()
-        kind = "png" if max(image.size) <= 32 else "jpeg"
-        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
-        self._thumbnails[item] = (
-            f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
-        )
+        self._thumbnails[item] = ""
+        with suppress(DataError):
+            image, out = small_image(self.dataset[item], SIDE), io.BytesIO()
+            kind = "png" if max(image.size) <= 32 else "jpeg"
+            image.save(out, kind, quality=75)
+            self._thumbnails[item] = data_uri(out.getvalue(), kind)
         return self._thumbnails[item]
 
 
-def data_uri(picture: bytes) -> str:
-    """Return an SVG or PNG as a data URI."""
-    kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
+def data_uri(picture: bytes, kind: str | None = None) -> str:
+    """Return a picture as a data URI; without a kind, it is a PNG or an SVG."""
+    if kind is None:
+        kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
