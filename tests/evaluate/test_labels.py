@@ -72,14 +72,9 @@ def test_what_pandas_holds_is_read_by_the_same_rule(kind):
     assert evaluate(CODES, pandas.Series(whole, dtype=kind)).values == evaluate(CODES, whole).values
     with pytest.raises(DataError, match=WHERE):
         evaluate(CODES, pandas.Series(gaps, dtype=kind))
-    with pytest.raises(DataError, match=WHERE):
-        evaluate(CODES, list(pandas.Series(gaps, dtype=kind)))
-
-
-def test_not_a_time_of_pandas_is_missing():
-    pandas = pytest.importorskip("pandas")
-    with pytest.raises(DataError, match=WHERE):
-        evaluate(CODES, ["a", pandas.NaT, "a", pandas.NA, "b", "b"])
+    for labels in (list(pandas.Series(gaps, dtype=kind)), ["a", pandas.NaT, "a", pandas.NA, *"bb"]):
+        with pytest.raises(DataError, match=WHERE):
+            evaluate(CODES, labels)
 
 
 @pytest.mark.parametrize(

@@ -41,24 +41,16 @@ def random_codes(seed, count=70, classes=9, tied=False):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_against_the_definitions(seed, tied):
-    codes, labels = random_codes(seed, tied=tied)
-    expected, asked = metrics_by_loops(codes, labels)
-    found = evaluate(codes, labels, metrics=ALL)
-    assert found.values == pytest.approx(expected, abs=1e-12)
-    assert (found.queries, found.gallery, found.singletons) == (asked, 70, 70 - asked)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_query_and_gallery_against_the_definitions(tied):
-    codes, labels = random_codes(5, tied=tied)
-    gallery, theirs = random_codes(6, count=50, classes=6, tied=tied)
-    expected, asked = metrics_by_loops(codes, labels, gallery, theirs)
+@pytest.mark.parametrize("parted", [False, True])
+def test_against_the_definitions(parted, tied):
+    codes, labels = random_codes(9, tied=tied)
+    gallery, theirs = random_codes(6, count=50, classes=6, tied=tied) if parted else (None, None)
+    expected, queries = metrics_by_loops(codes, labels, gallery, theirs)
     found = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
     assert found.values == pytest.approx(expected, abs=1e-12)
-    assert (found.queries, found.gallery, found.singletons) == (asked, 50, 70 - asked)
-    assert 0 < asked < 70
+    counts = (queries, 50 if parted else 70, 70 - queries)
+    assert (found.queries, found.gallery, found.singletons) == counts
+    assert 0 < queries < 70
 
 
 def calculated(codes, labels, gallery=None, theirs=None):
@@ -123,18 +115,17 @@ def test_singletons_stay_as_distractors():
     # Item 1 is nearer to the lone item than to item 0.
     assert found.values == {"recall_at_1": 0.5, "recall_at_2": 1.0}
     assert (found.queries, found.singletons) == (2, 2)
-    assert "2 left out" in found.table()
+    first, _, last = found.table().splitlines()
+    assert first == "recall_at_1  0.5000"
+    assert last.startswith("2 queries, gallery of 4; 2 left out")
 
 
-def test_one_class_and_no_pair_at_all(digits):
+def test_one_class_no_pair_at_all_and_a_gallery_smaller_than_k(digits):
     found = evaluate(digits[0][:50], np.zeros(50, int), metrics=ALL)
     assert set(found.values.values()) == {1.0}
     found = evaluate(digits[0][:50], np.arange(50), metrics=ALL)
     assert all(np.isnan(value) for value in found.values.values())
     assert (found.queries, found.singletons) == (0, 50)
-
-
-def test_a_gallery_smaller_than_k():
     codes = np.array([[0.0], [1.0], [3.0]])
     found = evaluate(codes, [1, 1, 2], metrics=["recall_at_8", "precision_at_8"])
     assert found.values == {"recall_at_8": 1.0, "precision_at_8": 1 / 8}
@@ -147,9 +138,9 @@ def test_a_combiners_distance(digits):
     def weighted(a, b):
         return torch.cdist(a * weights, b * weights)
 
-    given = evaluate(codes, labels, metrics=ALL, distance=weighted).values
-    assert given == pytest.approx(metrics_by_loops(codes * weights.numpy(), labels)[0], abs=1e-12)
-    assert given != evaluate(codes, labels, metrics=ALL).values
+    values = evaluate(codes, labels, metrics=ALL, distance=weighted).values
+    assert values == pytest.approx(metrics_by_loops(codes * weights.numpy(), labels)[0], abs=1e-12)
+    assert values != evaluate(codes, labels, metrics=ALL).values
 
 
 def test_a_metric_of_ones_own_and_its_depth(digits):
@@ -217,23 +208,13 @@ def test_the_core_plugin_offers_what_the_short_names_mean():
         assert factories[full].make is type(metric(name))
 
 
-def test_table(digits):
-    text = evaluate(digits[0][:100], digits[1][:100], metrics=["recall_at_1", "map_at_r"]).table()
-    assert text.splitlines()[0].startswith("recall_at_1  0.")
-    assert "100 queries, gallery of 100" in text
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"labels": [1, 2]}, "one label per item"),
-        ({"labels": [1.5, 2, 3]}, "whole numbers or text"),
-        ({"labels": [None, 2, 3]}, "1 of 3 labels is missing"),
         ({"gallery": np.ones((2, 2))}, "come together"),
         ({"gallery": np.ones((2, 2)), "gallery_labels": ["a", "b"]}, "two kinds"),
         ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),
         ({"codes": np.full((3, 2), np.nan)}, "diverged"),
-        ({"codes": np.ones(3)}, r"codes have shape \(3,\): codes must be a matrix"),
         ({"codes": np.ones(5), "labels": [1]}, r"shape \(5,\): codes must be a matrix"),
         ({"codes": torch.ones(5), "labels": [1]}, r"codes have shape \(5,\)"),
         ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
