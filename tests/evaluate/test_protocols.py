@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from metrics_by_loops import nearest_by_loops
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation import evaluation
@@ -28,29 +29,20 @@ def items(seed: int, count: int, tied: bool = False):
     return codes.astype(np.float32), labels, random
 
 
-def squared(one, other):
-    """The squared distance in float64, rounded to float32."""
-    squares = ((float(a) - float(b)) ** 2 for a, b in zip(one, other, strict=True))
-    return float(np.float32(sum(squares)))
-
-
-def ranked(codes, gallery, i, itself, hidden=lambda j: False):
-    """Return places of the gallery, nearest first, by distance rounded to float32 and then by
-    place.
-    """
-    there = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(j)]
-    return sorted(there, key=lambda j: (squared(codes[i], gallery[j]), j))
+def ranked(codes, gallery, i, itself, hidden=lambda i, j: False):
+    """Return the rows of the gallery that query i may see, nearest first."""
+    seen = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(i, j)]
+    return [j for _, j in nearest_by_loops(codes[i], gallery, seen)]
 
 
 def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
-    sums, asked = dict.fromkeys(GRADED, 0.0), 0
+    """Return the mean of each metric of `GRADED`, and the number of queries."""
+    sums, queries = dict.fromkeys(GRADED, 0.0), 0
     for i in range(len(codes)):
-        order = [
-            grade(i, j) for j in ranked(codes, gallery, i, itself, lambda j, i=i: hidden(i, j))
-        ]
+        order = [grade(i, j) for j in ranked(codes, gallery, i, itself, hidden)]
         if not any(g >= match for g in order):
             continue
-        asked += 1
+        queries += 1
         best = sorted(order, reverse=True)
         for name, k, gain in (("ndcg", 5, lambda g: g), ("exp", 3, lambda g: 2**g - 1)):
             dcg, ideal = (
@@ -59,7 +51,7 @@ def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
             )
             sums[name] += dcg / ideal
         sums["recall"] += order[0] >= match
-    return {name: value / asked for name, value in sums.items()}, asked
+    return {name: value / queries for name, value in sums.items()}, queries
 
 
 @pytest.mark.parametrize("tied", [False, True])
