@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
+from retrieval.plugin import Combiner
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
@@ -33,17 +35,17 @@ def digits():
     """Load 20 of each digit."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    rows = np.concatenate([np.flatnonzero(found.target == k)[:20] for k in range(10)])
-    labels = [f"<b>{k}</b>" for k in found.target[rows]]
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == k)[:20] for k in range(10)])
+    labels = [f"<b>{k}</b>" for k in data.target[rows]]
     labels[-1] = "<b>8</b>"
     keys = [f"</script>{i}" for i in range(len(rows))]
-    further = []
-    for i, k in enumerate(found.target[rows]):
+    metadata = []
+    for i, k in enumerate(data.target[rows]):
         tags = f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""
-        further.append({"part": k // 7, "parity": k % 2, "tags": tags})
-    images = (found.images[rows] * 15.9).astype(np.uint8)
-    return ArrayDataset(images, labels, keys, metadata=further)
+        metadata.append({"part": k // 7, "parity": k % 2, "tags": tags})
+    images = (data.images[rows] * 15.9).astype(np.uint8)
+    return ArrayDataset(images, labels, keys, metadata=metadata)
 
 
 @hookimpl
@@ -95,6 +97,21 @@ def test_figures_are_those_of_evaluate(found, run_folder):
     for name in names:
         mean, low, high = found.intervals[name]
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
+
+
+def test_a_combiner_measures_each_pair_of_items_once(run_folder, monkeypatch):
+    run, pairs = Run.open(run_folder), []
+
+    class Counting(Combiner):
+        def compute_mat(self, query_emb, ref_emb):
+            pairs.append(len(query_emb) * len(ref_emb))
+            return torch.cdist(query_emb.double(), ref_emb.double())
+
+    expected = measured.measure(run, 10)
+    run.model.combiner = Counting()
+    result = measured.measure(run, 10)
+    assert sum(pairs) == 100 * 100 + 10 * 10  # all test items, and the sample of pairs
+    assert np.array_equal(result.neighbours, expected.neighbours)
 
 
 def test_an_interval_draws_whole_classes():
