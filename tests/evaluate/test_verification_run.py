@@ -84,15 +84,19 @@ def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch)
     written = [float(row["distance"]) for row in rows]
     np.testing.assert_allclose(written, distances, rtol=2e-5, atol=1e-6)
     labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
-    held = {run.dataset.keys[i] for i in run.splits.query}
+    images = {key: run.dataset[i] for i, key in enumerate(run.dataset.keys)}
+    held, raw = {run.dataset.keys[i] for i in run.splits.query}, []
     for row in rows:
         assert (labels[row["first"]] == labels[row["second"]]) == (row["same"] == "1")
         assert {row["first"], row["second"]} <= held
+        x, y = (np.asarray(images[row[name]], float).ravel() for name in ("first", "second"))
+        raw.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
     expected = verification(written, same, folds)
     assert results.metrics["trained"] == expected.values
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
-    assert list(results.metrics) == ["trained", "raw pixels"]
+    expected = verification(raw, same, folds)
+    assert results.metrics["raw pixels"] == pytest.approx(expected.values, abs=1e-9)
     assert results.pairs["folds"] == 10
     assert results.pairs["same"] == results.pairs["different"] == 270 and results.notes == []
 
@@ -119,21 +123,6 @@ def test_what_is_written(fresh):
     again = verify(run, pairs=run.path / "verification-test-pairs.csv")
     assert again.metrics["trained"] == kept["metrics"]["trained"]
     assert again.pairs["file"].endswith("pairs.csv")
-
-
-def test_raw_pixels_by_loops(fresh):
-    run = Run.open(fresh("plain"))
-    results = verify(run, draw=200, baseline=True)
-    rows = written_pairs(run.path)
-    place = {key: i for i, key in enumerate(run.dataset.keys)}
-    distances = []
-    for row in rows:
-        images = (run.dataset[place[row[name]]] for name in ("first", "second"))
-        x, y = (np.asarray(image, dtype=np.float64).ravel() for image in images)
-        distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
-    same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    expected = verification(distances, same, folds).values
-    assert results.metrics["raw pixels"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
@@ -207,16 +196,6 @@ def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
     assert Path("runs/digits/verification-validation.json").is_file()
 
-    Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n")
-    done = cli(*evaluate, "--pairs", "wrong.csv")
-    assert (done.code, done.out) == (2, "")
-    known = "there is no such item (the data have keys such as 'digits/0')."
-    assert done.err.splitlines() == [
-        "Error: wrong.csv has 3 problems:",
-        "  - line 2: 'digits/1' is paired with itself.",
-        f"  - line 3: 'digits/9999': {known}",
-        "  - all 2 pairs are the same: both kinds are needed.",
-    ]
     for wrong, says in {
         ("--pairs", "x.csv", "--draw", "20"): "leave out x.csv or the number to draw",
         ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
