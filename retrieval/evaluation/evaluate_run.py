@@ -190,15 +190,15 @@ def evaluate(
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
-        str(run.path),
-        side,
-        trained.queries,
-        trained.gallery,
-        trained.singletons,
-        values,
-        candidates,
-        {name: row.spread for name, row in contestants.items() if row.spread},
-        {name: row.groups for name, row in contestants.items() if row.groups},
+        run=str(run.path),
+        split=side,
+        queries=trained.queries,
+        gallery=trained.gallery,
+        singletons=trained.singletons,
+        metrics=values,
+        candidates=candidates,
+        spread={name: row.spread for name, row in contestants.items() if row.spread},
+        groups={name: row.groups for name, row in contestants.items() if row.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results

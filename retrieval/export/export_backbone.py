@@ -360,9 +360,9 @@ def named_backbone(
         BundleError: the backbone takes vectors, or its weights are random.
     """
     factory = plugins.find("backbones", name)
-    takes_vectors = BundleError(f"{name} takes vectors, not images, so it cannot encode photos.")
+    takes_vectors = f"{name} takes vectors, not images, so it cannot encode photos."
     if factory.takes("features"):
-        raise takes_vectors
+        raise BundleError(takes_vectors)
     if "name" in parameters:
         raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
     table = {**parameters, "name": name}
@@ -376,7 +376,7 @@ def named_backbone(
 
     backbone = build(0)
     if backbone.preprocessing is None:
-        raise takes_vectors
+        raise BundleError(takes_vectors)
     if not random_weights and (drawn := differing(backbone, build(1))):
         raise BundleError(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"

@@ -259,7 +259,7 @@ class _Scan:
 
 
 class _Measured(NamedTuple):
-    """Measurements of an item: file's hash, fingerprint, vector, sentence for `_Scan.flat`."""
+    """Measurements of an item: its file's hash, fingerprint, vector, and sentence for `flat`."""
 
     file: bytes | None
     hashes: Fingerprint

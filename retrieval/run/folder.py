@@ -40,13 +40,18 @@ from retrieval.recipe.tables import Component, Tables
 from retrieval.serving.files.locks import hold
 
 AnyTables = TypeVar("AnyTables", bound=Tables)
-CHECKPOINTS = ("last", "previous", "best")
 INPUTS = "inputs.safetensors"
 
 
 def checkpoint_file(path: Path, name: str) -> Path:
-    """Return the file of one of a run's `CHECKPOINTS`."""
+    """Return the file of a run's checkpoint "last", "previous" or "best"."""
     return path / "checkpoints" / f"{name}.safetensors"
+
+
+def weights_files(path: Path) -> list[Path]:
+    """Return a run's checkpoints that exist, the one with the best weights first."""
+    files = [checkpoint_file(path, name) for name in ("best", "last", "previous")]
+    return [file for file in files if file.is_file()]
 
 
 def is_run(path: Path) -> bool:

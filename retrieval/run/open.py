@@ -37,6 +37,7 @@ from retrieval.run.folder import (
     record,
     refuse_extra_objects,
     refuse_other_objects,
+    weights_files,
 )
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
@@ -96,9 +97,8 @@ class Run:
         refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
             items, splits = _items(path, recipe, or_kept)
-            if recipe.learner is None:
-                model = build_model(recipe, items)
-        if recipe.learner is not None:
+            model = build_model(recipe, items) if recipe.learner is None else None
+        if model is None:
             model = load_learned(recipe, items, checkpoint_file(path, "best"))
         else:
             chosen, advice = _weights_to_use(path)
@@ -250,13 +250,13 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint to evaluate or export, and advice in case the file is damaged."""
-    names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
-    if not names:
+    files = weights_files(path)
+    if not files:
         raise DataError(
             f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
         )
-    other = f"Remove the file to use {names[1]}.safetensors instead. Or: " if names[1:] else ""
-    return checkpoint_file(path, names[0]), other + checkpoint.TRAIN_AGAIN
+    other = f"Remove the file to use {files[1].name} instead. Or: " if files[1:] else ""
+    return files[0], other + checkpoint.TRAIN_AGAIN
 
 
 class ItemCodes:
