@@ -458,8 +458,9 @@ def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
 
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
     """Return how many ranks the metrics need if `relevant` of `size` items are relevant."""
-    depths: dict[int | str, int] = {"relevant": relevant, "all": size}
-    return max((depths.get(m.depth, m.depth) for m in chosen.values()), default=1)
+    depths = {"relevant": relevant, "all": size}
+    needed = [m.depth if isinstance(m.depth, int) else depths[m.depth] for m in chosen.values()]
+    return max(needed, default=1)
 
 
 ROUNDS = 100

@@ -157,11 +157,22 @@ class Run:
             ) from error
 
 
+LIBRARIES = (
+    "embedding-retrieval",
+    "torch",
+    "torchvision",
+    "pytorch-metric-learning",
+    "accelerate",
+    "numpy",
+    "scikit-learn",
+    "timm",
+)
+"""Distributions on which a run's results depend."""
+
+
 def run_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that results depend on."""
-    names = ("embedding-retrieval", "torch", "torchvision", "pytorch-metric-learning")
-    names += ("accelerate", "numpy", "scikit-learn", "timm")
-    installed = {name: version(name) for name in installed_packages(names)}
+    installed = {name: version(name) for name in installed_packages(LIBRARIES)}
     return {"python": platform.python_version(), **installed}
 
 
