@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops
+from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_items
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
@@ -28,14 +28,8 @@ def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label=False)
 
 
 def items(seed: int, count: int, tied: bool):
-    random = np.random.default_rng(seed)
-    labels = np.minimum(random.geometric(0.25, count), 9)
-    if tied:
-        codes = random.integers(0, 3, (count, 2))
-    else:
-        codes = random.normal(size=(count, 5)) + labels[:, None] * 0.3
-    cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
-    return codes.astype(np.float32), labels, cameras
+    codes, labels, random = random_items(seed, count, tied)
+    return codes, labels, [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
 
 
 @pytest.mark.parametrize("same_label", [False, True])

@@ -64,7 +64,7 @@ def test_text_beside_numbers_is_refused_with_a_row_of_each(take, labels):
 
 
 @pytest.mark.parametrize("kind", ["object", "str", "string", "category", "Int64", "Float64"])
-def test_what_pandas_holds_is_read_by_the_same_rule(kind):
+def test_labels_of_pandas_are_read_by_the_same_rule(kind):
     pandas = pytest.importorskip("pandas")
     numbers = kind in ("Int64", "Float64")
     whole = [1, 1, 1, 1, 2, 2] if numbers else ["a", "a", "a", "a", "b", "b"]
@@ -94,7 +94,7 @@ def test_what_pandas_holds_is_read_by_the_same_rule(kind):
     ],
     ids=repr,
 )
-def test_labels_that_are_all_there_are_read_alike(labels):
+def test_complete_labels_of_any_type_are_read_alike(labels):
     assert evaluate(CODES, labels).values == evaluate(CODES, [0, 0, 1, 1, 2, 2]).values
 
 
@@ -122,12 +122,12 @@ def test_large_whole_numbers_stay_apart(labels):
     ],
     ids=repr,
 )
-def test_what_is_no_label_is_shown(labels, says):
+def test_a_value_that_is_no_label_is_shown(labels, says):
     with pytest.raises(DataError, match=says):
         evaluate(CODES, labels)
 
 
-def test_without_items_the_sentence_says_so():
+def test_without_items_nothing_is_evaluated():
     with pytest.raises(DataError, match="There are 0 queries"):
         evaluate(CODES[:0], [])
     with pytest.raises(DataError, match="6 queries and 0 gallery items"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from metrics_by_loops import ALL, metrics_by_loops
+from metrics_by_loops import ALL, metrics_by_loops, random_items
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.evaluation.evaluate_run import resolve_metrics
@@ -29,22 +29,13 @@ def digits():
     return codes.astype(np.float32), labels.astype(np.int64)
 
 
-def random_codes(seed, count=70, classes=9, tied=False):
-    generator = np.random.default_rng(seed)
-    # unequal classes, some of one item
-    labels = np.minimum(generator.geometric(0.25, count), classes)
-    if tied:
-        codes = generator.integers(0, 3, size=(count, 2)).astype(np.float32)
-    else:
-        codes = (generator.normal(size=(count, 5)) + labels[:, None] * 0.3).astype(np.float32)
-    return codes, labels
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parted", [False, True])
 def test_against_the_definitions(parted, tied):
-    codes, labels = random_codes(9, tied=tied)
-    gallery, theirs = random_codes(6, count=50, classes=6, tied=tied) if parted else (None, None)
+    codes, labels, _ = random_items(9, tied=tied)
+    gallery = theirs = None
+    if parted:
+        gallery, theirs, _ = random_items(6, 50, tied, classes=6)
     expected, queries = metrics_by_loops(codes, labels, gallery, theirs)
     found = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
     assert found.values == pytest.approx(expected, abs=1e-12)
@@ -68,7 +59,7 @@ def test_against_pytorch_metric_learning(digits):
     codes = digits[0] / np.linalg.norm(digits[0], axis=1, keepdims=True)
     names = ["precision_at_1", "r_precision", "map_at_r", "map"]
     # the second has singletons, which both leave out
-    for items in ((codes, digits[1]), random_codes(1, count=300)):
+    for items in ((codes, digits[1]), random_items(1, 300)[:2]):
         ours = evaluate(*items, metrics=names).values
         assert ours == pytest.approx(calculated(*items), abs=1e-6)
     parts = (codes[:900], digits[1][:900], codes[900:], digits[1][900:])
@@ -220,7 +211,7 @@ def test_the_core_plugin_offers_what_the_short_names_mean():
         ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said(change, says):
+def test_codes_and_labels_that_do_not_fit_are_refused(change, says):
     given = {"codes": np.ones((3, 2)), "labels": [1, 1, 2]} | change
     with pytest.raises(DataError, match=says):
         evaluate(**given)

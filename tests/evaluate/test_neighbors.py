@@ -240,7 +240,7 @@ def test_values_beyond_24_bits_are_rounded_then_tied():
         ({"distance": lambda a, b: torch.full((len(a), len(b)), torch.nan)}, "NaN"),
     ],
 )
-def test_what_cannot_be_searched_is_said(change, says):
+def test_codes_that_cannot_be_searched_are_refused(change, says):
     given = {"queries": np.ones((2, 4)), "gallery": np.eye(4), "k": 2} | change
     with pytest.raises(DataError, match=says):
         exact_neighbors(**given)

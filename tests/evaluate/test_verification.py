@@ -131,7 +131,7 @@ def test_equal_curves_are_drawn_as_equal_bytes():
         ({"distances": [], "same": [], "folds": []}, "pairs are missing"),
     ],
 )
-def test_what_cannot_be_verified_is_said(change, says):
+def test_pairs_that_cannot_be_verified_are_refused(change, says):
     pairs = {"distances": [1, 2, 3, 4], "same": [1, 0, 1, 0], "folds": [0, 0, 1, 1]}
     with pytest.raises(DataError, match=says):
         verification(**pairs | change)

@@ -224,7 +224,7 @@ def test_few_pairs_have_fewer_folds_and_are_never_more_than_asked_for(count, fol
 
 
 @pytest.mark.parametrize("sizes", [[9], [1, 1, 1], [2, 1], [1]])
-def test_what_cannot_be_drawn_is_said(sizes):
+def test_items_without_enough_pairs_are_refused(sizes):
     labels = labels_of(*sizes)
     with pytest.raises(DataError, match=f"from {len(labels)} items of {len(sizes)} classes"):
         draw_pairs(np.arange(len(labels)), labels)

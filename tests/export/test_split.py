@@ -88,10 +88,6 @@ def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path, exported):
     assert split.backbone_sha256 and half.backbone_sha256 is None
 
 
-def test_a_model_of_features_has_no_backbone_to_split_off(linear, vectors, refused):
-    refused(linear, vectors[0], "takes feature vectors and has no backbone", split=True)
-
-
 FROZEN = """
 import torch
 from retrieval.plugin import Backbone, Preprocessing, hookimpl

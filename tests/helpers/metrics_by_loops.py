@@ -9,6 +9,17 @@ ALL = ["recall_at_1", "recall_at_4", "precision_at_1", "precision_at_5"]
 ALL += ["r_precision", "map_at_r", "map"]
 
 
+def random_items(seed: int, count: int = 70, tied: bool = False, classes: int = 9) -> Any:
+    """Return codes, labels of classes of unequal size, and the generator; `tied` codes are few."""
+    random = np.random.default_rng(seed)
+    labels = np.minimum(random.geometric(0.25, count), classes)
+    if tied:
+        codes = random.integers(0, 3, (count, 2))
+    else:
+        codes = random.normal(size=(count, 5)) + labels[:, None] * 0.3
+    return codes.astype(np.float32), labels, random
+
+
 def nearest_by_loops(query: Any, gallery: Any, seen: Iterable[int]) -> list[tuple[float, int]]:
     """Return (squared distance rounded to float32, row) of the rows `seen`, nearest first."""
     pairs = []
