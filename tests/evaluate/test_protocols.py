@@ -48,10 +48,10 @@ def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
 @pytest.mark.parametrize("parted", [False, True])
 def test_levels_of_classes(tied, parted):
     codes, labels, random = random_items(1, 40, tied)
-    genus = [f"g{n // 2}" if n > 1 else None for n in labels]  # one class of no genus
+    genus = [f"g{n // 2}" if n > 2 else None for n in labels]  # two classes of no genus
     family = [f"f{n // 4}" for n in labels]
     rest = random_items(2, 30, tied)
-    genera = [f"g{n // 2}" if n > 1 else "" for n in rest[1]]
+    genera = [f"g{n // 2}" if n > 2 else "" for n in rest[1]]
     others = (list(rest[1]), genera, [f"f{n // 4}" for n in rest[1]])
     ours = (list(labels), genus, family)
     gallery, theirs = (rest[0], others) if parted else (codes, ours)
