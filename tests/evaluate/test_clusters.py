@@ -64,7 +64,7 @@ def test_digits_by_class_and_seed():
     assert values["f1"] == figures["f1"]
 
 
-def test_a_collapsed_embedding_has_figures():
+def test_metrics_of_a_collapsed_embedding():
     figures = cluster_metrics(np.ones((12, 3)), np.arange(12) % 3)
     assert figures == {"nmi": 0.0, "f1": pytest.approx(2 * 18 / (66 + 18))}
 
@@ -83,7 +83,7 @@ def test_an_offset_and_a_scale_change_nothing():
 
 
 @pytest.mark.parametrize("count", [1, 9, 12, 40])
-def test_few_different_codes(count):
+def test_fewer_different_codes_than_clusters(count):
     codes = np.repeat(np.eye(10, dtype=np.float32), 3, axis=0)
     found = kmeans(codes, count)
     pairs = set(zip(found.tolist(), codes.argmax(1).tolist(), strict=True))

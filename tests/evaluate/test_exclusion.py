@@ -1,4 +1,4 @@
-"""Gallery items that a query does not see: against plain definitions, and in a run."""
+"""Gallery items that are hidden from a query: against plain definitions, and in a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_values_that_exclude_nothing_and_block_sizes_change_no_metric(monkeypatc
         assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras)) == first
 
 
-def test_values_that_do_not_fit():
+def test_as_many_values_as_items_are_needed():
     codes, labels, cameras = items(6, 20, False)
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
         evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
@@ -79,7 +79,7 @@ def test_values_that_do_not_fit():
 @pytest.mark.parametrize("parted", [False, True])
 def test_open_set_by_the_definition(same_label, tied, parted):
     codes, labels, cameras = items(1, 70, tied)
-    labels[:8] = np.arange(90, 98)  # nobody else's
+    labels[:8] = np.arange(90, 98)  # classes of one item
     gallery, theirs, their_cameras = items(2, 50, tied) if parted else (codes, labels, cameras)
     best, known = [], []
     for i in range(70):

@@ -1,4 +1,4 @@
-"""A missing label is no class, and labels of two kinds never match."""
+"""Labels: missing ones and two kinds are refused, all others are compared exactly."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_without_items_nothing_is_evaluated():
 
 
 @pytest.mark.parametrize("missing", [NAN, None, np.datetime64("NaT")], ids=repr)
-def test_a_missing_value_is_no_group(missing):
+def test_a_missing_group_is_refused(missing):
     labels = ["a", "a", "b", "b", "c", "c"]
     assert set(evaluate(CODES, labels, by=["v", "w"] * 3).groups) == {"v", "w"}
     says = r"3 of 6 values to group by are missing .* rows 1, 3, 5, counted from 0"
@@ -148,14 +148,14 @@ def test_a_missing_value_is_no_group(missing):
 
 
 @pytest.mark.parametrize("missing", [NAN, np.float32("nan"), None, ""], ids=repr)
-def test_a_missing_value_to_exclude_by_is_shared_with_none(missing):
+def test_a_missing_value_to_exclude_by_hides_nothing(missing):
     labels = [0, 0, 1, 1, 2, 2]
     shown = evaluate(CODES, labels).values
     assert evaluate(CODES, labels, exclude=Exclusion([missing] * 6)).values == shown
     assert evaluate(CODES, labels, exclude=Exclusion(np.full(6, missing, object))).values == shown
 
 
-def test_a_missing_level_is_shared_with_none():
+def test_a_missing_level_equals_no_other():
     rows = np.arange(3)
     one, other = (Levels([["a", "b", "c"], [missing] * 3])(rows) for missing in (NAN, None))
     assert (one == other).all()
@@ -179,7 +179,7 @@ def test_tags_that_are_no_lists_of_text_are_refused(tags):
         ([1, 0.5, 0, 0], r"row 1 is 0\.5"),
     ],
 )
-def test_a_pair_is_the_same_or_it_is_not(same, says):
+def test_a_pair_is_the_same_or_different(same, says):
     with pytest.raises(DataError, match=says):
         verification([0.1, 0.2, 0.3, 0.4], same, [0, 1, 0, 1])
 
@@ -194,7 +194,7 @@ def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero():
 
 
 @pytest.mark.parametrize("folds", [[0, NAN, 0, 1], ["a", NAN, "a", "b"], ["a", None, "a", "b"]])
-def test_a_missing_fold_is_no_fold(folds):
+def test_a_missing_fold_is_refused(folds):
     says = r"1 of 4 folds is missing .* row 1, counted from 0\. Leave those pairs out"
     with pytest.raises(DataError, match=says):
         verification([0.1, 0.2, 0.3, 0.4], [True, True, False, False], folds)

@@ -1,4 +1,4 @@
-"""Metrics against plain loops and, where it has the same, pytorch-metric-learning."""
+"""Metrics against plain loops and against those of pytorch-metric-learning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def calculated(codes, labels, gallery=None, theirs=None):
 
 
 def test_against_pytorch_metric_learning(digits):
-    # Unit length, so that distances seldom tie; its label count differs from ours in nothing here.
+    # of unit length, so that distances seldom tie
     codes = digits[0] / np.linalg.norm(digits[0], axis=1, keepdims=True)
     names = ["precision_at_1", "r_precision", "map_at_r", "map"]
     # the second has singletons, which both leave out
@@ -134,7 +134,7 @@ def test_a_combiners_distance(digits):
     assert values != evaluate(codes, labels, metrics=ALL).values
 
 
-def test_a_metric_of_ones_own_and_its_depth(digits):
+def test_a_metric_of_the_caller_and_its_depth(digits):
     shapes = set()
 
     class ReciprocalRank:
@@ -157,7 +157,7 @@ def test_progress_reaches_the_end(digits, monkeypatch):
     assert steps == [("searching", done, 1797) for done in (500, 1000, 1500, 1797)]
 
 
-def test_names():
+def test_names_of_metrics():
     assert (RecallAt(7).depth, PrecisionAt(3).depth, metric("recall_at_12").depth) == (7, 3, 12)
     assert RPrecision().depth == MAPAtR().depth == "relevant"
     assert MeanAveragePrecision().depth == metric("map").depth == "all"
@@ -173,7 +173,7 @@ def test_names():
         metric("recall_at_0")
 
 
-def test_a_metric_with_parameters_is_called_by_them(digits):
+def test_the_name_of_a_metric_shows_its_parameters(digits):
     wanted = ["recall_at_4", "core.recall_at", {"name": "core.recall_at", "k": 4}]
     wanted += [{"name": "recall_at", "k": 12}, "map"]
     found = resolve_metrics(wanted, load_plugins(), always=("map_at_r",))

@@ -1,4 +1,4 @@
-"""Neighbours against a plain float64 search, on real vectors and on codes of every unusual kind."""
+"""Neighbours against a plain float64 search, on real vectors and on unusual codes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_block_size_and_threads_change_nothing(digits, unit, k, monkeypatch):
         assert np.array_equal(first[0], other[0])
 
 
-def test_duplicates_come_by_row(unit):
+def test_duplicates_are_ordered_by_row(unit):
     gallery = np.concatenate([unit[:500]] * 10)  # 5000 rows, each ten times
     rows, distances = exact_neighbors(unit[:50], gallery, 10)
     assert np.array_equal(rows, np.arange(50)[:, None] + 500 * np.arange(10))
@@ -127,7 +127,7 @@ def test_crowded_and_lone_codes_together():
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-22, 1e22, 1e37])
-def test_neither_tiny_nor_huge_codes_leave_float32(unit, scale):
+def test_tiny_and_huge_codes_stay_within_float32(unit, scale):
     scaled = unit[:900] * np.float32(scale)
     rows, distances = exact_neighbors(scaled[:30], scaled, 10)
     exact = scaled.astype(np.float64) / scale
@@ -140,7 +140,7 @@ def test_neither_tiny_nor_huge_codes_leave_float32(unit, scale):
     "kind",
     ["float16", "float64", "int64", "uint8", "torch.float16", "torch.bfloat16", "torch.int32"],
 )
-def test_types_are_taken_as_they_are(digits, kind):
+def test_codes_of_any_type(digits, kind):
     if kind.startswith("torch."):
         codes = torch.from_numpy(digits[:300]).to(getattr(torch, kind[6:]))
     else:
@@ -170,7 +170,7 @@ def test_no_queries_and_no_columns(digits):
     assert (distances == 0).all()
 
 
-def test_a_distance_of_ones_own(digits, monkeypatch):
+def test_a_distance_of_the_caller(digits, monkeypatch):
     """Negative numbers, infinity, ties and blocks over the gallery."""
     sizes = set()
 
@@ -196,7 +196,7 @@ def test_a_distance_of_ones_own(digits, monkeypatch):
 
 
 @pytest.mark.parametrize("k", [20, 4999, 5000])
-def test_among_infinite_distances_the_one_left_out_comes_last(k):
+def test_the_excluded_item_comes_last_even_among_infinite_distances(k):
     """Of 5,000 items, every 500th has a finite distance, which overflows float32."""
     table = torch.full((3, 5000), torch.inf, dtype=torch.float64)
     table[:, ::500] = 1e300 * torch.arange(10, 0, -1)

@@ -18,7 +18,7 @@ METRICS = ("recall_at_1", "recall_at_4", "r_precision", "map_at_r")
 
 
 def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of 12 classes of unequal size, with duplicates and items alone in their class."""
+    """Codes of 12 classes of unequal size, with duplicates and a class of one item."""
     rng = np.random.default_rng(seed)
     labels = np.minimum(rng.geometric(0.2, count), 11)
     codes = rng.normal(size=(12, 8))[labels] + rng.normal(size=(count, 8))
@@ -29,17 +29,14 @@ def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(params=[17, 100, None])
 def block(request, monkeypatch):
-    """Size of a block: so many queries, and items of 8 columns, or by default the program's sizes.
-
-    A thread searches for seven queries at a time.
-    """
+    """Number of queries and of items per block; a thread searches for seven queries at a time."""
     monkeypatch.setattr(module.Neighbors, "block", lambda self, k: 7)
     if request.param is not None:
         monkeypatch.setattr(module, "_QUERIES", request.param)
         monkeypatch.setattr(module, "_GALLERY_BYTES", 64 * request.param)
 
 
-def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
+def test_metrics_equal_those_of_evaluate_for_any_block_size(block):
     codes, labels = clusters(500)
     assert pairwise(ArrayRows(codes), labels, metrics=METRICS) == evaluate(
         codes, labels, metrics=METRICS
@@ -81,7 +78,7 @@ WIDE, PART = 2048, 4096
 
 
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
-    """A folder as `retrieval embed` writes it, of vectors without originals."""
+    """Write a folder of vectors as `retrieval embed` does."""
     from retrieval.serving.embedding.embedding import write_part
     from retrieval.serving.index.embedded import Plan
     from retrieval.serving.index.locations import PLAN, Source

@@ -93,7 +93,7 @@ def test_a_file_that_is_gone_is_an_empty_cell(made, makers, tmp_path):
     assert figure.axes[2].get_images()
 
 
-def test_neighbours_says_what_it_cannot_draw(made, index, makers, tmp_path):
+def test_neighbours_that_cannot_be_drawn_are_refused(made, index, makers, tmp_path):
     image = made / "digits" / "3" / "0003.png"
     (tmp_path / "text.png").write_text("no image")
     for queries, options, says in (
@@ -142,7 +142,7 @@ def test_curves_without_validation_has_one_panel(tmp_path):
         ("3\n", "must have a JSON object"),
     ],
 )
-def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):
+def test_a_folder_without_curves_is_refused(tmp_path, text, said):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError, match=said) as refused:
@@ -197,7 +197,7 @@ def test_a_map_of_many_classes_colours_without_a_legend():
         (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
-def test_map_says_what_it_cannot_draw(codes, labels, method, said):
+def test_a_map_that_cannot_be_drawn_is_refused(codes, labels, method, said):
     with pytest.raises(DataError, match=said):
         retrieval.plot.map(codes, labels, method=method)
 

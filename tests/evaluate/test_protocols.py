@@ -1,4 +1,4 @@
-"""Protocols beyond equal labels: each against plain loops, all together in a run."""
+"""Graded relevance, groups and random galleries: against plain loops, and in a run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_items_of_several_labels(monkeypatch):
         evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags[1:]))
 
 
-def test_binary_relevance_by_either_way_gives_the_same():
+def test_one_level_equals_plain_labels():
     codes, labels, _ = random_items(4, 60)
     expected, _ = plain(codes, codes, lambda i, j: float(labels[i] == labels[j]), 1, True)
     for relevance in (None, Levels([list(labels)])):
@@ -97,7 +97,7 @@ def test_binary_relevance_by_either_way_gives_the_same():
         assert values == pytest.approx(expected, abs=1e-12)
 
 
-def test_figures_by_group():
+def test_metrics_by_group():
     codes, labels, random = random_items(5, 50)
     vendors, counts = [f"v{n}" for n in random.integers(0, 3, 50)], np.bincount(labels)
     found = evaluate(codes, labels, metrics=["recall_at_1"], by=vendors)

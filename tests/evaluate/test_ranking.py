@@ -1,4 +1,4 @@
-"""Matches from a product in single precision against full search, on unusual codes."""
+"""The matches of `Ranking` against those of full search, on real and on unusual codes."""
 
 from __future__ import annotations
 

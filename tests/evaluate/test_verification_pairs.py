@@ -1,4 +1,4 @@
-"""Lists of pairs, read with every fault named; and pairs that are drawn."""
+"""Lists of pairs and their faults; pairs and folds that are drawn."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_all_faults_of_an_lfw_list_at_once(tmp_path):
         assert says in found
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path):
+def test_a_missing_file_and_one_that_is_no_text(tmp_path):
     with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
         read_pairs(tmp_path / "none.csv", KEYS)
     with pytest.raises(DataError, match="cannot be read"):
@@ -166,7 +166,7 @@ def labels_of(*sizes: int) -> NDArray[np.int64]:
 
 
 def check(pairs: LabelledPairs, labels: NDArray[np.int64], folds: int, each: int) -> None:
-    """What holds for any draw; items are numbered from 1000."""
+    """Check what holds for any draw; items are numbered from 1000."""
     a, b = pairs.first - 1000, pairs.second - 1000
     assert len(set(map(frozenset, zip(a.tolist(), b.tolist(), strict=True)))) == len(pairs)
     assert np.array_equal(labels[a] == labels[b], pairs.same)
@@ -243,7 +243,7 @@ def test_classes_are_drawn_evenly_and_every_pair_can_be(same):
     assert pairs == every
 
 
-def test_folds_for_a_list_without():
+def test_folds_are_drawn_for_a_list_without_them():
     same = np.arange(90) < 30
     fold, names = make_folds(same)
     assert names == tuple(map(str, range(1, 11)))

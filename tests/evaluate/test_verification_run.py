@@ -1,4 +1,4 @@
-"""`retrieval evaluate --protocol verification` on real runs and a bundle."""
+"""`retrieval evaluate --protocol verification` on real runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One quick run of each kind."""
+    """A quick run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
     learner = {"learner": {"name": "core.pca", "n_components": 8}}
     learner |= {"backbone": {"name": "toolbox.net", "frozen": True}}
@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def fresh(runs, tmp_path):
-    """A copy of a run."""
+    """Function that copies a run."""
 
     def copy(name: str) -> Path:
         shutil.copytree(runs[name], tmp_path / name)
@@ -65,7 +65,7 @@ def written_pairs(folder: Path) -> list[dict[str, str]]:
 
 
 def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
-    """The pairs' distances, taken out of the whole matrix of the model's distances."""
+    """Return the pairs' distances from the whole matrix of the model's distances."""
     items = np.arange(len(run.dataset))
     codes = encode(run.model, run.dataset, items)
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "combiner", "learner"])
-def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch):
+def test_metrics_of_the_models_distances_and_of_raw_pixels(fresh, kind, monkeypatch):
     run = Run.open(fresh(kind))
     monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
     results = verify(run, baseline=True)
@@ -101,7 +101,7 @@ def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch)
     assert results.pairs["same"] == results.pairs["different"] == 270 and results.notes == []
 
 
-def test_what_is_written(fresh):
+def test_the_files_that_are_written(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def test_what_is_written(fresh):
     assert again.pairs["file"].endswith("pairs.csv")
 
 
-def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
+def test_notes_count_pairs_with_training_items_and_contradictions(fresh, tmp_path):
     run = Run.open(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
@@ -150,7 +150,7 @@ def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     assert all(note in results.table() for note in results.notes)
 
 
-def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
+def test_a_full_disk_and_a_run_without_validation_items(fresh, monkeypatch):
     run = Run.open(fresh("plain"))
     before = sorted(path.name for path in run.path.iterdir())
 

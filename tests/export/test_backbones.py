@@ -132,7 +132,7 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
         (["runs/a", "--set", "size=3"], "Leave --set out without --model"),
     ],
 )
-def test_what_the_command_refuses(words, said):
+def test_options_that_do_not_fit_are_refused(words, said):
     done = command(*words)
     assert done.exit_code == 2 and said in " ".join(done.output.split())
 
