@@ -177,7 +177,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
 
 def test_the_file_is_self_contained_bounded_and_escapes_names(file, run_folder, monkeypatch):
     text = file.read_text(encoding="utf-8")
-    queries = ["Best queries", "Worst queries", "Random queries", "Classes taken for one another"]
+    queries = ["Best queries", "Worst queries", "Random queries", "<h3>Confusion matrix"]
     for part in (*queries, "Curves of training", "PCA: ", "A &lt;panel&gt; of mine"):
         assert part in text
     assert "&lt;b&gt;8&lt;/b&gt;" in text
@@ -339,10 +339,10 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
         ({"gallery_items": 1, "repetitions": 2, "levels": ["part"]}, "label, part"),
         (
             {"levels": ["part", "parity"]},
-            "nDCG grades an item by the finest it shares with the query: label, part, parity",
+            "by the finest level that it shares with the query: label, part, parity",
         ),
         ({"tags": "tags"}, "An item is right if it shares one of the query’s tags"),
-        ({"tags": "tags", "exclude": "parity", "by": "part"}, "leaves out [evaluate] by"),
+        ({"tags": "tags", "exclude": "parity", "by": "part"}, "ignores [evaluate] by"),
     ],
 )
 def test_metrics_of_each_protocol_equal_those_of_evaluate(run_folder, given, sentence):
