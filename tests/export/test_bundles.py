@@ -95,18 +95,13 @@ def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_pa
     found = bundle.rescore(encoded.code[:3], encoded.code[:50])
 
     def unit(part):
-        length = math.sqrt(sum(x * x for x in part))
-        return [x / length for x in part]
+        return [x / math.hypot(*part) for x in part]
 
-    exact = np.empty((3, 50))
-    for q in range(3):
-        for i in range(50):
-            total = 0.0
-            for k in range(3):
-                a = unit(code[q, 8 * k : 8 * k + 8].astype(float).tolist())
-                b = unit(code[i, 8 * k : 8 * k + 8].astype(float).tolist())
-                total += math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
-            exact[q, i] = total
+    def distance(a, b):
+        return sum(math.dist(unit(a[k : k + 8]), unit(b[k : k + 8])) for k in (0, 8, 16))
+
+    rows = code.astype(float).tolist()
+    exact = [[distance(rows[q], rows[i]) for i in range(50)] for q in range(3)]
     assert np.abs(found - exact).max() < 1e-4
 
     # the manifest's overlap, by plain sorting
