@@ -294,7 +294,9 @@ def _copy(subjects: Subjects, bundle: Bundle, row: int) -> NDArray[np.float32]:
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
     to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
-    return bundle.encode(bundle.preprocess(decode(out.getvalue()))[None]).vector[0]
+    pixels = bundle.preprocess(decode(out.getvalue()))
+    vector: NDArray[np.float32] = bundle.encode(pixels[None]).vector[0]
+    return vector
 
 
 MOST = 64
