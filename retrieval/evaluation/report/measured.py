@@ -161,11 +161,10 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
             columns[name].append(column[places])
         classes.append(query_class[places])
         if len(classes) == 1:
-            first = items, searched, search, relevance, places
-    items, searched, search, relevance, places = first
+            first = items, searched, relevance, places, *search.first(places)
+    items, searched, relevance, places, rows, distances = first
     if not len(places):
         raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
-    rows, distances = search.first(places)
     grades, match = (rows >= 0) & (labels[searched[rows]] == labels[items[places], None]), 1.0
     if relevance is not None:
         grades, match = _grades(relevance, places, rows), relevance.match
