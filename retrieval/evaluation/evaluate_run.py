@@ -1,8 +1,8 @@
 """Evaluate a run on its held-out items.
 
-The contestants are the trained model, the raw inputs, and a bundle that is searched as a server
-does. A bundle with a rescorer finds candidates by vector; the rescorer then measures the exact
-distances of these candidates alone, from their codes.
+The contestants are the trained model and, on request, the raw inputs and a bundle. A bundle is
+searched as a server searches it: if it has a rescorer, the nearest vectors are candidates, and the
+rescorer orders the candidates by their codes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CandidateStep:
-    """How many of the nearest items a rescorer never sees, because they are not candidates.
+    """How many of the nearest items are among a rescorer's candidates, measured by the export.
 
     Attributes:
-        overlap_at_10: for some numbers of candidates, the share of the ten nearest items, by the
-            rescorer's distance to all items, that are candidates; as the export measured it.
+        overlap_at_10: by number of candidates, the share of the ten nearest items, by the
+            rescorer's distance, that are candidates.
         default: the bundle's number of candidates.
     """
 
@@ -65,7 +65,7 @@ class RunEvaluation:
         singletons: number of queries left out because no other item has their label.
         metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), the mean of
             each metric.
-        candidates: for a bundle with a rescorer, what its candidates miss.
+        candidates: for a bundle with a rescorer, how many of the nearest items are candidates.
         spread: with `[evaluate] gallery_items`, by contestant, the standard deviation of each
             metric over random galleries.
         groups: with `[evaluate] by`, by contestant and group, the mean of each metric and the
@@ -106,10 +106,8 @@ class RunEvaluation:
             lines.append(f"{contestant}, standard deviation over random galleries: {text}")
         if self.candidates is not None:
             shares = self.candidates.overlap_at_10.items()
-            text = ", ".join(f"{share:.3f} at {count}" for count, share in shares)
-            lines.append(
-                f"first ten of the exhaustive ranking among the candidates, by their number: {text}"
-            )
+            text = ", ".join(f"{count}: {share:.3f}" for count, share in shares)
+            lines.append(f"share of the ten nearest items, by number of candidates: {text}")
         return "\n".join(lines)
 
 
@@ -120,8 +118,8 @@ def resolve_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics in `names` and `always`, by the names under which results list them.
 
-    A metric is the short name of a built-in, `PLUGIN.NAME`, or a table of a name and parameters,
-    which results list as `NAME(parameter=value, …)`.
+    A metric is the short name of a built-in metric, `PLUGIN.NAME`, or a table of a name and
+    parameters. Results list a table as `NAME(parameter=value, …)`.
     """
     resolved: dict[str, Metric] = {}
     for item in [*names, *always]:
@@ -157,11 +155,11 @@ def evaluate(
         metrics: metrics as in `[evaluate] metrics`, by default the recipe's.
         clusters: also return NMI and F1 of k-means clusters.
         baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
-        bundle: also evaluate a bundle, searched as a server does, with its rescorer if it has one.
+        bundle: also evaluate a bundle, as a server searches it.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The metrics of each contestant and, for a rescorer, what its candidates miss.
+        The metrics of each contestant.
 
     Raises:
         DataError: the side does not exist, or the run has no items there.
@@ -178,11 +176,10 @@ def evaluate(
     model, codes = run.model.to(device), ItemCodes(run, device)
 
     def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Evaluation:
-        left, right = (None if items is None else encode(items) for items in (query, gallery))
-        return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
+        sides = encode(query), None if gallery is None else encode(gallery)
+        return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
 
-    combiner = model.combiner
-    contestants = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
+    contestants = {"trained": measure(codes, model.combiner and model.combiner.compute_mat)}
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))
@@ -193,15 +190,15 @@ def evaluate(
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
-        str(run.path),
-        side,
-        trained.queries,
-        trained.gallery,
-        trained.singletons,
-        values,
-        candidates,
-        {name: row.spread for name, row in contestants.items() if row.spread},
-        {name: row.groups for name, row in contestants.items() if row.groups},
+        run=str(run.path),
+        split=side,
+        queries=trained.queries,
+        gallery=trained.gallery,
+        singletons=trained.singletons,
+        metrics=values,
+        candidates=candidates,
+        spread={name: row.spread for name, row in contestants.items() if row.spread},
+        groups={name: row.groups for name, row in contestants.items() if row.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results
@@ -210,42 +207,36 @@ def evaluate(
 def _served(
     run: Run, path: StrPath, query: Rows, gallery: Rows | None, metrics: dict[str, Metric]
 ) -> tuple[dict[str, float], CandidateStep | None]:
-    """Return a bundle's metrics, and what its rescorer's candidates miss.
+    """Return a bundle's metrics, and how many of the nearest items are its rescorer's candidates.
 
     Metrics of the whole ranking are left out, because a server returns only the first results.
     """
     from retrieval.serving.bundle import Bundle
 
-    bundle = Bundle.open(path)
-    labels = run.splits.labels
+    bundle, itself = Bundle.open(path), gallery is None
     queries = encoded(bundle, run, query)
     items = queries if gallery is None else encoded(bundle, run, gallery)
-    item_class = labels[query if gallery is None else gallery]
-    exclude = np.arange(len(query)) if gallery is None else None
-    k = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=1)
-    rows = served_rows(
-        bundle, queries, items, min(k, len(item_class) - (exclude is not None)), exclude
-    )
-    rescorer, step = bundle.manifest.rescorer, None
-    if rescorer is not None and rescorer.overlap:
-        step = CandidateStep(rescorer.overlap, rescorer.candidates)
-    relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
-        gallery is None
-    )
-    answerable = relevant > 0
-    matches = (item_class[rows] == labels[query][:, None]) & (rows >= 0)
-    values = {
-        name: float(m(matches[answerable], relevant[answerable]).mean())
-        for name, m in metrics.items()
-        if isinstance(m.depth, int)
-    }
-    return values, step
+    query_class = run.splits.labels[query]
+    item_class = query_class if gallery is None else run.splits.labels[gallery]
+    metrics = {name: m for name, m in metrics.items() if isinstance(m.depth, int)}
+    deepest = max((int(m.depth) for m in metrics.values()), default=1)
+    exclude = np.arange(len(query)) if itself else None
+    rows = served_rows(bundle, queries, items, min(deepest, len(item_class) - itself), exclude)
+    counts = np.bincount(item_class, minlength=int(query_class.max()) + 1)
+    relevant = counts[query_class] - int(itself)
+    matches = (item_class[rows] == query_class[:, None]) & (rows >= 0)
+    kept = relevant > 0
+    values = {name: float(m(matches[kept], relevant[kept]).mean()) for name, m in metrics.items()}
+    rescorer = bundle.manifest.rescorer
+    if rescorer is None or not rescorer.overlap:
+        return values, None
+    return values, CandidateStep(rescorer.overlap, rescorer.candidates)
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return what a bundle computes of items: arrays "vector", "query" and "code".
+    """Return a bundle's arrays of items: the "vector" to index, the "query" to search with, "code".
 
-    "vector" is indexed, "query" searches, and a rescorer compares "code" (`None` without one).
+    "code" is what the rescorer compares, or `None` without a rescorer.
     """
     chunks = inputs(run.dataset, indices, run.model.preprocessing, 256)
     parts = [bundle.encode(chunk.numpy()) for chunk in chunks]
@@ -262,10 +253,9 @@ def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
 def served_rows(
     bundle: Bundle, queries: dict[str, Any], items: dict[str, Any], k: int, exclude: Rows | None
 ) -> Rows:
-    """Return the rows (Q, k) of a server's k results, nearest first; −1 fills up too few.
+    """Return the rows (Q, k) of a server's k results, nearest first, padded with −1.
 
-    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
-    those of a search for ten.
+    If the manifest's `merge` is "score", the order of the first results depends on k.
     """
     rescorer, vectors = bundle.manifest.rescorer, items["vector"]
     size = len(vectors) - (exclude is not None)
@@ -275,9 +265,9 @@ def served_rows(
     rows = np.full((len(queries["query"]), k), -1, dtype=np.int64)
     for i, query in enumerate(queries["query"]):
         near = np.unique(proposed[:, i])
-        code, codes = (
-            (None, None) if rescorer is None else (queries["code"][i], items["code"][near])
-        )
+        code = codes = None
+        if rescorer is not None:
+            code, codes = queries["code"][i], items["code"][near]
         distances = measured(bundle, query, code, vectors[near], codes, k)
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
@@ -291,12 +281,10 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return the exact k nearest rows (S, Q, k) in each sub-space, without the excluded rows.
+    """Return the exact k nearest rows (S, Q, k) in each of S sub-spaces, which are column ranges.
 
-    A sub-space is a range of a vector's columns that is searched by itself.
+    `exclude` (Q,) is the row that is left out for each query.
     """
-    rows = [
-        exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
-        for span in spans_of(subspaces)
-    ]
-    return np.stack(rows)
+    spans = spans_of(subspaces)
+    columns = [(query[:, span], vector[:, span]) for span in spans]
+    return np.stack([exact_neighbors(*pair, k, exclude=exclude)[0] for pair in columns])

@@ -1,10 +1,10 @@
 """Retrieval metrics of embeddings and labels, graded relevance, and metrics of clusters.
 
-*Codes* are what distances compare: embeddings or, with a combiner, what it compares.
+*Codes* are the vectors that distances compare: embeddings or, with a combiner, its inputs.
 
-A query without a relevant gallery item, such as the only item of its class, has no right answer. It
-is left out of every mean and counted in `Evaluation.singletons`, but stays in the gallery as a
-distractor.
+A query without a relevant gallery item, such as the only item of its class, has no right answer.
+The means leave out such queries, and `Evaluation.singletons` counts them. In the gallery they stay,
+as distractors.
 
 Clustering metrics follow Song et al., "Deep metric learning via lifted structured feature
 embedding" (2016), section 6: Euclidean k-means on the embeddings, with as many clusters as there
@@ -58,10 +58,9 @@ class Evaluation:
             "nmi" and "f1".
         queries: number of queries in the means.
         gallery: number of items in the gallery.
-        singletons: number of queries left out because no other visible gallery item has their
-            label.
-        groups: with `by`, for each group the means over its queries, and their number, "queries".
-        spread: over random galleries, the standard deviation of each metric.
+        singletons: number of queries left out because no visible gallery item has their label.
+        groups: with `by`, by group the mean of each metric and the number of "queries".
+        spread: with several random galleries, each metric's standard deviation over them.
         per_query: for each metric, the value of each query (Q,), NaN for those left out.
     """
 
@@ -107,8 +106,7 @@ def evaluate(
     Args:
         codes: (Q, C), the queries' codes. Without `gallery` they are the gallery too, and each
             query is left out of its own results.
-        labels: (Q,), one label per query: whole numbers or text, compared exactly. None may be
-            missing.
+        labels: (Q,), one label per query, whole numbers or text; compared exactly.
         gallery: (N, C), the codes to search in.
         gallery_labels: (N,), the labels of the gallery.
         metrics: names of built-in metrics (see `metric`), or metrics by their name in the result.
@@ -116,10 +114,8 @@ def evaluate(
             `compute_mat`; `None` means Euclidean.
         exclude: gallery items to hide from each query, such as those of its camera. `None` hides
             only the query itself.
-        relevance: grades of relevance that replace equal labels: `Levels`, `Tags`, or another
-            `Relevance`.
-        by: (Q,), a value for each query, such as its vendor. Queries of equal value are a group,
-            whose metrics are returned too.
+        relevance: grades that decide which items are relevant; `None` means equal labels.
+        by: (Q,), the group of each query, such as its vendor; each group gets metrics of its own.
         clusters: also return NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).
         device: see `exact_neighbors`.
@@ -207,10 +203,10 @@ def matching(
     """Yield blocks of queries (B,) and matches (B, k): whether each rank has the query's label.
 
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
-    each needs. k is at least the depth of each query in the block.
+    each query needs. k is at least the depth of each query in the block.
     """
-    # Items that are searched among themselves by Euclidean distance go to `Ranking`: the first
-    # `ranked` queries. Those for which it fails are searched in full.
+    # `Ranking` serves the first `ranked` queries, if items are searched among themselves by
+    # Euclidean distance. Queries for which it fails are searched in full.
     on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
     plain = search.gallery is None and search.distance is None and search.hidden is None
     ranked = Ranking.serves(len(item_class), depths) if on_cpu and plain else 0
@@ -274,7 +270,7 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[Ints, Ints]:
-    """Return class numbers of queries and gallery, which are equal exactly if the labels are."""
+    """Return class numbers of queries and gallery; equal labels, and only these, share a number."""
     if not queries or not items:
         raise DataError(
             f"There are {queries:,} queries and {items:,} gallery items: at least one of each is"
@@ -332,8 +328,8 @@ class Relevance(ABC):
 class Levels(Relevance):
     """Classes of several levels, such as species, genus and family, finest first.
 
-    The finest level that two items share decides their grade: with L levels, the finest gives grade
-    L, which is a match, and the coarsest grade 1. `query` and `gallery` hold one sequence per
+    The finest level that two items share decides their grade. The finest of L levels gives grade L,
+    which is a match, and the coarsest gives grade 1. `query` and `gallery` hold one sequence per
     level, with one value per item; `gallery=None` means the queries.
     """
 
@@ -429,9 +425,9 @@ def _graded_values(
             rows = np.arange(start, min(start + step, total))
             grades = _visible_grades(search, relevance, rows)
             relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
-            kept = np.flatnonzero(relevant[rows] > 0)
             meter.update(len(rows))
-            if not len(kept):
+            kept = relevant[rows] > 0
+            if not kept.any():
                 continue
             rows, grades = rows[kept], grades[kept]
             depth = min(size, depth_of(metrics, int(relevant[rows].max()), size))
@@ -463,11 +459,8 @@ def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
     """Return how many ranks the metrics need if `relevant` of `size` items are relevant."""
     depths = {"relevant": relevant, "all": size}
-    deepest = (
-        measure.depth if isinstance(measure.depth, int) else depths[measure.depth]
-        for measure in chosen.values()
-    )
-    return max(deepest, default=1)
+    needed = [m.depth if isinstance(m.depth, int) else depths[m.depth] for m in chosen.values()]
+    return max(needed, default=1)
 
 
 ROUNDS = 100

@@ -2,24 +2,24 @@
 
 Memory grows with the gallery, never with queries × gallery.
 
-*Codes* are what distances compare: embeddings or, with a combiner, what it compares.
+*Codes* are the vectors that distances compare: embeddings or, with a combiner, its inputs.
 
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
 significant bits of float32. Distances that are equal after rounding are ordered by gallery row.
 Block size, threads and device do not change the order, except where the last bit of a float64 sum
 decides the rounding: about one pair in a hundred million.
 
-**Speed.** A *shallow* search, for small k on a CPU if float32 holds the codes exactly, takes some
-neighbours more than k from `serving.store.search.nearest`. If, after rounding, the last of these is
-as near as the k-th, other items may tie with the k-th, and the query is searched in full. A *full*
-search measures every pair by a product in float64. It is also used for large k, on GPUs, for other
-codes, and for the distances of a combiner.
+**Speed.** A *full* search measures every pair in float64. A *shallow* search is faster. It serves
+small k on a CPU, if distances are Euclidean and float32 holds the codes exactly. It asks
+`serving.store.search.nearest` for a few neighbours more than k. If the last of them is, after
+rounding, as near as the k-th, then further items may tie with the k-th, and the query is searched
+in full.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -401,41 +401,31 @@ class Exclusion:
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
         """Return the items that are hidden from each query."""
         itself = self.gallery is None
-        queries, items = (
-            list(self.query),
-            list(self.query if self.gallery is None else self.gallery),
-        )
-        for values, labels, what in (
-            (queries, query_class, "queries"),
-            (items, item_class, "gallery items"),
-        ):
+        items = self.query if self.gallery is None else self.gallery
+        sides = (self.query, query_class, "queries"), (items, item_class, "gallery items")
+        for values, labels, what in sides:
             if len(values) != len(labels):
                 raise DataError(
                     f"There are {len(labels):,} {what} and {len(values):,} values to exclude by."
                 )
-        groups = group_numbers(queries, items)
-        return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
+        groups = group_numbers(self.query, items)
+        return Hidden(*groups, query_class, item_class, self.same_label, itself)
 
 
-def group_numbers(queries: Sequence[Any], items: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers of values, equal if the values are; missing values and "" equal nothing."""
+def group_numbers(queries: Iterable[Any], items: Iterable[Any]) -> tuple[Ints, Ints]:
+    """Return a number for each value; equal values share it, but missing values and "" never do."""
     known: dict[Any, int] = {}
-
-    def numbered(values: Sequence[Any], missing: int) -> Ints:
-        return np.array(
-            [
-                missing if is_missing(v) or v == "" else known.setdefault(v, len(known))
-                for v in values
-            ],
-            np.int64,
-        )
-
-    return numbered(queries, -1), numbered(items, -2)
+    numbers: tuple[list[int], list[int]] = [], []
+    for values, missing, side in ((queries, -1, numbers[0]), (items, -2, numbers[1])):
+        for value in values:
+            absent = is_missing(value) or value == ""
+            side.append(missing if absent else known.setdefault(value, len(known)))
+    return np.array(numbers[0], np.int64), np.array(numbers[1], np.int64)
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hides the items of a query's group from it; see `Exclusion`.
+    """Which items `Exclusion` hides from each query: those of the query's group.
 
     `query` (Q,) and `gallery` (N,) are group numbers; −1 and −2 stand for no group. With
     `same_label`, only items of the query's class are hidden. With `itself`, the queries are the
@@ -479,8 +469,8 @@ class Hidden:
 class Search:
     """Exact search for the nearest gallery items that are visible to a query.
 
-    Without a gallery, the queries are searched, and each is left out of its own results. For the
-    arguments `distance` and `device`, see `exact_neighbors`.
+    Without a gallery, the queries are the gallery, and each query is left out of its own results.
+    For `distance` and `device`, see `exact_neighbors`.
     """
 
     queries: Codes
@@ -503,9 +493,8 @@ class Search:
         of the block. If fewer items are visible, row −1 and distance infinity fill the results.
         """
         search, hidden = self._neighbors, self.hidden
-        # hidden items take up ranks, so search deeper by their number
         reach = depths
-        if hidden is not None:
+        if hidden is not None:  # hidden items take up ranks, so search deeper by their number
             reach = np.minimum(depths + hidden.every()[query_rows], search.size)
         done = 0
         while done < len(query_rows):

@@ -103,7 +103,8 @@ def neighbours(
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
         label = None if names is None else names[row]
-        _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
+        title = "query" if label is None else f"query: {label}"
+        _cell(cells[0], small_image(query), title, "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
         for cell in cells[1 + len(hits) :]:
@@ -129,8 +130,8 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
     grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
     names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
     for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
-        pixels = _pixels(run.dataset[int(items[row])])
-        _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
+        query = small_image(run.dataset[int(items[row])])
+        _cell(cells[0], query, f"query: {names[row]}", "black", 1)
         for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
             _answer(cell, run.dataset[int(items[hit])], names[hit], distance, names[row])
     figure.canvas.draw()
@@ -140,41 +141,42 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
 def _answer(
     cell: Axes, image: Any, name: str | None, distance: float, label: str | None, id: str = ""
 ) -> None:
-    """Draw one result, which is right if its class `name` is `label`, that of the query.
+    """Draw one result. It is right if its class `name` is the query's class `label`.
 
-    Without `label`, no result is right or wrong. For an image that cannot be read (`None`), the
-    cell shows the name of its file, from `id`.
+    Without `label`, no result is right or wrong. If the image cannot be read (`None`), the cell
+    shows the name of its file, from `id`.
     """
     mark, colour = "", "0.4"
     if label is not None:
         mark, colour = (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
-    pixels = None if image is None else _pixels(image)
-    _cell(cell, pixels, f"{id if name is None else name}{mark} {distance:.2f}", colour, 2.5)
-    if pixels is None:
+    small = None if image is None else small_image(image)
+    _cell(cell, small, f"{id if name is None else name}{mark} {distance:.2f}", colour, 2.5)
+    if small is None:
         cell.text(0.5, 0.5, f"cannot read\n{Path(id).name}", ha="center", va="center", fontsize=6)
 
 
-def _cell(
-    cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float
-) -> None:
-    if pixels is not None:
-        top = 1 if pixels.dtype == np.bool_ else 255
-        cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+def _cell(cell: Axes, image: Image.Image | None, title: str, colour: str, width: float) -> None:
+    if image is not None:
+        cell.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     cell.set(xticks=[], yticks=[])
     for side in cell.spines.values():
         side.set(color=colour, linewidth=width)
     cell.set_title(title if len(title) <= 18 else f"{title[:17]}…", fontsize=8, color=colour, pad=3)
 
 
-def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
-    """Return an image's pixels (H, W) or (H, W, 3), scaled down to `LARGEST`."""
+def small_image(image: ImageLike, side: int = LARGEST) -> Image.Image:
+    """Return an image in grey or RGB, scaled down until its longer side has `side` pixels.
+
+    Raises:
+        DataError: the image cannot be read.
+    """
     if isinstance(image, np.ndarray):
         opened = from_pixels(image)
     else:
         opened = image if isinstance(image, Image.Image) else decode(image)
     small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
-    small.thumbnail((LARGEST, LARGEST))
-    return np.asarray(small)
+    small.thumbnail((side, side))
+    return small
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:

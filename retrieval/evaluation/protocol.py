@@ -1,4 +1,4 @@
-"""How a recipe's `[evaluate]` measures: gallery, relevance, groups, and unknown queries."""
+"""Measure a run as its recipe's `[evaluate]` says: gallery, relevance, groups, unknown queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
-"""Keys of `[evaluate]` that need a search of all items, unlike that of a server."""
+"""Keys of `[evaluate]` that the search of a bundle, which is that of a server, cannot follow."""
 
 
 def refuse_side(side: str) -> None:
@@ -53,7 +53,7 @@ class Protocol:
         run: the run.
         query: (Q,), the items that are queries.
         gallery: (N,), the items to search; `None` means the queries or, with `gallery_items`,
-            random ones of them.
+            random queries.
     """
 
     run: Run
@@ -82,34 +82,36 @@ class Protocol:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            arguments = {**further, **self.arguments(items, gallery_items), "distance": distance}
-            evaluation = self.evaluate(items, gallery_items, left, right, **arguments)
+            query_class = labels[items]
+            item_class = None if gallery_items is None else labels[gallery_items]
+            arguments = self.arguments(items, gallery_items)
+            evaluation = evaluate(
+                left,
+                query_class,
+                gallery=right,
+                gallery_labels=item_class,
+                distance=distance,
+                **arguments,
+                **further,
+            )
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                item_class = labels[items if gallery_items is None else gallery_items]
-                exclude = arguments.get("exclude")
-                options: Any = {"fars": rates, "distance": distance, "exclude": exclude}
-                rows[-1] |= open_set(left, labels[items], right, item_class, **options)
+                rows[-1] |= open_set(
+                    left,
+                    query_class,
+                    right,
+                    query_class if item_class is None else item_class,
+                    fars=rates,
+                    distance=distance,
+                    exclude=arguments.get("exclude"),
+                )
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
         spread = {}
         if len(rows) > 1:
             spread = {name: float(np.std(column, ddof=1)) for name, column in columns.items()}
         return replace(evaluations[0], values=values, spread=spread)
-
-    def evaluate(
-        self, items: Items, gallery_items: Items | None, query: Any, gallery: Any, **further: Any
-    ) -> Evaluation:
-        """Return the metrics in a gallery that `rounds` yields; `further` goes to `evaluate`."""
-        labels = self.run.splits.labels
-        return evaluate(
-            query,
-            labels[items],
-            gallery=gallery,
-            gallery_labels=None if gallery_items is None else labels[gallery_items],
-            **further,
-        )
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
         """Yield queries, gallery, and the codes of both: once, or for each random gallery."""
@@ -128,13 +130,12 @@ class Protocol:
                 " than that, so none would be a query."
             )
         for number in range(table.repetitions):
-            order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
-                len(labels)
-            )
+            random = np.random.default_rng([self.run.recipe.split.seed % 2**64, number])
+            order = random.permutation(len(labels))
             by_class = order[np.argsort(labels[order], kind="stable")]
             ordered = labels[by_class]
-            place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
-            chosen = np.sort(by_class[place < table.gallery_items])
+            place_in_class = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+            chosen = np.sort(by_class[place_in_class < table.gallery_items])
             rest = np.setdiff1d(np.arange(len(labels)), chosen)
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
 
@@ -143,34 +144,35 @@ class Protocol:
         table = self.run.recipe.evaluate
         check_columns(table, self.run.dataset)
         table_arguments: dict[str, Any] = {}
-
-        def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
-            gallery_values = None if gallery is None else [values[i] for i in gallery]
-            return [values[i] for i in query], gallery_values
-
         if table.exclude is not None:
-            cameras = both(self.column(table.exclude))
-            table_arguments["exclude"] = Exclusion(*cameras, table.exclude_label == "same")
+            column = self.column(table.exclude)
+            sides = _picked(column, query), _picked(column, gallery)
+            table_arguments["exclude"] = Exclusion(*sides, table.exclude_label == "same")
         if table.by is not None:
-            table_arguments["by"] = both(self.column(table.by))[0]
+            table_arguments["by"] = _picked(self.column(table.by), query)
         if table.levels:
-            further = (self.column(name) for name in table.levels)
-            levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
-            gallery_levels = [column for _, column in levels if column is not None]
-            query_levels = [column for column, _ in levels]
-            table_arguments["relevance"] = Levels(query_levels, gallery_levels or None)
+            columns = [self.run.splits.labels.tolist(), *map(self.column, table.levels)]
+            levels = [_picked(column, query) for column in columns]
+            gallery_levels = [_picked(column, gallery) for column in columns]
+            table_arguments["relevance"] = Levels(
+                levels, None if gallery is None else gallery_levels
+            )
         elif table.tags is not None:
-            texts = [_tags(value) for value in self.column(table.tags)]
-            table_arguments["relevance"] = Tags(*both(texts))
+            column = [_tags(value) for value in self.column(table.tags)]
+            table_arguments["relevance"] = Tags(_picked(column, query), _picked(column, gallery))
         return table_arguments
 
-    def column(self, name: str) -> Sequence[Any]:
+    def column(self, name: str) -> list[Any]:
         """Return a column of all items' metadata, with `None` for missing values."""
         return [row.get(name) for row in self.run.dataset.metadata or []]
 
 
+def _picked(values: list[Any], items: Items | None) -> Any:
+    return None if items is None else [values[i] for i in items]
+
+
 def _tags(value: Any) -> list[str]:
-    """Return the labels in a value, which is a list, text separated by ";", or `None`."""
+    """Return the labels in a value: a list, text separated by ";", or `None`."""
     if value is None:
         return []
     parts = value if isinstance(value, list | tuple) else str(value).split(";")
@@ -206,13 +208,14 @@ def open_set(
     search = Search(codes, gallery, hidden, distance)
     rows, apart = search.nearest(1)
     known = relevant_items(search, query_class, item_class) > 0
-    if known.all() or not known.any():
-        what = (
-            "unknown: the class of each is in the gallery"
-            if known.any()
-            else "known: the class of none is in the gallery"
+    if known.all():
+        raise DataError(
+            "[evaluate] open_set: no query is unknown, because the class of each is in the gallery."
         )
-        raise DataError(f"[evaluate] open_set: no query is {what}. Both kinds are needed.")
+    if not known.any():
+        raise DataError(
+            "[evaluate] open_set: no query is known, because the class of none is in the gallery."
+        )
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
     unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
     # a query without visible items is never accepted

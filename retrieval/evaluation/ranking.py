@@ -36,15 +36,15 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-_SMALLEST = 2048  # smallest set to rank, of which the sample is a small part
+_SMALLEST = 2048  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
 _PANEL = 1024  # most queries of a panel, and most items of the sample
 _EXPECTED = 2**21  # most candidates that a panel is expected to have
-_GROUP = 8  # items of the sample in a group, of which only the nearest one is looked at
+_GROUP = 8  # items of the sample per group; `_set_reach` uses the nearest item of each group
 _RANKS = 2**17  # ranks to settle at once, so that the temporary arrays stay in a core's cache
 _KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
 _MOST = 2**22  # most candidates of a panel
-_DOUBT = 16  # full search is cheaper for a query with one item in doubt per this many, or more
+_DOUBT = 16  # a query is cheaper to search in full if more than one in so many is in doubt
 _UNIT = 2.0**-24  # u of float32
 
 
@@ -112,7 +112,7 @@ class Ranking:
 
     @staticmethod
     def serves(size: int, depths: Ints) -> int:
-        """Return how many of the first queries, of ascending `depths` (A,), are worth ranking."""
+        """Return how many queries are worth ranking: the first ones, by ascending `depths` (A,)."""
         if size < _SMALLEST:
             return 0
         count = int(np.searchsorted(depths, size // 4, side="right"))
@@ -137,9 +137,9 @@ class Ranking:
             panel.keys.clear()
 
     def _share(self, number: int) -> None:
-        """Find the candidates of a panel and of each later panel among one another's items.
+        """Compare a panel with itself and each later panel, and keep the candidates of both.
 
-        The first panel is the sample, by which the reach of all panels is set first.
+        The first panel is the sample; comparing it with a panel also sets that panel's reach.
         """
         panel = self._panels[number]
         turned = np.ascontiguousarray(_turned(panel.factors).T)

@@ -143,7 +143,7 @@ def fold_accuracy(
 
 def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
     """Return the threshold that judges most pairs correctly; distances must ascend."""
-    # at i: the number of correct judgements, up to a constant, if the i nearest pairs are accepted
+    # right[i]: the correct judgements, up to a constant, if the i nearest pairs are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
     # a threshold never separates equal distances
     cut = np.concatenate([[True], distances[1:] > distances[:-1], [True]])
@@ -191,7 +191,7 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300  # pairs of each kind
 ENOUGH = 30
-"""Folds share no class if each fold then has at least this many pairs of each kind."""
+"""Folds share no class, if each fold then has at least this many pairs of each kind."""
 
 
 def draw_pairs(
@@ -301,10 +301,10 @@ def _fewest_pairs(labels: Items) -> int:
 
 
 def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) -> Items:
-    """Return `count` distinct pairs of rows (count, 2), which exist, of one class or of two.
+    """Return `count` distinct pairs of rows (count, 2) of one class (`same`) or of two classes.
 
-    The classes are drawn uniformly, so that a large class does not dominate. Where this does not
-    give enough distinct pairs, the classes of random items follow.
+    There must be so many pairs. Classes are drawn uniformly, so that a large class does not
+    dominate. If this gives too few distinct pairs, the classes of random items follow.
     """
     order = np.argsort(labels, kind="stable")
     _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)

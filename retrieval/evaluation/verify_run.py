@@ -37,7 +37,7 @@ from retrieval.serving.progress import Progress, shown
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_NUMBERS_PER_CALL = 2**22  # numbers of codes for which distances are computed at once
+_NUMBERS_PER_CALL = 2**22  # size of the arrays of codes whose distances are computed at once
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +109,7 @@ def verify(
     Args:
         run: a run.
         side: "test" or "validation", the side to draw pairs from. For pairs of a file, a note
-            counts those with items that were used before this side: training items and, for
+            counts the pairs with items that were used before this side: training items and, for
             "test", validation items.
         pairs: a file with pairs of any of the data's items (see
             `retrieval.data.pairs.read_pairs`); `None` draws pairs.
@@ -173,27 +173,26 @@ def verify(
 def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows) -> Floats:
     """Return distances (P,) between the rows `first` and `second` (P,) of codes (N, C).
 
-    With a combiner, the model's distance, with the first item as the query. Without one, the
-    Euclidean distance in float64. Without a model, that of the rows scaled to unit length.
+    A model with a combiner measures by the combiner, with the first item as the query. A model
+    without one measures by Euclidean distance in float64. Without a model, the distance is the
+    Euclidean distance of the rows scaled to unit length.
     """
     combiner = None if model is None else model.combiner
-
-    def distance(a: Tensor, b: Tensor) -> Tensor:
-        if model is not None and combiner is not None:
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            return combiner.pairwise_distance(a.to(device), b.to(device)).cpu()
-        a, b = a.double(), b.double()
-        if model is None:
-            a, b = torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1)
-        return (a - b).square().sum(1).sqrt()
-
     distances = np.empty(len(first))
     size = max(1, _NUMBERS_PER_CALL // max(1, codes.shape[1]))
     with contextlib.nullcontext() if model is None else evaluating(model):
         for start in range(0, len(first), size):
             part = slice(start, start + size)
             a, b = codes[torch.from_numpy(first[part])], codes[torch.from_numpy(second[part])]
-            distances[part] = distance(a, b).double().numpy()
+            if model is not None and combiner is not None:
+                device = next((p.device for p in model.parameters()), torch.device("cpu"))
+                values = combiner.pairwise_distance(a.to(device), b.to(device))
+            else:
+                a, b = a.double(), b.double()
+                if model is None:
+                    a, b = (torch.nn.functional.normalize(rows, dim=1) for rows in (a, b))
+                values = (a - b).square().sum(1).sqrt()
+            distances[part] = values.double().cpu().numpy()
     return distances
 
 

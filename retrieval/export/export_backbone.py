@@ -53,20 +53,20 @@ class Photos:
     """
 
     def __init__(self, places: Sequence[StrPath]) -> None:
-        files_found: dict[Path, None] = {}
+        files: list[Path] = []
         for place in map(Path, places):
             if not place.exists():
                 raise DataError(no_such(place))
-            inside = [place]
-            if place.is_dir():
-                below = find_images(place)
-                inside = below.images
-                if dangling := below.dangling(place):
-                    log.warning("%s", dangling)
-            files_found.update((Path(os.path.realpath(file)), None) for file in inside)
-        if not files_found:
+            if not place.is_dir():
+                files.append(place)
+                continue
+            below = find_images(place)
+            files += below.images
+            if dangling := below.dangling(place):
+                log.warning("%s", dangling)
+        files = list(dict.fromkeys(Path(os.path.realpath(file)) for file in files))
+        if not files:
             raise DataError("There are no photos: name files or folders of them.")
-        files = list(files_found)
         self.files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
@@ -100,12 +100,8 @@ class Photos:
         if len(bad) == len(files):
             raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
         if bad:
-            log.warning(
-                "%d of %d photos cannot be read and are skipped. The first: %s",
-                len(bad),
-                len(files),
-                bad[0],
-            )
+            note = "%d of %d photos cannot be read and are skipped. The first: %s"
+            log.warning(note, len(bad), len(files), bad[0])
 
 
 def example_photos(preprocessing: Preprocessing) -> Pixels:
@@ -138,7 +134,7 @@ _NOISE_SHARE = 1e-9
 _SMALL = 1e-6
 """Share of the largest variance that is added to each variance.
 
-It limits the scale of any direction to 1,000 times that of the first.
+No direction is therefore scaled more than 1,000 times as much as the first.
 """
 
 
@@ -364,9 +360,9 @@ def named_backbone(
         BundleError: the backbone takes vectors, or its weights are random.
     """
     factory = plugins.find("backbones", name)
-    takes_vectors = BundleError(f"{name} takes vectors, not images, so it cannot encode photos.")
+    takes_vectors = f"{name} takes vectors, not images, so it cannot encode photos."
     if factory.takes("features"):
-        raise takes_vectors
+        raise BundleError(takes_vectors)
     if "name" in parameters:
         raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
     table = {**parameters, "name": name}
@@ -380,7 +376,7 @@ def named_backbone(
 
     backbone = build(0)
     if backbone.preprocessing is None:
-        raise takes_vectors
+        raise BundleError(takes_vectors)
     if not random_weights and (drawn := differing(backbone, build(1))):
         raise BundleError(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"

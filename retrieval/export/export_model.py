@@ -49,18 +49,10 @@ from retrieval.serving.manifest import (
 )
 from retrieval.serving.probe import WIDEST, probe_of
 from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.runtime import installed_packages
+from retrieval.serving.runtime import ONNXRUNTIME, installed_packages
 
-_MAKERS = (
-    "embedding-retrieval",
-    "torch",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "numpy",
-)
-"""Distributions that take part in an export; the manifest records their versions."""
+_LIBRARIES = ("embedding-retrieval", "torch", "onnx", "onnxscript", *ONNXRUNTIME, "numpy")
+"""Distributions whose versions the manifest records."""
 
 
 @contextlib.contextmanager
@@ -349,13 +341,13 @@ def _checked(
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest, open the bundle as a check, and add a probe: a test input's vectors."""
+    """Write the manifest, open the bundle to check it, and add the vectors of a test input."""
     try:
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={
                 "python": platform.python_version(),
-                **{name: version(name) for name in installed_packages(_MAKERS)},
+                **{name: version(name) for name in installed_packages(_LIBRARIES)},
             },
             **content,
         )
@@ -370,7 +362,5 @@ def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Mani
     }
     if manifest.vector > WIDEST:
         return manifest
-    probed = manifest.model_copy(
-        update={"probe": probe_of(opened, (float(items.mean()), float(items.std())))}
-    )
-    return write_manifest(folder, probed)
+    probe = probe_of(opened, (float(items.mean()), float(items.std())))
+    return write_manifest(folder, manifest.model_copy(update={"probe": probe}))

@@ -50,9 +50,9 @@ def export(
     Args:
         run: a run. If it was opened without its data, the inputs stored in it verify the bundle.
         output: the folder to create, by default `bundle` in the run's folder.
-        dimensions: keep only the first `dimensions` numbers of the embedding, scaled to unit length
-            if the whole embedding has unit length. The loss core.matryoshka trains for such a cut;
-            with other losses quality drops more.
+        dimensions: keep only the first `dimensions` numbers of the embedding. They are scaled to
+            unit length if the whole embedding has unit length. The loss core.matryoshka trains for
+            such a cut; with other losses quality drops more.
         variants: further precisions of the encoder: "fp16", "int8".
         split: write the encoder as two graphs, backbone and head, so that an index can keep
             features and apply other heads to them.

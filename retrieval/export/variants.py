@@ -26,10 +26,10 @@ _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _CALIBRATION_BATCH = 8
 
 DRIFT = Cosine(mean=0.99, min=0.9)
-"""Lowest mean and lowest single cosine allowed between a variant's vectors and the encoder's."""
+"""Lowest cosines allowed between a variant's vectors and the encoder's: on average and at worst."""
 
 SCORED = 10
-"""Number k of results, a search's default, for merge "score", whose order depends on k."""
+"""Default number of results of a search, on which the order depends with merge "score"."""
 
 
 def make_variant(
@@ -77,9 +77,9 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
 def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a converted graph in topological order, without superfluous casts.
 
-    The converter adds one cast per reader of a value, all with the same name, and appends the casts
-    at the end. It also passes values between two float32 nodes through float16, where a length
-    above 65,504 becomes infinity.
+    For a value with several readers, the converter adds several casts of one name; it appends all
+    casts at the end. It also passes values between two float32 nodes through float16, where a
+    length above 65,504 becomes infinity.
     """
     from onnxruntime.transformers.onnx_model import OnnxModel
 
@@ -121,14 +121,11 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     copy = onnx.shape_inference.infer_shapes(proto)
     light = light_ends(copy)
-    floats = {
-        v.name
-        for v in copy.graph.value_info
-        if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    }
+    single = onnx.TensorProto.FLOAT
+    floats = {v.name for v in copy.graph.value_info if v.type.tensor_type.elem_type == single}
     unrounded = {name for node in copy.graph.node if node.name in light for name in node.input}
     for tensor in copy.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in unrounded:
+        if tensor.data_type == single and tensor.name not in unrounded:
             with np.errstate(over="ignore"):
                 values = onnx.numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
@@ -142,7 +139,7 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
                 node.output[number] = f"{name}_float32"
                 for source, target, kind in (
                     (f"{name}_float32", f"{name}_float16", onnx.TensorProto.FLOAT16),
-                    (f"{name}_float16", name, onnx.TensorProto.FLOAT),
+                    (f"{name}_float16", name, single),
                 ):
                     nodes.append(onnx.helper.make_node("Cast", [source], [target], to=kind))
     copy.graph.ClearField("node")
@@ -169,9 +166,8 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
             "The int8 variant cannot be made: the encoder has no convolution or linear layer."
         )
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder, quiet():
-        source, prepared, target = (
-            Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8")
-        )
+        names = ("source.onnx", "prepared.onnx", "int8.onnx")
+        source, prepared, target = (Path(folder, name) for name in names)
         try:
             from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
             from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -277,12 +273,8 @@ def measure(
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         queries = counts[classes] > 1
         if queries.any():
-            shares = [
-                float(
-                    (classes[nearest_items(outputs, rescore, combiner)] == classes)[queries].mean()
-                )
-                for outputs in (before, worst)
-            ]
+            nearest = [nearest_items(outputs, rescore, combiner) for outputs in (before, worst)]
+            shares = [float((classes[rows] == classes)[queries].mean()) for rows in nearest]
             recall = Recall(before=shares[0], after=shares[1])
     drift = Cosine(mean=float(cosine.mean()), min=float(cosine.min()))
     return Variant(file=file, cosine=drift, recall_at_1=recall)

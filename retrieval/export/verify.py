@@ -31,8 +31,10 @@ RunGraph = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
 BATCH = 64
 """Default number of items per batch, which bounds the memory."""
 
-ODD, QUERIES = 7, 16
-"""Size of a small batch that reveals a fixed batch size, and number of queries per comparison."""
+ODD = 7
+"""Size of the small batch that reveals a batch size fixed in the graph."""
+QUERIES = 16
+"""Number of queries whose distances to all items are compared at once."""
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
 
@@ -46,7 +48,7 @@ _OVERLAP_QUERIES = 512
 
 
 class Difference(NamedTuple):
-    """The largest difference from torch, over torch's mean vector length or distance, and where."""
+    """The largest difference from torch, divided by the mean length or distance, and its place."""
 
     value: float
     where: str
@@ -76,12 +78,10 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     return outputs
 
 
-def onnx_outputs(
-    run: RunGraph, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
-) -> dict[str, Floats]:
-    """Return each output of the graph behind `run` for all items."""
+def onnx_outputs(run: RunGraph, names: Sequence[str], items: NDArray[Any]) -> dict[str, Floats]:
+    """Return each output of the graph behind `run` for all items, in batches of `BATCH`."""
     parts = []
-    for inputs in _batches(items, batch):
+    for inputs in _batches(items, BATCH):
         try:
             parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -126,14 +126,13 @@ def compare_encoder(
 ) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
-    The batches are one item, `ODD` items, and all items in batches of up to `BATCH`. A batch size
-    that the exporter fixed in the graph shows as a difference or a failure.
+    The graph runs on one item, on `ODD` items, and on all items in batches of up to `BATCH`. A
+    batch size that the exporter fixed in the graph shows as a difference or a failure.
     """
     differences = []
-    for batch, start in ((1, 0), (ODD, max(0, len(items) - ODD)), (BATCH, 0)):
-        part = items[start : start + batch] if batch < BATCH else items
-        outputs = onnx_outputs(run, list(reference), part, batch)
-        note = f", in a batch of {min(batch, len(part))}"
+    for part, start in ((items[:1], 0), (items[-ODD:], max(0, len(items) - ODD)), (items, 0)):
+        outputs = onnx_outputs(run, list(reference), part)
+        note = f", in a batch of {min(BATCH, len(part))}"
         differences.append(_worst(reference, outputs, start, note))
     return max(differences)
 
@@ -141,8 +140,8 @@ def compare_encoder(
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
     """Return the largest difference between torch's and the graph's distances, over their mean.
 
-    Pairs that are nearer than `NEAR` times the mean in both are left out, because the square root
-    near zero turns a rounding error of 1e-7 into 3e-4.
+    Pairs whose distance is below `NEAR` times the mean in torch and in the graph are left out: near
+    zero, the square root turns a rounding error of 1e-7 into 3e-4.
     """
     differences = []
     for queries, items in ((codes[:1], codes), (codes[:3], codes[-ODD:]), (codes[:QUERIES], codes)):
@@ -176,7 +175,7 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
 def encoder_graph(
     module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float, what: str
 ) -> tuple[bytes, float]:
-    """Return the graph of an encoder or of its half, and the difference from torch's `outputs`."""
+    """Return the graph of an encoder or half of one, and its difference from torch's `outputs`."""
     signature = Signature(
         inputs={"input": ("N", *items.shape[1:])},
         outputs={name: ("N", values.shape[1]) for name, values in outputs.items()},
@@ -251,20 +250,16 @@ def check_repeatable(
     encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
 ) -> None:
     """Refuse a model whose outputs change with the call or the batch: no graph could agree."""
-    for batch, part, cause in (
-        (
-            BATCH,  # the batch of the first run, so that only the call differs
-            items[:BATCH],
-            "it gives other numbers on each call. Dropout or another random layer is still active"
-            " in evaluation mode.",
-        ),
-        (
-            1,
-            items[:ODD],
-            "an item's vector depends on the other items in the batch. Batch normalisation, or"
-            " another statistic of the batch, is still computed in evaluation mode.",
-        ),
-    ):
+    by_call = (
+        "it gives other numbers on each call. Dropout or another random layer is still active in"
+        " evaluation mode."
+    )
+    by_batch = (
+        "an item's vector depends on the other items in the batch. Batch normalisation, or another"
+        " statistic of the batch, is still computed in evaluation mode."
+    )
+    # `outputs` come from batches of `BATCH`, so that in the first comparison only the call differs
+    for batch, part, cause in ((BATCH, items[:BATCH], by_call), (1, items[:ODD], by_batch)):
         worst = _worst(outputs, torch_outputs(encoder, part, batch))
         if worst.value > tolerance:
             raise BundleError(

@@ -48,22 +48,21 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     Raises:
         RecipeError: no item has some of the columns; the message lists them.
     """
-    columns = [
-        (key, name)
-        for key in ("exclude", "levels", "tags", "by")
-        for names in [getattr(evaluate, key) or []]
-        for name in ([names] if isinstance(names, str) else names)
-    ]
+    columns = [("levels", name) for name in evaluate.levels]
+    for key in ("exclude", "tags", "by"):
+        if (name := getattr(evaluate, key)) is not None:
+            columns.append((key, name))
     if not columns:
         return
     known = sorted({str(name) for row in dataset.metadata or [] for name in row})
     listing = f"they have: {', '.join(known)}" if known else "they have none"
-    if problems := [
+    problems = [
         f"[evaluate] {key}: the data have no metadata column '{name}'"
         f" ({listing}).{did_you_mean(name, known)}"
         for key, name in columns
         if name not in known
-    ]:
+    ]
+    if problems:
         raise RecipeError(problems)
 
 

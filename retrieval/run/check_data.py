@@ -59,11 +59,11 @@ def check_data(
 ) -> Findings:
     """Find faults in data: broken files, duplicates, leaks, and labels that are probably wrong.
 
-    Each item is decoded once, by the decoder that training and serving share. Hashes find files
-    with identical bytes and images with identical pixels. Small pictures of the images find images
-    that look the same, for example because they were saved again or resized. If there is a model,
-    the Euclidean distance of its index vectors finds further pairs. Memory grows with the number of
-    items, and the time of the comparison with its square.
+    Each item is decoded once, as for training and serving. Hashes find files with identical bytes
+    and images with identical pixels. Small pictures find images that look the same, for example
+    because they were saved again or resized. With a model, the Euclidean distance of its index
+    vectors finds further pairs. Memory grows with the number of items, and the time of the
+    comparison with its square.
 
     The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
 
@@ -109,23 +109,23 @@ def check_data(
     near: list[Alike] = []
     complete = True
     for by, (chosen, vectors, limit) in compared.items():
-        values, what = scan.same_values[chosen], f"comparing by {by}"
-        pairs = near_pairs(vectors[chosen], limit, same=values, what=what)
+        values = scan.same_values[chosen]
+        pairs = near_pairs(vectors[chosen], limit, same=values, what=f"comparing by {by}")
         ends = zip(chosen[pairs.first].tolist(), chosen[pairs.second].tolist(), strict=True)
         near += map(Alike, ends, repeat(by), pairs.distance.tolist())
         complete = complete and pairs.complete
     return Findings(
-        name,
-        subjects.items,
-        sorted(scan.faults.items()),
-        same,
-        near,
-        {by: limit for by, (_, _, limit) in compared.items()},
-        lone_labels(subjects.items),
-        spelt_alike(subjects.items),
-        complete,
-        subjects.notes,
-        sorted(scan.flat.items()),
+        checked=name,
+        subjects=subjects.items,
+        broken=sorted(scan.faults.items()),
+        same=same,
+        near=near,
+        within={by: limit for by, (_, _, limit) in compared.items()},
+        lone=lone_labels(subjects.items),
+        spelt=spelt_alike(subjects.items),
+        complete=complete,
+        notes=subjects.notes,
+        few_levels=sorted(scan.flat.items()),
     )
 
 
@@ -179,7 +179,7 @@ class _Scan:
 
     Attributes:
         faults: why an item cannot be read, by the item's row (its index among the N items).
-        flat: a sentence on each 16-bit image that has few levels left in 8 bits, by its row.
+        flat: a sentence on each 16-bit image that has few levels left in 8 bits, by row.
         same_bytes: (N,) first row whose file has the same bytes; −1 if the item has no file of its
             own or cannot be read.
         same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
@@ -205,22 +205,22 @@ class _Scan:
         first_with_bytes: dict[bytes, int] = {}
         first_with_values: dict[bytes, int] = {}
         work = partial(_measure, subjects, bundle)
+        results = ahead(work, range(size), workers=min(8, cores()), most=_AHEAD)
         with Meter("checking", size, "items") as meter:
-            workers = min(8, cores())
-            for row, opened in ahead(work, range(size), workers=workers, most=_AHEAD):
+            for row, result in enumerate(results):
                 meter.update()
-                if isinstance(opened, DataError):
-                    self.faults[row] = str(opened)
+                if isinstance(result, DataError):
+                    self.faults[row] = str(result)
                     continue
-                if opened.flat is not None:
-                    self.flat[row] = opened.flat
-                if opened.file is not None:
-                    self.same_bytes[row] = first_with_bytes.setdefault(opened.file, row)
-                self.same_values[row] = first_with_values.setdefault(opened.hashes.values, row)
-                if opened.hashes.picture is not None:
-                    self.pictures[row], self.has_picture[row] = opened.hashes.picture, True
-                if opened.vector is not None:
-                    self.vectors[row] = opened.vector
+                if result.flat is not None:
+                    self.flat[row] = result.flat
+                if result.file is not None:
+                    self.same_bytes[row] = first_with_bytes.setdefault(result.file, row)
+                self.same_values[row] = first_with_values.setdefault(result.hashes.values, row)
+                if result.hashes.picture is not None:
+                    self.pictures[row], self.has_picture[row] = result.hashes.picture, True
+                if result.vector is not None:
+                    self.vectors[row] = result.vector
         if len(self.faults) == size:
             raise DataError(f"None of the {size:,} items can be read. The first: {self.faults[0]}")
 
@@ -249,17 +249,19 @@ class _Scan:
         """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]
+        vectors = self.vectors[chosen].astype(np.float64)
         work = partial(_copy, self.subjects, bundle)
-        distances, workers = [], min(8, cores())
+        copies = ahead(work, chosen.tolist(), workers=min(8, cores()), most=_AHEAD)
+        distances = []
         with Meter("measuring copies", len(chosen), "items") as meter:
-            for row, copy in ahead(work, chosen.tolist(), workers=workers, most=_AHEAD):
-                distances.append(float(np.linalg.norm(copy.astype(np.float64) - self.vectors[row])))
+            for vector, copy in zip(vectors, copies, strict=True):
+                distances.append(float(np.linalg.norm(copy - vector)))
                 meter.update()
         return float(np.quantile(distances, 0.95))
 
 
 class _Measured(NamedTuple):
-    """Measurements of an item: file's hash, fingerprint, vector, sentence for `_Scan.flat`."""
+    """Measurements of an item: its file's hash, fingerprint, vector, and sentence for `flat`."""
 
     file: bytes | None
     hashes: Fingerprint
@@ -267,15 +269,13 @@ class _Measured(NamedTuple):
     flat: str | None
 
 
-def _measure(
-    subjects: Subjects, bundle: Bundle | None, row: int
-) -> tuple[int, _Measured | DataError]:
-    """Return an item's row with its measurements, or with the error if it cannot be read."""
+def _measure(subjects: Subjects, bundle: Bundle | None, row: int) -> _Measured | DataError:
+    """Return an item's measurements, or the error if it cannot be read."""
     name = subjects.items[row].name
     try:
         file, item = subjects.open(row)
     except DataError as fault:
-        return row, fault
+        return fault
     try:
         image = item if isinstance(item, Image.Image) else None
         flat = None if image is None else few_levels(image)
@@ -283,18 +283,20 @@ def _measure(
         if bundle is not None:
             inputs = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
             vector = bundle.encode(inputs[None]).vector[0]
-        return row, _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
+        return _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
     except DataError as fault:
-        return row, DataError(f"{name}: {fault}")
+        return DataError(f"{name}: {fault}")
 
 
-def _copy(subjects: Subjects, bundle: Bundle, row: int) -> tuple[int, NDArray[np.float32]]:
-    """Return an item's row, and the vector of its JPEG copy."""
+def _copy(subjects: Subjects, bundle: Bundle, row: int) -> NDArray[np.float32]:
+    """Return the vector of an item's JPEG copy."""
     _, item = subjects.open(row)
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
     to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
-    return row, bundle.encode(bundle.preprocess(decode(out.getvalue()))[None]).vector[0]
+    pixels = bundle.preprocess(decode(out.getvalue()))
+    vector: NDArray[np.float32] = bundle.encode(pixels[None]).vector[0]
+    return vector
 
 
 MOST = 64

@@ -1,9 +1,8 @@
 """Checkpoints: one safetensors file with a checksum, written atomically, without pickle.
 
-A nested state of dicts and lists is stored as named tensors and, in the file's header, a JSON
-skeleton that records where in the state each tensor belongs. The header also holds the SHA-256 of
-the file. The digest is computed while zeros stand in its place, so that it can be part of the file
-and one rename publishes tensors and checksum together.
+A nested state of dicts and lists becomes named tensors, and a JSON skeleton in the file's header
+that says where in the state each tensor belongs. The header also holds the file's SHA-256, which is
+computed while zeros stand in its place. One rename therefore publishes tensors and checksum.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 class Mapped:
     """A large tensor on the CPU, written without a copy, and loaded as a view of the file.
 
-    A process that needs some of its rows therefore reads only these into memory.
+    A process that needs a few of the tensor's rows therefore reads only these into memory.
     """
 
     tensor: Tensor
@@ -237,9 +236,8 @@ def seed_everything(seed: int) -> None:
 def python_random_kept() -> Iterator[None]:
     """Context manager that restores the state of Python's random generator at its end.
 
-    Some modules (rich, imported by scikit-learn) draw random numbers when they are imported, which
-    happens only in a process's first run. Unless the state is restored, the first run draws other
-    random numbers than later runs.
+    Some modules (rich, imported by scikit-learn) draw random numbers when they are imported. Only
+    a process's first run imports them, so it would draw other random numbers than later runs.
     """
     state = random.getstate()
     try:

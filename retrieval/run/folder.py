@@ -1,5 +1,7 @@
 """A run's folder: create it, tell its state, and lock it for the process that writes to it.
 
+The folder holds:
+
 recipe.toml             the recipe as it was run, overrides included, with absolute paths
 run.json                versions, machine, split sizes, descriptions of objects made in Python
 plugins/                copies of the recipe's plugin files and folders
@@ -38,13 +40,18 @@ from retrieval.recipe.tables import Component, Tables
 from retrieval.serving.files.locks import hold
 
 AnyTables = TypeVar("AnyTables", bound=Tables)
-CHECKPOINTS = ("last", "previous", "best")
 INPUTS = "inputs.safetensors"
 
 
 def checkpoint_file(path: Path, name: str) -> Path:
-    """Return the file of one of a run's `CHECKPOINTS`."""
+    """Return the file of a run's checkpoint "last", "previous" or "best"."""
     return path / "checkpoints" / f"{name}.safetensors"
+
+
+def weights_files(path: Path) -> list[Path]:
+    """Return a run's checkpoints that exist, the one with the best weights first."""
+    files = [checkpoint_file(path, name) for name in ("best", "last", "previous")]
+    return [file for file in files if file.is_file()]
 
 
 def is_run(path: Path) -> bool:
@@ -158,8 +165,8 @@ def record_changes(
 ) -> None:
     """Record in `run.json` how a resumed run's recipe changed, and at which step.
 
-    `recipe.toml` is updated too. The summary and the evaluations are removed, because the run is no
-    longer complete and its weights will change.
+    `recipe.toml` is updated too. The summary and the evaluations are removed: the run is no longer
+    complete, and its weights will change.
 
     Args:
         path: the run's folder.
@@ -234,11 +241,11 @@ def _refused(path: Path, error: OSError) -> DataError:
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:
-    """Return, by recipe table, the objects that replace parts of the recipe and are not `None`.
+    """Return, by recipe table, the objects that replace parts of the recipe; `None` replaces none.
 
     Args:
         objects: objects by part, such as `dataset` or `loss`. A dataset may be anything that
-            `as_dataset` takes. Names, paths, types and recipe tables are returned as they are; the
+            `as_dataset` takes. Names, paths, types and recipe tables are returned unchanged; the
             recipe's checks reject them later.
 
     Raises:

@@ -6,8 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,10 +37,12 @@ from retrieval.run.folder import (
     record,
     refuse_extra_objects,
     refuse_other_objects,
+    weights_files,
 )
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
 from retrieval.serving.files.places import StrPath, instead
+from retrieval.serving.runtime import installed_packages
 
 
 @dataclass(repr=False)
@@ -74,8 +75,8 @@ class Run:
 
         Args:
             path: the run's folder.
-            or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
-                opened. `dataset` is then a `KeptInputs`, and `splits.notes` says why.
+            or_kept: if the data cannot be opened, use the held-out inputs in the run's folder.
+                `dataset` is then a `KeptInputs`, and `splits.notes` says why.
             objects: the objects that were passed to `train`, by the same names: dataset, sampler,
                 backbone, combiner, loss, miner, generator, learner.
 
@@ -96,9 +97,8 @@ class Run:
         refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
             items, splits = _items(path, recipe, or_kept)
-            if recipe.learner is None:
-                model = build_model(recipe, items)
-        if recipe.learner is not None:
+            model = build_model(recipe, items) if recipe.learner is None else None
+        if model is None:
             model = load_learned(recipe, items, checkpoint_file(path, "best"))
         else:
             chosen, advice = _weights_to_use(path)
@@ -136,7 +136,7 @@ class Run:
         """The weights of the best validated epoch, or the final weights if none was validated."""
         return checkpoint_file(self.path, "best")
 
-    @cached_property
+    @property
     def metrics_file(self) -> Path:
         """The log, with one JSON object per epoch."""
         return self.path / "metrics.jsonl"
@@ -157,24 +157,23 @@ class Run:
             ) from error
 
 
+LIBRARIES = (
+    "embedding-retrieval",
+    "torch",
+    "torchvision",
+    "pytorch-metric-learning",
+    "accelerate",
+    "numpy",
+    "scikit-learn",
+    "timm",
+)
+"""Distributions on which a run's results depend."""
+
+
 def run_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that results depend on."""
-    versions = {"python": platform.python_version()}
-    for name in (
-        "embedding-retrieval",
-        "torch",
-        "torchvision",
-        "pytorch-metric-learning",
-        "accelerate",
-        "numpy",
-        "scikit-learn",
-        "timm",
-    ):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    installed = {name: version(name) for name in installed_packages(LIBRARIES)}
+    return {"python": platform.python_version(), **installed}
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -262,13 +261,13 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint to evaluate or export, and advice in case the file is damaged."""
-    names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
-    if not names:
+    files = weights_files(path)
+    if not files:
         raise DataError(
             f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
         )
-    other = f"Remove the file to use {names[1]}.safetensors instead. Or: " if names[1:] else ""
-    return checkpoint_file(path, names[0]), other + checkpoint.TRAIN_AGAIN
+    other = f"Remove the file to use {files[1].name} instead. Or: " if files[1:] else ""
+    return files[0], other + checkpoint.TRAIN_AGAIN
 
 
 class ItemCodes:
@@ -282,7 +281,7 @@ class ItemCodes:
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
-        # Cached features belong to the dataset's items, not to the inputs stored in the run.
+        # the cache holds features of the dataset's items, not of the inputs stored in the run
         self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:

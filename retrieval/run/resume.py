@@ -217,10 +217,8 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     run_recipe, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
-    before, now = (
-        flat(absolute_paths(run_recipe.with_plugins(recipe.loaded))),
-        flat(absolute_paths(recipe)),
-    )
+    before = flat(absolute_paths(run_recipe.with_plugins(recipe.loaded)))
+    now = flat(absolute_paths(recipe))
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
     if refused:
@@ -255,7 +253,7 @@ def _check_epochs(
         return
     patience = recipe.train.patience
     for i, (old, new) in enumerate(zip(run_recipe.phases, recipe.phases, strict=True)):
-        # epochs that were begun; a phase that is over keeps its number
+        # number of epochs begun in this phase
         begun = old.epochs if i < progress.phase else progress.phase_epoch + bool(progress.step)
         over = i < progress.phase and new.epochs != old.epochs
         if over or (i == progress.phase and new.epochs < begun):
@@ -282,13 +280,16 @@ def flat(recipe: Tables) -> dict[str, Any]:
     """Return a recipe's values by dotted key, as `--set` names them, without its plugins."""
     values: dict[str, Any] = {}
 
+    def is_array_of_tables(value: Any) -> bool:
+        return (
+            isinstance(value, list) and value != [] and all(isinstance(v, Mapping) for v in value)
+        )
+
     def walk(value: Any, place: str) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 walk(inner, f"{place}.{key}" if place else str(key))
-        elif (
-            isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
-        ):
+        elif is_array_of_tables(value):
             for i, inner in enumerate(value):
                 walk(inner, f"{place}.{i}")
         elif value is not None:

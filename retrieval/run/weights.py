@@ -17,7 +17,7 @@ from retrieval.model.products import check_learner, model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone
-from retrieval.run.folder import checkpoint_file
+from retrieval.run.folder import weights_files
 
 
 def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
@@ -37,10 +37,9 @@ def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
 
 
 def take_weights(model: Model, recipe: Recipe) -> None:
-    """Load into a model the weights of the run named by `[train] start_from`, if it is set.
+    """Load into a model the weights of the run that `[train] start_from` names, if it is set.
 
-    `[train] start_parts` names the parts to load. For a recipe with a learner, only the backbone
-    is loaded.
+    `[train] start_parts` names the parts to load. A recipe with a learner loads only the backbone.
 
     Raises:
         RecipeError: the run does not exist, or some of its weights do not match the model's in name
@@ -50,15 +49,12 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     if recipe.train.start_from is None:
         return
     source = Path(recipe.train.start_from)
-    file = source
-    if source.is_dir():
-        files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
-        file = next((file for file in files if file.is_file()), files[0])
-    if not file.is_file():
+    files = [source] if source.is_file() else weights_files(source)
+    if not files:
         raise RecipeError(
             f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
         )
-    theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
+    theirs: dict[str, Tensor] = checkpoint.load(files[0])["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
@@ -79,7 +75,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
 
 def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return a sentence for each of a part's weights that one side lacks or whose shapes differ."""
+    """Return a sentence for each weight of a part that one model lacks, or whose shapes differ."""
     problems = []
     for name in dict.fromkeys([*ours, *theirs]):
         if not name.startswith(f"{part}."):

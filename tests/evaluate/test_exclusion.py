@@ -1,4 +1,4 @@
-"""Gallery items that a query does not see: against plain definitions, and in a run."""
+"""Gallery items that are hidden from a query: against plain definitions, and in a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metrics_by_loops import ALL, metrics_by_loops
+from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_items
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
@@ -20,22 +20,16 @@ from retrieval.evaluation.report.measured import SHOWN
 from retrieval.run.open import ItemCodes, Run
 
 
-def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
-    """Return the places that a query may see."""
+def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label=False):
+    """Return the rows of the gallery that query i may see."""
     shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
     hidden = [s and (not same_label or labels[i] == t) for s, t in zip(shared, theirs, strict=True)]
     return [j for j in range(len(theirs)) if not (itself and i == j) and not hidden[j]]
 
 
 def items(seed: int, count: int, tied: bool):
-    random = np.random.default_rng(seed)
-    labels = np.minimum(random.geometric(0.25, count), 9)
-    if tied:
-        codes = random.integers(0, 3, (count, 2))
-    else:
-        codes = random.normal(size=(count, 5)) + labels[:, None] * 0.3
-    cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
-    return codes.astype(np.float32), labels, cameras
+    codes, labels, random = random_items(seed, count, tied)
+    return codes, labels, [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
 
 
 @pytest.mark.parametrize("same_label", [False, True])
@@ -49,22 +43,19 @@ def test_against_the_definitions(same_label, tied, parted):
     def seen(i: int) -> list[int]:
         return seen_by(i, labels, cameras, *other, not parted, same_label)
 
-    expected, asked = metrics_by_loops(codes, labels, gallery, theirs, seen)
+    expected, queries = metrics_by_loops(codes, labels, gallery, theirs, seen)
     sides = {"gallery": gallery, "gallery_labels": theirs, "metrics": ALL}
     exclude = Exclusion(cameras, their_cameras, same_label)
     found = evaluate(codes, labels, **sides, exclude=exclude)
     assert found.values == pytest.approx(expected, abs=1e-12)
-    assert (found.queries, found.singletons) == (asked, 70 - asked)
+    assert (found.queries, found.singletons) == (queries, 70 - queries)
     assert found.values != pytest.approx(evaluate(codes, labels, **sides).values, abs=1e-3)
 
 
-def test_values_that_exclude_nothing_give_the_very_same_figures():
-    codes, labels, _ = items(3, 3000, False)  # enough that the plain figures take the quick way
+def test_values_that_exclude_nothing_and_block_sizes_change_no_metric(monkeypatch):
+    codes, labels, _ = items(3, 3000, False)  # so many that `Ranking` serves the plain search
     alone = Exclusion(list(range(3000)))
     assert evaluate(codes, labels, exclude=alone) == evaluate(codes, labels)
-
-
-def test_block_sizes_give_the_very_same_figures(monkeypatch):
     codes, labels, cameras = items(4, 120, True)
     first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
     for block in (1, 7, 119):
@@ -72,7 +63,7 @@ def test_block_sizes_give_the_very_same_figures(monkeypatch):
         assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras)) == first
 
 
-def test_values_that_do_not_fit():
+def test_as_many_values_as_items_are_needed():
     codes, labels, cameras = items(6, 20, False)
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
         evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
@@ -83,30 +74,18 @@ def test_values_that_do_not_fit():
     assert every.queries == 0 and every.singletons == 20
 
 
-def distances(ours, others):
-    """Return distances as figures compare them, one pair after another in float64, rounded to
-    float32.
-    """
-    apart = [
-        [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in others]
-        for p in ours
-    ]
-    return np.sqrt(np.array(apart, np.float32))
-
-
 @pytest.mark.parametrize("same_label", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parted", [False, True])
 def test_open_set_by_the_definition(same_label, tied, parted):
     codes, labels, cameras = items(1, 70, tied)
-    labels[:8] = np.arange(90, 98)  # nobody else's
+    labels[:8] = np.arange(90, 98)  # classes of one item
     gallery, theirs, their_cameras = items(2, 50, tied) if parted else (codes, labels, cameras)
-    apart = distances(codes, gallery)
     best, known = [], []
     for i in range(70):
         seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, same_label)
         known.append(any(theirs[j] == labels[i] for j in seen))
-        best.append(min(((apart[i, j], j) for j in seen), default=(np.inf, -1)))
+        best.append((nearest_by_loops(codes[i], gallery, seen) or [(np.inf, -1)])[0])
     assert 0 < sum(known) < 70
     expected = {}
     for far in (0.0, 0.1, 0.5):
@@ -130,7 +109,7 @@ def test_an_open_set_has_known_and_unknown_queries():
             open_set(codes, classes, codes, labels)
 
 
-def test_who_may_see_nothing_is_never_accepted():
+def test_a_query_that_may_see_nothing_is_never_accepted():
     codes, labels = np.array([[0.0], [0.1], [0.2], [5.0]]), np.array([0, 0, 1, 2])
     exclude = Exclusion(["a", "a", "b", "c"], ["x", "x", "b", "b", "c"])
     gallery, theirs = np.array([[0.0], [9.0], [0.2], [0.3], [5.0]]), np.array([0, 0, 1, 1, 2])
@@ -148,14 +127,14 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     codes, labels, cameras = items(7, 40, True)
     gallery, theirs, their_cameras = items(8, 30, True) if parted else (codes, labels, cameras)
     hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
-    asked = np.array([39, 0, 7, 7, 12])
-    rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, asked)
-    far = distances(codes, gallery)
-    for place, i in enumerate(asked.tolist()):
-        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, False)
-        seen = sorted(seen, key=lambda j, i=i: (far[i, j], j))[:38]
-        assert rows[place].tolist() == seen + [-1] * (38 - len(seen))
-        assert apart[place].tolist() == [*(far[i, j] for j in seen), *[np.inf] * (38 - len(seen))]
+    queries = np.array([39, 0, 7, 7, 12])
+    rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, queries)
+    for place, i in enumerate(queries.tolist()):
+        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted)
+        near = nearest_by_loops(codes[i], gallery, seen)[:38]
+        squared, nearest = zip(*near, *[(np.inf, -1)] * (38 - len(near)), strict=True)
+        assert rows[place].tolist() == list(nearest)
+        assert apart[place].tolist() == np.sqrt(np.array(squared, np.float32)).tolist()
     assert (rows < 0).any()
 
 
@@ -205,7 +184,7 @@ def test_in_a_run(cli, tmp_path, monkeypatch):
 
 
 def check_the_open_set() -> Any:
-    """Open-set rates are of what a query may see; returns the codes of all items."""
+    """Open-set rates use the items that a query may see; return the codes of all items."""
     run = Run.open(Path("runs/r"))
     table = run.recipe.evaluate.model_copy(update={"open_set": [0.5]})
     run.recipe = run.recipe.model_copy(update={"evaluate": table})
@@ -223,14 +202,13 @@ def check_the_open_set() -> Any:
 
 
 def check_the_report(codes: Any) -> None:
-    """The report's neighbours and figures are of what a query may see, and so are its pairs."""
+    """The report's neighbours, metrics and pairs use the items that a query may see."""
     run = Run.open(Path("runs/r"))
     labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
     results = measured.measure(run, 100)
-    apart = distances(codes, codes)
     for place, query in enumerate(results.query.tolist()):
         seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]
-        order = sorted(seen, key=lambda j: (apart[query, j], j))[:SHOWN]
+        order = [j for _, j in nearest_by_loops(codes[query], codes, seen)][:SHOWN]
         assert results.neighbours[place].tolist() == order + [-1] * (SHOWN - len(order))
         assert results.metrics["recall_at_1"][place] == (labels[order[0]] == labels[query])
     pairs = results.pairs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ METRICS = ("recall_at_1", "recall_at_4", "r_precision", "map_at_r")
 
 
 def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of 12 classes of unequal size, with duplicates and items alone in their class."""
+    """Codes of 12 classes of unequal size, with duplicates and a class of one item."""
     rng = np.random.default_rng(seed)
     labels = np.minimum(rng.geometric(0.2, count), 11)
     codes = rng.normal(size=(12, 8))[labels] + rng.normal(size=(count, 8))
@@ -30,17 +29,14 @@ def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(params=[17, 100, None])
 def block(request, monkeypatch):
-    """Size of a block: so many queries, and items of 8 columns, or by default the program's sizes.
-
-    A thread searches for seven queries at a time.
-    """
+    """Number of queries and of items per block; a thread searches for seven queries at a time."""
     monkeypatch.setattr(module.Neighbors, "block", lambda self, k: 7)
     if request.param is not None:
         monkeypatch.setattr(module, "_QUERIES", request.param)
         monkeypatch.setattr(module, "_GALLERY_BYTES", 64 * request.param)
 
 
-def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
+def test_metrics_equal_those_of_evaluate_for_any_block_size(block):
     codes, labels = clusters(500)
     assert pairwise(ArrayRows(codes), labels, metrics=METRICS) == evaluate(
         codes, labels, metrics=METRICS
@@ -82,7 +78,7 @@ WIDE, PART = 2048, 4096
 
 
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
-    """A folder as `retrieval embed` writes it, of vectors without originals."""
+    """Write a folder of vectors as `retrieval embed` does."""
     from retrieval.serving.embedding.embedding import write_part
     from retrieval.serving.index.embedded import Plan
     from retrieval.serving.index.locations import PLAN, Source
@@ -102,17 +98,32 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     (folder / PLAN).write_text(plan.text())
 
 
+BOUNDED = """
+import os, resource, sys
+from pathlib import Path
+from retrieval.evaluation.pairwise import evaluate_vectors
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one worker
+for gallery in sys.argv[2:]:
+    before = peak()
+    result = evaluate_vectors(sys.argv[1], gallery=gallery, metrics=["recall_at_1"], progress=False)
+    print(result.values["recall_at_1"], result.gallery, peak() - before)
+"""
+
+
 def test_a_worker_holds_a_block_and_not_the_gallery(tmp_path, process):
+    """The small gallery is searched first, so that the peak grows by the large one's blocks."""
     pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
     rng = np.random.default_rng(0)
     same = rng.normal(size=(PART, WIDE)).astype(np.float32)
     written(tmp_path / "q", lambda number: same[:14], 1, 14)
     written(tmp_path / "small", lambda number: same, 1, PART)
     written(tmp_path / "large", lambda number: same + np.float32(number), 8, PART)
-    script = Path(__file__).with_name("bounded_process.py")
     folders = [tmp_path / name for name in ("q", "small", "large")]
-    done = process(script, *folders, seconds=300, OMP_NUM_THREADS="1")
-    said = json.loads(done.out)
-    assert said["recall"] == 1.0 and said["gallery"] == 8 * PART
-    gallery = 4 * WIDE * PART * 8
-    assert said["grown"][1] < gallery / 4, said
+    done = process("-c", BOUNDED, *folders, seconds=300, OMP_NUM_THREADS="1")
+    recall, gallery, added = done.out.splitlines()[-1].split()
+    assert float(recall) == 1.0 and int(gallery) == 8 * PART
+    assert int(added) < 4 * WIDE * PART * 8 / 4

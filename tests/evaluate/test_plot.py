@@ -93,7 +93,7 @@ def test_a_file_that_is_gone_is_an_empty_cell(made, makers, tmp_path):
     assert figure.axes[2].get_images()
 
 
-def test_neighbours_says_what_it_cannot_draw(made, index, makers, tmp_path):
+def test_neighbours_that_cannot_be_drawn_are_refused(made, index, makers, tmp_path):
     image = made / "digits" / "3" / "0003.png"
     (tmp_path / "text.png").write_text("no image")
     for queries, options, says in (
@@ -142,7 +142,7 @@ def test_curves_without_validation_has_one_panel(tmp_path):
         ("3\n", "must have a JSON object"),
     ],
 )
-def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):
+def test_a_folder_without_curves_is_refused(tmp_path, text, said):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError, match=said) as refused:
@@ -150,19 +150,24 @@ def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):
     assert str(tmp_path / "metrics.jsonl") in str(refused.value)
 
 
-@pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_map_places_every_item_beside_its_class(method):
+@pytest.mark.parametrize("method", ["pca", "tsne", "umap"])
+def test_map_places_every_item_beside_its_class_and_the_same_again(method):
+    if method == "umap":
+        pytest.importorskip("umap", reason="umap-learn is not installed")
     codes, labels = load_iris(return_X_y=True)
-    codes, labels = codes[::3], labels[::3]
-    figure = retrieval.plot.map(codes, [f"class {n}" for n in labels], method=method)
-    (panel,) = figure.axes
-    groups = {group.get_label(): np.asarray(group.get_offsets()) for group in panel.collections}
-    assert list(groups) == ["class 0", "class 1", "class 2"]
-    assert [len(points) for points in groups.values()] == np.bincount(labels).tolist()
-    assert "50 items of 3 classes" in panel.get_title()
-    centres = np.array([points.mean(axis=0) for points in groups.values()])
-    own = np.linalg.norm(groups["class 0"] - centres[0], axis=1).max()
-    # setosa is apart by either method
+    codes, names = codes[::3], [f"class {n}" for n in labels[::3]]
+    panels = [retrieval.plot.map(codes, names, method=method).axes[0] for _ in range(2)]
+    first, second = (
+        {group.get_label(): np.asarray(group.get_offsets()) for group in panel.collections}
+        for panel in panels
+    )
+    counts = {name: len(points) for name, points in first.items()}
+    assert counts == {name: names.count(name) for name in ("class 0", "class 1", "class 2")}
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert "50 items of 3 classes" in panels[0].get_title()
+    centres = np.array([points.mean(axis=0) for points in first.values()])
+    own = np.linalg.norm(first["class 0"] - centres[0], axis=1).max()
+    # setosa is apart by every method
     assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
 
 
@@ -192,20 +197,9 @@ def test_a_map_of_many_classes_colours_without_a_legend():
         (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
-def test_map_says_what_it_cannot_draw(codes, labels, method, said):
+def test_a_map_that_cannot_be_drawn_is_refused(codes, labels, method, said):
     with pytest.raises(DataError, match=said):
         retrieval.plot.map(codes, labels, method=method)
-
-
-def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again():
-    pytest.importorskip("umap", reason="umap-learn is not installed")
-    codes, labels = load_iris(return_X_y=True)
-    maps = [retrieval.plot.map(codes, labels, method="umap").axes[0] for _ in range(2)]
-    first, second = ([np.asarray(g.get_offsets()) for g in one.collections] for one in maps)
-    centres = np.array([points.mean(axis=0) for points in first])
-    own = np.linalg.norm(first[0] - centres[0], axis=1).mean()
-    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch):

@@ -1,4 +1,4 @@
-"""`retrieval report`: its metrics, what it finds and refuses, the page in Chromium."""
+"""`retrieval report`: metrics, mistakes, refusals, and the page in Chromium."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
+from retrieval.plugin import Combiner
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
@@ -33,17 +35,17 @@ def digits():
     """Load 20 of each digit."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    rows = np.concatenate([np.flatnonzero(found.target == k)[:20] for k in range(10)])
-    labels = [f"<b>{k}</b>" for k in found.target[rows]]
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == k)[:20] for k in range(10)])
+    labels = [f"<b>{k}</b>" for k in data.target[rows]]
     labels[-1] = "<b>8</b>"
     keys = [f"</script>{i}" for i in range(len(rows))]
-    further = []
-    for i, k in enumerate(found.target[rows]):
+    metadata = []
+    for i, k in enumerate(data.target[rows]):
         tags = f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""
-        further.append({"part": k // 7, "parity": k % 2, "tags": tags})
-    images = (found.images[rows] * 15.9).astype(np.uint8)
-    return ArrayDataset(images, labels, keys, metadata=further)
+        metadata.append({"part": k // 7, "parity": k % 2, "tags": tags})
+    images = (data.images[rows] * 15.9).astype(np.uint8)
+    return ArrayDataset(images, labels, keys, metadata=metadata)
 
 
 @hookimpl
@@ -61,7 +63,7 @@ def retrieval_report_panels(run):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run of digits; 100 test items of five classes. Not to be changed."""
+    """A run of digits with 100 test items of five classes, which tests do not change."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "mine.py").write_text(PLUGIN, encoding="utf-8")
     table = {
@@ -88,13 +90,28 @@ def file(run_folder):
     return write.report([run_folder], output, map="pca", progress=False)
 
 
-def test_figures_are_those_of_evaluate(found, run_folder):
+def test_metrics_equal_those_of_evaluate(found, run_folder):
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
     theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == 100
     for name in names:
         mean, low, high = found.intervals[name]
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
+
+
+def test_a_combiner_measures_each_pair_of_items_once(run_folder, monkeypatch):
+    run, pairs = Run.open(run_folder), []
+
+    class Counting(Combiner):
+        def compute_mat(self, query_emb, ref_emb):
+            pairs.append(len(query_emb) * len(ref_emb))
+            return torch.cdist(query_emb.double(), ref_emb.double())
+
+    expected = measured.measure(run, 10)
+    run.model.combiner = Counting()
+    result = measured.measure(run, 10)
+    assert sum(pairs) == 100 * 100 + 10 * 10  # all test items, and the sample of pairs
+    assert np.array_equal(result.neighbours, expected.neighbours)
 
 
 def test_an_interval_draws_whole_classes():
@@ -158,9 +175,9 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
     assert len(measured.measure(Run.open(tmp_path / "run"), 20).pairs.items) == 20
 
 
-def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder, monkeypatch):
+def test_the_file_is_self_contained_bounded_and_escapes_names(file, run_folder, monkeypatch):
     text = file.read_text(encoding="utf-8")
-    queries = ["Best queries", "Worst queries", "Random queries", "Classes taken for one another"]
+    queries = ["Best queries", "Worst queries", "Random queries", "<h3>Confusion matrix"]
     for part in (*queries, "Curves of training", "PCA: ", "A &lt;panel&gt; of mine"):
         assert part in text
     assert "&lt;b&gt;8&lt;/b&gt;" in text
@@ -212,7 +229,7 @@ def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(run_folder, m
         measured.measure(run, 60, label_column="party")
 
 
-def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
+def test_thumbnails_of_large_and_damaged_images(tmp_path):
     from PIL import Image
     from retrieval.data.datasets import FileDataset
 
@@ -224,7 +241,7 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
     assert thumbnails(1) == "" and SIDE == 96
 
 
-def test_what_cannot_be_reported_is_said_at_once(run_folder, tmp_path):
+def test_wrong_arguments_are_refused_before_anything_is_written(run_folder, tmp_path):
     runs = [tmp_path / "gone", run_folder, tmp_path / "other"]
     for options, says in (
         ({"runs": runs}, r"gone is not a run(.|\n)*other is not a run"),
@@ -248,7 +265,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder, tmp_path):
         ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
     ],
 )
-def test_a_plugin_that_gives_something_else_is_told(run_folder, given, sentence):
+def test_a_panel_that_is_no_picture_is_refused(run_folder, given, sentence):
     from retrieval.host.hookspecs import hookimpl
 
     class Bad:
@@ -299,11 +316,11 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page, 
         result = axe.run(page)
         assert result.violations_count == 0, result.generate_report()
     page.evaluate("() => document.querySelector('img.drawing').removeAttribute('alt')")
-    assert axe.run(page).violations_count > 0  # it does look
+    assert axe.run(page).violations_count > 0  # axe does look
 
 
 def protocol(folder: Path, **evaluate: Any) -> Run:
-    """The run, with an `[evaluate]`."""
+    """Open a run with another `[evaluate]`."""
     run = Run.open(folder)
     run.recipe = run.recipe.model_copy(update={"evaluate": Evaluate(**evaluate)})
     return run
@@ -322,13 +339,13 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
         ({"gallery_items": 1, "repetitions": 2, "levels": ["part"]}, "label, part"),
         (
             {"levels": ["part", "parity"]},
-            "nDCG grades an item by the finest it shares with the query: label, part, parity",
+            "by the finest level that it shares with the query: label, part, parity",
         ),
         ({"tags": "tags"}, "An item is right if it shares one of the query’s tags"),
-        ({"tags": "tags", "exclude": "parity", "by": "part"}, "leaves out [evaluate] by"),
+        ({"tags": "tags", "exclude": "parity", "by": "part"}, "ignores [evaluate] by"),
     ],
 )
-def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
+def test_metrics_of_each_protocol_equal_those_of_evaluate(run_folder, given, sentence):
     run = protocol(run_folder, **given)
     result = measured.measure(run, sample=100)
     theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
@@ -356,7 +373,7 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
         assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]
 
 
-def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
+def test_a_protocol_that_does_not_fit_the_data_is_refused(run_folder):
     for given, sentence in (
         ({"tags": "tag"}, "no metadata column 'tag'"),
         ({"gallery_items": 99}, "no class has more test items"),

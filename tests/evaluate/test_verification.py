@@ -1,4 +1,4 @@
-"""Verification figures against plain loops, and by hand where there are ties."""
+"""Metrics of verification against plain loops, with and without ties."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def eer_by_loops(distances: list[float], same: list[bool]) -> float:
 def accuracy_by_loops(
     distances: list[float], same: list[bool], folds: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Each fold's accuracy and threshold: every cut between two distances of the other folds is
-    tried.
-    """
+    """Each fold's accuracy and threshold, by trying every cut of the other folds' distances."""
     accuracy, thresholds = [], []
     for fold in sorted(set(folds)):
         others = [(d, s) for d, s, f in zip(distances, same, folds, strict=True) if f != fold]
@@ -131,7 +129,7 @@ def test_equal_curves_are_drawn_as_equal_bytes():
         ({"distances": [], "same": [], "folds": []}, "pairs are missing"),
     ],
 )
-def test_what_cannot_be_verified_is_said(change, says):
+def test_pairs_that_cannot_be_verified_are_refused(change, says):
     pairs = {"distances": [1, 2, 3, 4], "same": [1, 0, 1, 0], "folds": [0, 0, 1, 1]}
     with pytest.raises(DataError, match=says):
         verification(**pairs | change)

@@ -1,4 +1,4 @@
-"""`retrieval evaluate --protocol verification` on real runs and a bundle."""
+"""`retrieval evaluate --protocol verification` on real runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One quick run of each kind."""
+    """A quick run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
     learner = {"learner": {"name": "core.pca", "n_components": 8}}
     learner |= {"backbone": {"name": "toolbox.net", "frozen": True}}
@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def fresh(runs, tmp_path):
-    """A copy of a run."""
+    """Function that copies a run."""
 
     def copy(name: str) -> Path:
         shutil.copytree(runs[name], tmp_path / name)
@@ -65,9 +65,8 @@ def written_pairs(folder: Path) -> list[dict[str, str]]:
 
 
 def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
-    """The pairs' distances, taken out of the whole matrix of the model's distances."""
-    items = np.arange(len(run.dataset))
-    codes = encode(run.model, run.dataset, items)
+    """Return the pairs' distances from the whole matrix of the model's distances."""
+    codes = encode(run.model, run.dataset, np.arange(len(run.dataset)))
     with torch.inference_mode():
         matrix = run.model.distances(codes, codes).double().numpy()
     place = {key: i for i, key in enumerate(run.dataset.keys)}
@@ -75,7 +74,7 @@ def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "combiner", "learner"])
-def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch):
+def test_metrics_of_the_models_distances_and_of_raw_pixels(fresh, kind, monkeypatch):
     run = Run.open(fresh(kind))
     monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
     results = verify(run, baseline=True)
@@ -84,20 +83,24 @@ def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch)
     written = [float(row["distance"]) for row in rows]
     np.testing.assert_allclose(written, distances, rtol=2e-5, atol=1e-6)
     labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
-    held = {run.dataset.keys[i] for i in run.splits.query}
+    images = {key: run.dataset[i] for i, key in enumerate(run.dataset.keys)}
+    held, raw = {run.dataset.keys[i] for i in run.splits.query}, []
     for row in rows:
         assert (labels[row["first"]] == labels[row["second"]]) == (row["same"] == "1")
         assert {row["first"], row["second"]} <= held
+        x, y = (np.asarray(images[row[name]], float).ravel() for name in ("first", "second"))
+        raw.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
     expected = verification(written, same, folds)
     assert results.metrics["trained"] == expected.values
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
-    assert list(results.metrics) == ["trained", "raw pixels"]
+    expected = verification(raw, same, folds)
+    assert results.metrics["raw pixels"] == pytest.approx(expected.values, abs=1e-9)
     assert results.pairs["folds"] == 10
     assert results.pairs["same"] == results.pairs["different"] == 270 and results.notes == []
 
 
-def test_what_is_written(fresh):
+def test_the_files_that_are_written(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
@@ -121,22 +124,7 @@ def test_what_is_written(fresh):
     assert again.pairs["file"].endswith("pairs.csv")
 
 
-def test_raw_pixels_by_loops(fresh):
-    run = Run.open(fresh("plain"))
-    results = verify(run, draw=200, baseline=True)
-    rows = written_pairs(run.path)
-    place = {key: i for i, key in enumerate(run.dataset.keys)}
-    distances = []
-    for row in rows:
-        images = (run.dataset[place[row[name]]] for name in ("first", "second"))
-        x, y = (np.asarray(image, dtype=np.float64).ravel() for image in images)
-        distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
-    same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    expected = verification(distances, same, folds).values
-    assert results.metrics["raw pixels"] == pytest.approx(expected, abs=1e-9)
-
-
-def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
+def test_notes_count_pairs_with_training_items_and_contradictions(fresh, tmp_path):
     run = Run.open(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
@@ -161,7 +149,7 @@ def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     assert all(note in results.table() for note in results.notes)
 
 
-def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
+def test_a_full_disk_and_a_run_without_validation_items(fresh, monkeypatch):
     run = Run.open(fresh("plain"))
     before = sorted(path.name for path in run.path.iterdir())
 
@@ -180,43 +168,18 @@ def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
         verify(run, side="validation")
 
 
-DIGITS = """
-name = "digits"
-data.name = "core.digits"
-split = { by = "class", test = 0.4 }
-sampler = { classes = 4, items = 4, batches = 5 }
-backbone = { name = "core.convnet", size = 8, width = 4, depth = 1 }
-head.embedding_size = 8
-loss.name = "pml.contrastive"
-train.epochs = 1
-"""
-
-
-def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
+def test_the_command(cli, fresh, tmp_path, monkeypatch):
+    fresh("plain")
     monkeypatch.chdir(tmp_path)
-    Path("digits.toml").write_text(DIGITS)
-    assert cli("train", "digits.toml").code == 0
-    evaluate = ("evaluate", "runs/digits", "--protocol", "verification")
+    evaluate = ("evaluate", "plain", "--protocol", "verification")
     done = cli(*evaluate, "--baseline", "--draw", 400)
     assert done.code == 0
     assert "tar_at_far_0.01" in done.out and "tar_at_far_0.001" not in done.out
-    assert "200 same and 200 different pairs" in done.out
-    assert "in 10 folds" in done.out
-    assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
+    assert done.out.splitlines()[-1] == "ROC curve: plain/verification-test-roc.svg"
     found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
-    assert Path("runs/digits/verification-validation.json").is_file()
+    assert Path("plain/verification-validation.json").is_file()
 
-    Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n")
-    done = cli(*evaluate, "--pairs", "wrong.csv")
-    assert (done.code, done.out) == (2, "")
-    known = "there is no such item (the data have keys such as 'digits/0')."
-    assert done.err.splitlines() == [
-        "Error: wrong.csv has 3 problems:",
-        "  - line 2: 'digits/1' is paired with itself.",
-        f"  - line 3: 'digits/9999': {known}",
-        "  - all 2 pairs are the same: both kinds are needed.",
-    ]
     for wrong, says in {
         ("--pairs", "x.csv", "--draw", "20"): "leave out x.csv or the number to draw",
         ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
@@ -226,6 +189,6 @@ def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     }.items():
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
-    done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
+    done = cli("evaluate", "plain", "--draw", 20, "--seed", 1)
     says = "Leave --draw and --seed out with --protocol retrieval"
     assert done.code == 2 and says in " ".join(done.err.split())

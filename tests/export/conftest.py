@@ -42,7 +42,7 @@ class Net(Backbone):
 
 
 class Vectors(Backbone):
-    """Vectors that are already there."""
+    """The identity on feature vectors."""
 
     def __init__(self, features: int = 64) -> None:
         super().__init__()
@@ -53,9 +53,7 @@ class Vectors(Backbone):
 
 
 class Sum(Combiner):
-    """Sum over K sub-spaces of the Euclidean distance between unit embeddings: not the order of any
-    vectors.
-    """
+    """Sum of the Euclidean distances in K sub-spaces; no vectors have its order."""
 
     exact = False
     candidates = 40
@@ -86,9 +84,7 @@ class Sum(Combiner):
 
 
 class Inner(Combiner):
-    """Inner product with weights on the query side, as a Euclidean distance: one more column on
-    either side.
-    """
+    """Inner product of weighted queries; one more column makes it a Euclidean distance."""
 
     def __init__(self, width: int = 8, radius: float = 50.0) -> None:
         super().__init__()
@@ -123,7 +119,7 @@ def older_exporter():
 
 @pytest.fixture(scope="session")
 def parts():
-    """The classes above: test modules cannot import them."""
+    """The classes above, which test modules cannot import."""
     return SimpleNamespace(Net=Net, Vectors=Vectors, Sum=Sum, Inner=Inner)
 
 
@@ -178,7 +174,7 @@ def exported(tmp_path):
 
 @pytest.fixture
 def refused(exported, tmp_path):
-    """Check that a model is not exported, for a reason that is said, and that nothing is left."""
+    """Check that export refuses a model with the sentence `says`, and leaves nothing behind."""
 
     def check(model: Model, items: np.ndarray, says: str, **options: Any) -> None:
         with pytest.raises(BundleError, match=says):
@@ -190,9 +186,7 @@ def refused(exported, tmp_path):
 
 @pytest.fixture
 def net():
-    """A small convolutional model of digits, in training mode, with batch statistics that are not
-    the initial ones.
-    """
+    """A small convolutional model of digits in training mode, with random batch statistics."""
     torch.manual_seed(0)
     model = Model(Net(), build_head(96, 16))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
@@ -203,6 +197,6 @@ def net():
 
 @pytest.fixture
 def linear():
-    """Vectors through one linear map, as a learner gives it."""
+    """One linear map, like the model of a learner."""
     torch.manual_seed(1)
     return Model(Vectors(), nn.Sequential(nn.Linear(64, 8), Normalize()))

@@ -44,7 +44,7 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
         assert np.abs(bundle.encode(pixels, batch=batch).vector - expected).max() < 1e-5
 
 
-def test_a_bundle_says_where_its_probe_is_and_shows_no_item(net, digits, tmp_path):
+def test_the_probe_of_a_bundle_is_no_item(net, digits, tmp_path):
     pixels = digits[0][:9]
     manifest = export_model(net, pixels, tmp_path / "b", name="net", variants=["fp16"])
     assert set(manifest.probe.variants) == {"fp16"}
@@ -70,7 +70,7 @@ def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_model_on_a_cuda_device_goes_back_there(net, digits, tmp_path):
+def test_a_model_on_a_cuda_device_stays_there(net, digits, tmp_path):
     export_model(net.cuda(), digits[0][:9], tmp_path / "b", name="net")
     assert {p.device.type for p in net.parameters()} == {"cuda"}
 
@@ -95,18 +95,13 @@ def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_pa
     found = bundle.rescore(encoded.code[:3], encoded.code[:50])
 
     def unit(part):
-        length = math.sqrt(sum(x * x for x in part))
-        return [x / length for x in part]
+        return [x / math.hypot(*part) for x in part]
 
-    exact = np.empty((3, 50))
-    for q in range(3):
-        for i in range(50):
-            total = 0.0
-            for k in range(3):
-                a = unit(code[q, 8 * k : 8 * k + 8].astype(float).tolist())
-                b = unit(code[i, 8 * k : 8 * k + 8].astype(float).tolist())
-                total += math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
-            exact[q, i] = total
+    def distance(a, b):
+        return sum(math.dist(unit(a[k : k + 8]), unit(b[k : k + 8])) for k in (0, 8, 16))
+
+    rows = code.astype(float).tolist()
+    exact = [[distance(rows[q], rows[i]) for i in range(50)] for q in range(3)]
     assert np.abs(found - exact).max() < 1e-4
 
     # the manifest's overlap, by plain sorting
@@ -137,7 +132,7 @@ def test_an_exact_combiner_with_query_vectors_of_its_own(vectors, parts, tmp_pat
     assert ((gap**2).sum(-1).argsort(1)[:, :10] == wanted).mean() > 0.97
 
 
-def test_a_combiner_that_is_not_as_exact_as_it_says_is_refused(vectors, parts, refused):
+def test_a_combiner_that_is_wrongly_exact_is_refused(vectors, parts, refused):
     combiner = parts.Sum()
     combiner.exact = True
     model = Model(parts.Vectors(), combiner.build_head(64), combiner)

@@ -61,8 +61,8 @@ def test_a_run_becomes_a_bundle(trained, tmp_path, name):
     assert np.isfinite(bundle.encode(items).vector).all()
 
 
-def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
-    """At unit length again where the embedding is, and without the figures of the whole one."""
+def test_a_bundle_of_the_first_dimensions_of_an_embedding(trained, tmp_path):
+    """Of unit length if the embedding is, and without the metrics of the whole embedding."""
     for name, width, unit in (("network", 8, True), ("learner", 4, False)):
         assert run("evaluate", trained / name).exit_code == 0
         bundles = []
@@ -86,7 +86,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
     assert "the run's embedding has 8. Choose 1 to 8" in str(result.exception)
 
 
-def test_the_default_place_and_the_figures_of_evaluate(trained):
+def test_the_default_output_and_the_metrics_of_evaluate(trained):
     assert run("evaluate", trained / "learner").exit_code == 0
     result = run("export", trained / "learner")
     assert result.exit_code == 0, result.output

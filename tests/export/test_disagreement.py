@@ -88,6 +88,7 @@ def test_items_that_do_not_fit(net, linear, digits, vectors, refused):
     refused(linear, np.where(features == 0, np.nan, features), "NaN")
     refused(linear, features, "3 labels for 300 items", labels=np.arange(3))
     refused(linear, features, "no variant 'int4'", variants=["int4"])
+    refused(linear, features, "feature vectors and has no backbone to split off", split=True)
 
 
 def test_a_model_that_gives_nan(parts, vectors, refused):

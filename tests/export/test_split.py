@@ -54,10 +54,8 @@ def test_a_split_bundle_gives_what_the_whole_one_gives(combiner, net, digits, pa
             assert np.array_equal(getattr(found, name), getattr(after, name))
 
 
-def test_a_backbone_is_known_again_whatever_the_head_and_the_items(
-    net, digits, tmp_path, monkeypatch
-):
-    """By torch's present exporter, which is the default: its graph is the same to the byte."""
+def test_the_backbone_is_the_same_file_under_any_head_and_items(net, digits, tmp_path, monkeypatch):
+    """By the default exporter of torch, whose graph is the same to the byte."""
     monkeypatch.setattr(verify, "EXPORTERS", ("dynamo",))
     found = []
     for number, head in enumerate((build_head(96, 5, (12,)), nn.Identity())):
@@ -86,10 +84,6 @@ def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path, exported):
     split, half = opened(tmp_path / "b"), opened(tmp_path / "b", variant="fp16")
     assert np.allclose(half.encode(digits[0]).vector, split.encode(digits[0]).vector, atol=0.02)
     assert split.backbone_sha256 and half.backbone_sha256 is None
-
-
-def test_a_model_of_features_has_no_backbone_to_split_off(linear, vectors, refused):
-    refused(linear, vectors[0], "takes feature vectors and has no backbone", split=True)
 
 
 FROZEN = """
@@ -140,9 +134,7 @@ def frozen(tmp_path_factory):
     return train(recipe, folder / "run", progress=False), plugin
 
 
-def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_first_bundle(
-    frozen, digits, tmp_path
-):
+def test_a_later_head_applies_to_the_features_of_the_first_bundle(frozen, digits, tmp_path):
     run, plugin = frozen
     first = export_backbone(
         "own.filters", tmp_path / "first", plugins=[str(plugin)], split=True, progress=False

@@ -107,7 +107,7 @@ def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, re
     refused(trained, digits[0][150:], says, calibration=black, variants=["int8"])
 
 
-def test_calibration_is_what_the_caller_gave(trained, digits, exported, refused, tmp_path):
+def test_int8_needs_and_uses_the_calibration_items(trained, digits, exported, refused, tmp_path):
     says = "without calibration items from the training set"
     refused(trained, digits[0], says, variants=["int8"])
     found = []  # black images for calibration cut real ones off
@@ -128,7 +128,7 @@ def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, e
     assert manifest.variants["fp16"].cosine.min > 0.9999
 
 
-def test_a_model_beyond_float16_says_so(parts, vectors, refused):
+def test_a_model_beyond_float16_is_refused(parts, vectors, refused):
     head = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8))
     with torch.no_grad():
         head[0].weight.mul_(1e4)
@@ -136,7 +136,7 @@ def test_a_model_beyond_float16_says_so(parts, vectors, refused):
     refused(Model(parts.Vectors(), head), vectors[0], says, variants=["fp16"])
 
 
-def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, refused):
+def test_int8_without_a_layer_to_quantise_is_refused(parts, vectors, refused):
     options = {"variants": ["int8"], "calibration": vectors[0]}
     model = Model(parts.Vectors(), Normalize())
     refused(model, vectors[0], "no convolution or linear layer", **options)

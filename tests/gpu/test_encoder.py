@@ -1,4 +1,4 @@
-"""Bundles on CUDA give the CPU's vectors; a server says nothing of a fallback."""
+"""Bundles on CUDA give the CPU's vectors, alone, in threads and in a server."""
 
 from __future__ import annotations
 
@@ -34,30 +34,24 @@ def pixels(bundle: Bundle, rows: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("name", ["whole", "split"])
 def test_vectors_are_those_of_the_cpu(bundles, encoder_device, name):
-    on, off = (
-        Bundle.open(bundles[name], device=encoder_device),
-        Bundle.open(bundles[name], device="cpu"),
-    )
+    on, off = (Bundle.open(bundles[name], device=place) for place in (encoder_device, "cpu"))
     assert on.device == encoder_device and on.fallback is None
     for rows in (1, 3, 32, 65):
-        given = pixels(on, rows)
-        found, expected = (
-            on.encode(given, batch=rows).vector,
-            off.encode(given, batch=rows).vector,
-        )
-        far = np.linalg.norm(found - expected, axis=1)
+        images = pixels(on, rows)
+        vectors = on.encode(images, batch=rows).vector
+        far = np.linalg.norm(vectors - off.encode(images, batch=rows).vector, axis=1)
         assert far.max() < 1e-2, rows  # TF32
 
 
 def test_threads_encode_at_a_time(bundles, encoder_device):
     bundle = Bundle.open(bundles["split"], device=encoder_device)
-    given = pixels(bundle, 16)
-    expected = bundle.encode(given).vector
+    images = pixels(bundle, 16)
+    expected = bundle.encode(images).vector
     wrong: list[float] = []
 
     def work() -> None:
         for _ in range(20):
-            wrong.append(float(np.abs(bundle.encode(given).vector - expected).max()))
+            wrong.append(float(np.abs(bundle.encode(images).vector - expected).max()))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""FAISS's structures on a GPU: hits, CAGRA's file on a CPU, threads, memory."""
+"""FAISS's structures on a GPU: hits, CAGRA's file on a CPU, threads and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recall(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_what_is_found(index_gpus, vectors, tmp_path, name):
+def test_hits_of_each_structure(index_gpus, vectors, tmp_path, name):
     backend = loaded(name, vectors, tmp_path)
     assert backend._gpu_index is not None
     _, rows = backend.search(vectors[:200], 10)
@@ -60,7 +60,7 @@ def test_a_cpu_searches_what_a_gpu_built(index_gpus, vectors, tmp_path):
     assert recall(np.load(tmp_path / "rows.npy"), exact(vectors, vectors[:100], 10)) > 0.9
 
 
-def test_many_threads_get_their_own(index_gpus, vectors, tmp_path):
+def test_threads_that_search_at_once_get_their_own_hits(index_gpus, vectors, tmp_path):
     backend = loaded("flat", vectors, tmp_path)
     wrong: list[int] = []
 
@@ -80,7 +80,7 @@ def test_many_threads_get_their_own(index_gpus, vectors, tmp_path):
 def test_too_little_memory_is_a_sentence(index_gpus, vectors, tmp_path):
     torch = pytest.importorskip("torch")
     backend = loaded("flat", vectors, tmp_path)
-    backend.search(vectors[:1], 1)  # FAISS has what it reserves
+    backend.search(vectors[:1], 1)  # FAISS reserves its memory now
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(max(1, free - (4 << 20)), dtype=torch.uint8, device="cuda")
     try:

@@ -1,4 +1,4 @@
-"""Training on a GPU: it does not wait, learns in each precision, and resumes exactly."""
+"""Training on a GPU never waits for the device, learns in each precision, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_step_waits_for_nothing(make, tmp_path, device):
     of.step.set_modes()
     batches = list(of.batches.epoch(0))
     on = [moved(inputs, labels, run.device) for inputs, labels in batches]
-    of._train_batch(*on[0])  # cuDNN looks around, libraries are loaded
+    of._train_batch(*on[0])  # cuDNN chooses algorithms, and libraries are loaded
     before = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
     try:
         if device == "cuda":
@@ -72,7 +72,7 @@ def test_a_compiled_run_learns(make, tmp_path, device):
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_figures_of_a_run_are_those_of_the_cpu(make, tmp_path, device):
+def test_metrics_of_a_run_equal_those_of_the_cpu(make, tmp_path, device):
     train(tmp_path / "run", make(device))
     on = evaluate_run.evaluate(Run.open(tmp_path / "run")).metrics["trained"]
     run = Run.open(tmp_path / "run")
@@ -81,7 +81,7 @@ def test_figures_of_a_run_are_those_of_the_cpu(make, tmp_path, device):
     assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
 
 
-def test_exact_search_on_the_device_gives_the_same_figures(device):
+def test_exact_search_on_the_device_gives_the_same_metrics(device):
     torch.manual_seed(0)
     codes, labels = torch.randn(3000, 32), torch.randint(0, 40, (3000,))
     names = ("recall_at_1", "map_at_r")

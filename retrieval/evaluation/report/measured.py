@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean
-from retrieval.evaluation.evaluation import Relevance
+from retrieval.evaluation.evaluation import Relevance, query_values
 from retrieval.evaluation.neighbors import Search
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
+from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
 
 Items = NDArray[np.int64]
@@ -23,7 +26,7 @@ SHOWN = 8
 """Number of neighbours that a sheet shows, and that must agree for a label to be suspect."""
 RECALLS = (1, 2, 4, 8)
 PER_CLASS = 50
-"""Most items per class in the sample of pairs, unless it takes more of them to fill the sample."""
+"""Most items of a class in the sample of pairs; more if the classes would not fill the sample."""
 BLOCK = 256
 """Number of queries whose grades are computed at a time."""
 
@@ -93,6 +96,32 @@ class Pairs:
     same: NDArray[np.bool_]
 
 
+class RecordedSearch(Search):
+    """A search that records the first `SHOWN` results of each query, at any depth of the search."""
+
+    @cached_property
+    def _records(self) -> tuple[Items, Floats]:
+        """Rows and distances (Q, SHOWN); row −1 and distance infinity where there is none yet."""
+        shape = len(self.queries), SHOWN
+        return np.full(shape, -1), np.full(shape, np.inf)
+
+    def blocks(
+        self, query_rows: Items, depths: Items
+    ) -> Iterator[tuple[Items, Items, NDArray[np.float32]]]:
+        """Yield the blocks of `Search.blocks`, and record them."""
+        items, distances = self._records
+        for rows, near, apart in super().blocks(query_rows, depths):
+            width = min(SHOWN, near.shape[1])
+            items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
+            yield rows, near, apart
+
+    def first(self, query_rows: Items) -> tuple[Items, Floats]:
+        """Return rows and distances (B, SHOWN), padded with −1 and infinity, of queries (B,)."""
+        items, distances = self._records
+        self.nearest(SHOWN, query_rows[items[query_rows, 0] < 0])
+        return items[query_rows], distances[query_rows]
+
+
 def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
@@ -111,50 +140,48 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     codes = encoded(query)
     gallery_codes = None if gallery is None else encoded(gallery)
     run.model.to("cpu")
-    protocol, table = Protocol(run, query, gallery), run.recipe.evaluate
+    table, combiner = run.recipe.evaluate, run.model.combiner
     metrics = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
     if table.levels or table.tags is not None:
         metrics.append(f"ndcg_at_{SHOWN}")
-    combiner = run.model.combiner
-    distance = None if combiner is None else combiner.compute_mat
-    rounds: list[tuple[Items, dict[str, Floats]]] = []
-    for drawn in protocol.rounds(codes, gallery_codes):
-        arguments = protocol.arguments(*drawn[:2])
-        evaluation = protocol.evaluate(*drawn, metrics=metrics, distance=distance, **arguments)
-        answerable = np.flatnonzero(~np.isnan(evaluation.per_query["map_at_r"]))
-        values = {name: column[answerable] for name, column in evaluation.per_query.items()}
-        if not rounds:
-            first, places, further = drawn, answerable, arguments
-        rounds.append((labels[drawn[0][answerable]], values))
+    chosen = {name: metric(name) for name in metrics}
+    protocol = Protocol(run, query, gallery)
+    columns: dict[str, list[Floats]] = {name: [] for name in metrics}
+    classes: list[Items] = []
+    for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
+        searched = items if gallery_items is None else gallery_items
+        query_class, item_class = labels[items], labels[searched]
+        arguments = protocol.arguments(items, gallery_items)
+        exclude, relevance = arguments.get("exclude"), arguments.get("relevance")
+        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+        search = RecordedSearch(left, right, hidden, combiner and combiner.compute_mat)
+        values, relevant = query_values(search, query_class, item_class, relevance, chosen)
+        places = np.flatnonzero(relevant > 0)
+        for name, column in values.items():
+            columns[name].append(column[places])
+        classes.append(query_class[places])
+        if len(classes) == 1:
+            first = items, searched, relevance, places, *search.first(places)
+    items, searched, relevance, places, rows, distances = first
     if not len(places):
         raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
-    classes = np.concatenate([own for own, _ in rounds])
-    intervals = {
-        name: interval(np.concatenate([values[name] for _, values in rounds]), classes, random)
-        for name in metrics
-    }
-    items, gallery_items, left, right = first
-    searched = items if gallery_items is None else gallery_items
-    exclude, relevance = further.get("exclude"), further.get("relevance")
-    hidden = None if exclude is None else exclude.hidden(labels[items], labels[searched])
-    search = Search(left, right, hidden, distance)
-    rows, distances = search.nearest(min(len(searched), SHOWN), places)
-    if relevance is None:
-        matches = (labels[searched[rows]] == labels[items[places], None]) & (rows >= 0)
-        grades, match = matches.astype(np.float64), 1.0
-    else:
+    grades, match = (rows >= 0) & (labels[searched[rows]] == labels[items[places], None]), 1.0
+    if relevance is not None:
         grades, match = _grades(relevance, places, rows), relevance.match
     return Measured(
         run=run,
         query=items[places],
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1),
-        distances=distances.astype(np.float64),
-        grades=grades,
+        distances=distances,
+        grades=grades.astype(np.float64),
         match=match,
-        metrics=rounds[0][1],
-        rounds=len(rounds),
-        intervals=intervals,
+        metrics={name: column[0] for name, column in columns.items()},
+        rounds=len(classes),
+        intervals={
+            name: interval(np.concatenate(column), np.concatenate(classes), random)
+            for name, column in columns.items()
+        },
         pairs=_pairs(run, query, codes, sample, random),
         names=names,
     )

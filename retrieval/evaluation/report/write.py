@@ -7,7 +7,8 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import Picture, curves, plane, svg
+from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -37,7 +38,6 @@ from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.run.resume import flat
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
@@ -58,8 +58,8 @@ def report(
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    The file stays small, because the map and the pairs are of a sample, and it shows at most
-    `THUMBNAILS` items.
+    The file stays small: the map and the pairs show a sample of the items, and the page at most
+    `THUMBNAILS` images.
 
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
@@ -329,7 +329,7 @@ SIDE = 96
 
 
 class Thumbnails:
-    """Makes at most `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
+    """Makes up to `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
@@ -346,64 +346,57 @@ class Thumbnails:
             self.refused.add(item)
             return ""
         self.left -= 1
-        try:
-            item_data = self.dataset[item]
-            image = from_array(item_data) if isinstance(item_data, np.ndarray) else item_data
-            image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
-        except DataError:
-            return ""
-        image.thumbnail((SIDE, SIDE))
-        out = io.BytesIO()
-        kind = "png" if max(image.size) <= 32 else "jpeg"
-        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
-        self._thumbnails[item] = (
-            f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
-        )
+        self._thumbnails[item] = ""
+        with suppress(DataError):
+            image, out = small_image(self.dataset[item], SIDE), io.BytesIO()
+            kind = "png" if max(image.size) <= 32 else "jpeg"
+            image.save(out, kind, quality=75)
+            self._thumbnails[item] = data_uri(out.getvalue(), kind)
         return self._thumbnails[item]
 
 
-def data_uri(picture: bytes) -> str:
-    """Return an SVG or PNG as a data URI."""
-    kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
+def data_uri(picture: bytes, kind: str | None = None) -> str:
+    """Return a picture as a data URI; without a kind, it is a PNG or an SVG."""
+    if kind is None:
+        kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
-    """Return as SVG what `draw` adds to matplotlib axes, with a legend."""
-    figure = Picture(5.6, 3.0)
-    axis = figure.subplots()
-    draw(axis)
+def _axis(**labels: Any) -> Any:
+    """Return the axes of a new picture."""
+    axis = Picture(5.6, 3.0).subplots()
     axis.set(**labels)
     axis.spines[["top", "right"]].set_visible(False)
+    return axis
+
+
+def _drawn(axis: Any, corner: str) -> bytes:
+    """Return a picture as SVG, with a legend in a corner."""
     axis.legend(frameon=False, fontsize=8, loc=corner)
-    return svg(figure)
+    return svg(axis.figure)
 
 
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
     """Draw Recall@K of runs with intervals, from each run's `Measured.intervals` by its name."""
-
-    def draw(axis: Any) -> None:
-        for place, (name, intervals) in enumerate(runs.items()):
-            means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
-            around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
-            x = np.arange(len(RECALLS)) + 0.04 * place
-            axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
-        axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
-
-    return _drawn(draw, "lower right", xlabel="K", ylabel="Recall@K")
+    axis = _axis(xlabel="K", ylabel="Recall@K")
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
+        around = np.abs(means[:, 1:] - means[:, :1]).T
+        x = np.arange(len(RECALLS)) + 0.04 * place
+        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+    axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
+    return _drawn(axis, "lower right")
 
 
 def distances(measured: Measured) -> bytes:
     """Draw histograms of the distances of matching and of other pairs, each with area 1."""
     distance, same = measured.pairs.distance, measured.pairs.same
     bins = np.linspace(0.0, float(distance.max(initial=0.0)) or 1.0, 50).tolist()
-
-    def draw(axis: Any) -> None:
-        for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
-            if mask.any():
-                axis.hist(distance[mask], bins, density=True, alpha=0.55, label=name, hatch=hatch)
-
-    return _drawn(draw, "upper right", xlabel="distance", ylabel="density of pairs")
+    axis = _axis(xlabel="distance", ylabel="density of pairs")
+    for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
+        if mask.any():
+            axis.hist(distance[mask], bins, density=True, alpha=0.55, label=name, hatch=hatch)
+    return _drawn(axis, "upper right")
 
 
 def rates(measured: Measured) -> bytes:
@@ -411,13 +404,10 @@ def rates(measured: Measured) -> bytes:
     roc = roc_curve(measured.pairs.distance, measured.pairs.same)
     # 400 points are enough for a drawing; the first point of the curve is at −∞
     points = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
-
-    def draw(axis: Any) -> None:
-        axis.plot(roc.threshold[points], roc.far[points], label="false accepts (FAR)")
-        axis.plot(roc.threshold[points], 1 - roc.tar[points], "--", label="false rejects (FRR)")
-
-    labels = {"xlabel": "threshold of the distance", "ylabel": "rate", "ylim": (-0.02, 1.02)}
-    return _drawn(draw, "upper right", **labels)
+    axis = _axis(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
+    axis.plot(roc.threshold[points], roc.far[points], label="false accepts (FAR)")
+    axis.plot(roc.threshold[points], 1 - roc.tar[points], "--", label="false rejects (FRR)")
+    return _drawn(axis, "upper right")
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
