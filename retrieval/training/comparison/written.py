@@ -1,4 +1,4 @@
-"""Write a comparison as Markdown, CSV, LaTeX, HTML and JSON."""
+"""Write a comparison's tables as Markdown, CSV, LaTeX, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import Mean, number, probability
 
 Cells = list[list[str]]
+"""Rows of a table; the first row is its header."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 
 
 def metric_table(result: Comparison) -> Cells:
-    """Return the table of metrics; the first row is its header."""
+    """Return the table of metrics."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
     rows = [[f"mean ± 95 % over {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
@@ -67,17 +68,13 @@ def interval(mean: Mean) -> str:
 
 
 def differences(result: Comparison) -> Cells:
-    """Return the table of differences; the first row is its header."""
+    """Return the table of differences; empty if nothing was compared."""
     rows = [["", "minus", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
-        p, corrected = (
-            "" if value is None else probability(value)
-            for value in (difference.p, difference.corrected)
-        )
-        sign = "+" if difference.mean.value >= 0 else "−"
-        apart = f"{sign}{number(abs(difference.mean.value))}" + (
-            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
-        )
+        mean, p_values = difference.mean, (difference.p, difference.corrected)
+        apart = f"{'+' if mean.value >= 0 else '−'}{number(abs(mean.value))}"
+        apart += f" ± {number(mean.half)}" if mean.half else ""
+        p, corrected = ("" if value is None else probability(value) for value in p_values)
         rows.append([difference.contestant, difference.reference, apart, p, corrected])
     return rows if len(rows) > 1 else []
 
@@ -151,7 +148,7 @@ LATEX = str.maketrans(
 
 
 def latex(result: Comparison, style: Latex) -> str:
-    """Return the table of metrics in LaTeX (booktabs), in per cent, with each best mean in bold.
+    """Return the table of metrics in LaTeX (booktabs), in per cent, with the best means in bold.
 
     Raises:
         DataError: a column does not exist.
