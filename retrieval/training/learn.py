@@ -1,4 +1,4 @@
-"""Runs without training steps: a learner (an estimator) is fitted, or there is nothing to train."""
+"""Runs without training steps: fit a learner (an estimator), or write an untrained model."""
 
 from __future__ import annotations
 
@@ -109,21 +109,26 @@ def fit(
 
 
 def _verify(run: Run, features: NDArray[np.float32]) -> None:
-    """Refuse a checkpoint whose codes differ from those of the fitted learner."""
-    again = load_learned(run.recipe, run.dataset, run.best).to(run.device)
+    """Refuse a run whose checkpoint gives other codes than the fitted learner.
+
+    Raises:
+        PluginError: the codes of the features (N, F) differ.
+    """
+    assert run.recipe.learner is not None
+    loaded = load_learned(run.recipe, run.dataset, run.best).to(run.device)
     x = torch.from_numpy(features).to(run.device)
     with torch.inference_mode():
-        if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
+        if not torch.equal(run.model(x, True)[1], loaded(x, True)[1]):
             raise PluginError(
-                f"The learner {run.recipe.learner and run.recipe.learner.name} cannot be saved: the"
-                " model differs after loading. Everything that to_model_parts() needs must be in"
-                " attributes that are arrays, numbers or text and whose names end with an"
-                " underscore, such as `components_`."
+                f"The learner {run.recipe.learner.name} cannot be saved: the model differs after"
+                " loading. Everything that to_model_parts() needs must be in attributes that are"
+                " arrays, numbers or text and whose names end with an underscore, such as"
+                " `components_`."
             )
 
 
 def random_frozen(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Return a warning if the backbone is not trained and its weights are random, else nothing."""
+    """Return a warning if the backbone has random weights and is not trained, else nothing."""
     if not (recipe.backbone.frozen or recipe.learner is not None):
         return []
     drawn = drawn_at_random(recipe, dataset)
@@ -140,7 +145,7 @@ NOTHING = "The model has nothing to train: the backbone's features are used as t
 
 
 def nothing_to_train(run: Run) -> bool:
-    """Return whether neither backbone, nor head, nor combiner has a trainable parameter."""
+    """Return whether backbone, head and combiner have no trainable parameter."""
     assert run.objective is not None
     parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
     return not any(parts[name] for name in ("backbone", "head", "combiner"))

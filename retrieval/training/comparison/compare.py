@@ -170,12 +170,7 @@ def compare(
 class Jobs:
     """Measures the rows of the table; `do` runs the jobs.
 
-    Attributes:
-        base: the recipe whose data and net the baselines use.
-        titles: the baselines' names, by kind.
-        folder: the comparison's folder.
-        plan: the comparison's plan.
-        track: trackers of each training with a seed.
+    The baselines use the data and the net of `base`; `titles` has their names, by kind.
     """
 
     base: Recipe
@@ -274,9 +269,7 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
     """Return the `[backbone]` of the baseline of frozen features, or `None` and why it is missing.
 
-    Args:
-        recipe: the recipe whose data and split the baseline uses.
-        name: `pretrained` of `compare`.
+    `name` is the argument `pretrained` of `compare`.
 
     Raises:
         RecipeError: the named backbone does not exist.

@@ -69,12 +69,7 @@ def read_recipes(
 ) -> list[list[Recipe]]:
     """Return one list of recipes per source, with one recipe for each combination of the grid.
 
-    Args:
-        sources: TOML files, tables, recipes, runs, or folders of runs.
-        overrides: changes to all recipes.
-        plugins: further plugins of all recipes.
-        search: whether all recipes must have a `[search]`.
-        grid: values by key of a recipe. An empty grid leaves the recipes as they are.
+    The other arguments are those of `compare`. If `search` is set, recipes need a `[search]`.
 
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.

@@ -76,10 +76,7 @@ class Search:
 class Proposals:
     """Proposes settings with the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
-    Args:
-        name: the recipe's name, which seeds the sampler.
-        ranges: the ranges to search, by key of the recipe.
-        own: the recipe's own values, which are tried first.
+    The recipe's name seeds the sampler. The recipe's own values are tried first.
     """
 
     def __init__(self, name: str, ranges: Mapping[str, Range], own: Mapping[str, Any]) -> None:
@@ -131,14 +128,9 @@ def _distribution(values: Range) -> Any:
 
 
 def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> Search:
-    """Try settings of a recipe, or resume an earlier search.
+    """Try settings from a recipe's `[search]`, or resume an earlier search in `folder`.
 
-    Args:
-        recipe: a recipe with a `[search]`.
-        table: the recipe's table, with the current split.
-        plan: the numbers of trials, folds and repeats, and what a fold holds out.
-        folder: the folder for the trials.
-        do: runs the jobs of a trial.
+    `table` is the recipe's table, with the split to use; `do` runs the trials' jobs.
 
     Raises:
         DataError: training diverged in every trial, or a file of a trial is damaged.

@@ -194,11 +194,10 @@ def workers(
 
     Args:
         count: number of processes; 1 means this process.
-        ray: HOST:PORT of the head of a Ray cluster, or "auto" on one of its nodes. The cluster then
-            runs the jobs.
+        ray: see `compare`.
         device: the `[train] device` of the recipes, which decides whether a job needs a GPU.
         folder: the comparison's folder, with its `plan.json`.
-        meter: the progress bar of the jobs.
+        meter: counts the finished jobs.
 
     Raises:
         MissingDependency: Ray is not installed.
