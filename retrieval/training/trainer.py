@@ -540,8 +540,10 @@ class Tally:
         kept, self._kept = self._kept, []
         if not kept:
             return
-        device = max((n.device for *_, of in kept for n in of), key=lambda device: device.type)
-        values = iter(torch.stack([n.to(device) for *_, of in kept for n in of]).tolist())
+        numbers = [number for *_, of_step in kept for number in of_step]
+        # "cuda" > "cpu": one transfer from the GPU reads all numbers
+        device = max((number.device for number in numbers), key=lambda device: device.type)
+        values = iter(torch.stack([number.to(device) for number in numbers]).tolist())
         sums, counts = self._progress.sums, self._progress.counts
         for step, sentences, names, _ in kept:
             watched = [next(values) for _ in sentences]

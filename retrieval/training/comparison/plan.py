@@ -229,12 +229,12 @@ def settle(folder: Path, plan: Plan) -> None:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
-    options = {"search": "trials"} | {k: k for k in ("folds", "repeats", "fold_by", "pretrained")}
-    changed = [
-        f"{option} was {shown(getattr(before, key))} and is {shown(getattr(plan, key))} now."
-        for option, key in options.items()
-        if getattr(before, key) != getattr(plan, key)
-    ]
+    changed = []
+    for key in ("trials", "folds", "repeats", "fold_by", "pretrained"):
+        old, new = getattr(before, key), getattr(plan, key)
+        if old != new:
+            option = "search" if key == "trials" else key
+            changed.append(f"{option} was {shown(old)} and is {shown(new)} now.")
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")

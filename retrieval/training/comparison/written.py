@@ -85,13 +85,11 @@ def settings(result: Comparison) -> list[str]:
     for row in result.contestants:
         for split, search in enumerate(row.searches):
             name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
-            values = {
-                k: float(f"{v:.4g}") if isinstance(v, float) else v
-                for k, v in search.values.items()
-            }
-            lines.append(
-                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
-            )
+            values = []
+            for key, value in search.values.items():
+                rounded = float(f"{value:.4g}") if isinstance(value, float) else value
+                values.append(f"{key} = {toml_value(rounded)}")
+            lines.append(f"{name}: {', '.join(values)}")
     return lines
 
 
@@ -171,8 +169,9 @@ def latex(result: Comparison, style: Latex) -> str:
             cells.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
         return " & ".join(cells) + r" \\"
 
-    groups = [[line(row) for row in result.contestants if row.recipe == kind] for kind in (0, 1)]
-    rows = "\n\\midrule\n".join("\n".join(group) for group in groups if group)
+    baselines = [line(row) for row in result.contestants if not row.recipe]
+    recipes = [line(row) for row in result.contestants if row.recipe]
+    rows = "\n\\midrule\n".join("\n".join(group) for group in (baselines, recipes) if group)
     caption = style.caption or (
         f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
     ).translate(LATEX)
