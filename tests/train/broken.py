@@ -1,4 +1,4 @@
-"""A plugin that breaks each contract in turn: what `how` says is what the part does wrong."""
+"""A plugin whose parts break their contracts; the parameter `how` names the fault."""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
+def test_a_run_is_used_from_another_folder_and_exported_without_its_data(
+    kind, tmp_path, monkeypatch
+):
     digits = load_digits()
     home, away, run = tmp_path / "home", tmp_path / "away", tmp_path / "moved"
     digit_photos(home / "data", 12)
@@ -124,13 +126,13 @@ def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
     without = ran("export", run, "-o", "without.bundle")
     assert "note: The run's data cannot be opened: " in without
     assert "verified on the held-out inputs that the run keeps" in without
-    one, other = (Bundle.open(away / f"{name}.bundle", threads=1) for name in ("whole", "without"))
-    assert 8 <= other.manifest.verified.items <= 64
+    whole, bundle = (Bundle.open(away / f"{x}.bundle", threads=1) for x in ("whole", "without"))
+    assert 8 <= bundle.manifest.verified.items <= 64
     generator = np.random.default_rng(0)
     items = generator.standard_normal((5, 64)).astype(np.float32)
     if kind == "photos":
-        items = generator.integers(0, 256, (5, *one.manifest.input.shape), dtype=np.uint8)
-    np.testing.assert_array_equal(one.encode(items).vector, other.encode(items).vector)
+        items = generator.integers(0, 256, (5, *whole.manifest.input.shape), dtype=np.uint8)
+    np.testing.assert_array_equal(whole.encode(items).vector, bundle.encode(items).vector)
     says = "int8 variant is calibrated on training items, but there are none"
     with pytest.raises(BundleError, match=says):
         ran("export", run, "-o", "int8.bundle", "--variant", "int8")
