@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `pytest -m gpu`. Elsewhere each test is skipped, with what it lacks."""
+"""Tests that need a CUDA device: `pytest -m gpu`. A skipped test says what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device():
-    """Where torch trains."""
+    """The device on which torch trains."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     return "cuda"
@@ -31,7 +31,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def index_gpus():
-    """How many GPUs FAISS finds."""
+    """The number of GPUs that FAISS finds."""
     if not hasattr(load_faiss(), "StandardGpuResources"):
         pytest.skip("this FAISS is built without a GPU: pip install faiss-gpu-cuvs")
     if gpus_found() == 0:
@@ -41,7 +41,7 @@ def index_gpus():
 
 @pytest.fixture
 def encoder_device():
-    """Where ONNX Runtime runs a bundle."""
+    """The device on which ONNX Runtime runs a bundle."""
     runtime = load_onnxruntime()
     if "CUDAExecutionProvider" not in runtime.get_available_providers():
         pytest.skip("this ONNX Runtime has no CUDA: pip install 'onnxruntime-gpu[cuda,cudnn]'")
@@ -53,9 +53,7 @@ def encoder_device():
 
 @pytest.fixture(scope="session")
 def make():
-    """A checked recipe for a device: handwritten digits and a small convolutional network, changed
-    by tables.
-    """
+    """A function that returns a recipe of digits and a small net, with some tables replaced."""
 
     def build(device: str, **tables: Any) -> Recipe:
         base: dict[str, Any] = {
@@ -74,9 +72,7 @@ def make():
 
 @pytest.fixture(scope="session")
 def vectors():
-    """Clustered vectors (20,000, 64): what images of classes look like."""
+    """Vectors (20,000, 64) in clusters, like those of images of 200 classes."""
     random = np.random.default_rng(0)
-    centres = random.normal(size=(200, 64))
-    return (
-        centres[random.integers(200, size=20_000)] + 0.5 * random.normal(size=(20_000, 64))
-    ).astype(np.float32)
+    centres = random.normal(size=(200, 64))[random.integers(200, size=20_000)]
+    return (centres + 0.5 * random.normal(size=(20_000, 64))).astype(np.float32)
