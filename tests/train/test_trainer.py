@@ -1,4 +1,4 @@
-"""The trainer: the two sides and their phases, NaN, early stopping, seeds, processes, learners."""
+"""The trainer: two sides and their phases, NaN, early stopping, seeds, several processes."""
 
 from __future__ import annotations
 
@@ -230,14 +230,3 @@ def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
     assert done.code == 0, done.err
     assert moved(start(tmp_path, recipe), weights(tmp_path / "two"))
     assert apart(fit(tmp_path, recipe, "one"), tmp_path / "two") < 1e-4
-
-
-@pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
-def test_a_learner_trains_saves_and_loads(make, tmp_path, learner):
-    table: dict[str, Any] = {"name": learner, "n_components": 4}
-    if learner == "core.nca":
-        table["max_iter"] = 10
-    run = Run.open(fit(tmp_path, make(loss=None, learner=table, split={"by": "item"})))
-    codes = encode(run.model, run.dataset, run.splits.query)
-    assert codes.shape[1] == 4 and torch.isfinite(codes).all()
-    assert summary(run.path)["validation"]["map_at_r"] > 0.2
