@@ -1,7 +1,7 @@
 """Checks before training: open some files, and try a batch in each phase.
 
-`retrieval check` runs only these checks; `retrieval train` begins with them. They train copies of
-the model and restore the random generators, so they do not affect the training.
+`retrieval check` runs only these checks; `retrieval train` begins with them. They use copies of the
+model and restore the random generators, so they do not affect the training.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ from retrieval.training.step import Losses, Step
 
 def run_one_batch(recipe: Recipe) -> list[str]:
     """Build a recipe, open some files, try a batch in each phase, and check `[search]` if present.
-
-    Args:
-        recipe: a recipe without faults in its tables.
 
     Returns:
         The findings, one line each.

@@ -100,7 +100,7 @@ class Groups:
         recipe: the recipe.
         model: the model.
         objective: the loss, miner and generator.
-        parts: the parameters of each part, without duplicates.
+        parts: the parameters of each part; see `parts_of`.
 
     Raises:
         RecipeError: a stage or name pattern of the recipe covers no parameter.

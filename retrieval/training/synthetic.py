@@ -121,7 +121,7 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
 def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
     """Return, for each row, a random other item of its class, or the row if there is none."""
     weights = (labels[rows, None] == labels).float()
-    # with so small a weight, an item is drawn for itself only if its class has no other item
+    # so small a weight that an item is drawn for itself only if its class has no other item
     weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12
     return torch.multinomial(weights, 1).squeeze(1)
 

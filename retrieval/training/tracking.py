@@ -197,7 +197,7 @@ def tracking(
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return one line per distinct failure of a tracker, with the number of failed runs."""
+    """Return one line per distinct failure of a tracker, with the number of runs that had it."""
     entries = (entry for folder in folders for entry in _kept(folder).values())
     counts = Counter(entry["failed"] for entry in entries if "failed" in entry)
     return [f"{sentence} ({count} of {len(folders)} runs)" for sentence, count in counts.items()]
