@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.errors import RecipeError
 from retrieval.export.export_run import export
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
@@ -37,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "memory": {"loss": MEMORY},
     "classes": {"loss": {"name": "pml.arc_face"}, "augmentation": {"mix": "mixup"}},
 }
-FROZEN = {"name": "toolbox.net", "frozen": True}
 
 
 def trained(make: Make, folder: Path, chunk: int | None, **tables: Any) -> Trainer:
@@ -123,20 +121,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, resum
     resumes(make(**CONTRASTIVE, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}), 4)
     (warning,) = (x for x in log(tmp_path / "whole")[0]["warnings"] if "batch norm" in x)
     assert "chunk of 3" in warning
-
-
-@pytest.mark.parametrize(
-    ("tables", "sentence"),
-    [
-        ({"train": {"accumulate": 4}}, "never compare items of different batches.*chunk"),
-        ({"train": {"chunk": 0}}, "chunk"),
-        ({"train": {"chunk": 4}, "backbone": FROZEN}, "frozen = true.*Remove chunk"),
-        ({"train": {"chunk": 4}, "loss": None, "learner": {"name": "core.pca"}}, "Remove chunk"),
-    ],
-)
-def test_wrong_values_and_what_excludes_chunks_are_refused(make, tables, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(**tables)
 
 
 def test_two_processes_train_and_export_the_same(make, trains_as_one, tmp_path, monkeypatch):

@@ -108,32 +108,6 @@ def test_a_frozen_stage_keeps_weights_and_batch_statistics(make, tmp_path):
 UNVALIDATED = {"split": {"by": "class", "validation": 0.0}}
 PLATEAU = {"name": "ReduceLROnPlateau"}
 FROZEN = {"backbone": {**STILL["backbone"], "frozen": True}}
-LEARNER = {"loss": None, "learner": {"name": "core.pca"}}
-STEPS = 'a share from 0 to below 1, "500 steps" or "2 epochs"'
-
-
-@pytest.mark.parametrize(
-    ("tables", "sentence"),
-    [
-        ({"optimizer": {"lr_factor": {"hed": 2}}}, "'hed' selects no parameters"),
-        ({"optimizer": {"lr_factor": {"stages:2.*": 2}}}, "'stages:2.*' selects no parameters"),
-        ({"optimizer": {"weight_decay": {"head": -1}}}, r"\[optimizer\] weight_decay"),
-        ({"optimizer": {"name": "Rprop", "weight_decay": {"head": 1}}}, "Rprop takes none"),
-        ({"optimizer": {"layer_decay": 0}}, "layer_decay"),
-        ({"schedule": {"warmup": 1.5}}, STEPS),
-        ({"schedule": {"warmup": "2 weeks"}}, STEPS),
-        ({"train": {"ema": 0.9, "average_last": 2}}, "Remove one of the two"),
-        ({"train": {"monitor": "map_at_s"}}, r"\[train\] monitor: There is no metric 'map_at_s'"),
-        ({"train": {"monitor": "map"}, **UNVALIDATED}, "monitor needs a validation part"),
-        ({"schedule": PLATEAU, **UNVALIDATED}, "ReduceLROnPlateau needs a validation part"),
-        ({"schedule": {**PLATEAU, "options": {"mode": "min"}}}, "takes no such argument"),
-        ({"lora": {}, **FROZEN}, r"\[lora\] .*frozen"),
-        ({**LEARNER, "train": {"ema": 0.9}}, r"\[train\] ema: a \[learner\] is fitted once"),
-    ],
-)
-def test_wrong_values_and_keys_that_exclude_each_other_are_refused(make, tables, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(**tables)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from retrieval import create
-from retrieval.errors import RecipeError
 from retrieval.model.shards import Shard
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
@@ -117,9 +116,3 @@ def test_a_process_reads_only_its_rows_into_memory(tmp_path):
     del state["rows"]
     assert str(path) not in Path("/proc/self/maps").read_text(), "the file is unmapped"
     assert torch.equal(state["model"], torch.ones(3))
-
-
-def test_a_miner_and_a_generator_are_refused(make):
-    for part, name in (("miner", "pml.multi_similarity"), ("generator", "toolbox.mover")):
-        with pytest.raises(RecipeError, match=rf"\[{part}\]"):
-            make(**RECIPE, **{part: {"name": name}})

@@ -53,22 +53,6 @@ def test_a_missing_compiler_is_named(make, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("tables", "sentence"),
-    [
-        ({"backbone": {"name": "toolbox.net", "frozen": True}}, r"frozen = true its features"),
-        ({"loss": None, "learner": {"name": "core.pca"}}, r"with a \[learner\] its features"),
-        (
-            {"train": {"compile": True, "sync_batch_norm": True}},
-            r"sync_batch_norm = .*Remove one of",
-        ),
-    ],
-)
-def test_compile_is_refused_with_what_excludes_it(make, tables, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(**{"train": {"compile": True}, **tables})
-
-
 def test_deterministic_algorithms_are_on_in_training_and_off_after(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

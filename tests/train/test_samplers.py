@@ -164,20 +164,6 @@ def test_a_plugins_sampler_draws_the_batches(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "sentence"),
-    [
-        ({"name": "core.hierarchical"}, "level: is required"),
-        ({"name": "core.clas_balanced"}, "Did you mean 'core.class_balanced'"),
-        ({"classes": 4, "itms": 3}, "itms.*Did you mean 'items'"),
-        ({"classes": 1}, "classes.*2"),
-    ],
-)
-def test_a_wrong_table_is_refused(make, sampler, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(sampler=sampler)
-
-
-@pytest.mark.parametrize(
     ("wrong", "sentence"),
     [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
 )
