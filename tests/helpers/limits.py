@@ -1,4 +1,4 @@
-"""A disk that is full, as a process sees it."""
+"""Simulate a full disk by a limit on the size of files."""
 
 import resource
 import signal
@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let this process write no file beyond a size: what a write then gets is what a full disk
-    gives, or near.
-    """
+    """Context manager in which writing beyond `size` bytes of a file fails, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))

@@ -1,4 +1,4 @@
-"""The sentences by which calls are refused."""
+"""Messages of errors that calls must raise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 
-def refusal(error: type[Exception], call: Callable[..., Any], *given: Any, **named: Any) -> str:
-    """What the error says that a call must raise."""
+def refusal(
+    error: type[Exception], call: Callable[..., Any], *arguments: Any, **options: Any
+) -> str:
+    """Return the message of the error that a call must raise."""
     with pytest.raises(error) as caught:
-        call(*given, **named)
+        call(*arguments, **options)
     return str(caught.value)

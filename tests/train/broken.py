@@ -74,9 +74,7 @@ class Miner(Broken):
             "right": (a, p, n),
             "lists": (a.tolist(), p.tolist(), n.tolist()),
             "two": (a, p),
-            "none": None,
             "high": (a, p, n + len(labels)),
-            "floats": (a.float(), p.float(), n.float()),
             "lengths": (a, p[:3], n),
             "device": tuple(x.to("meta") for x in (a, p, n)),
         }[self.how]

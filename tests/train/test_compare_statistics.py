@@ -171,6 +171,7 @@ def test_the_blocks_of_several_splits_are_the_splits():
     assert comparison.primary["a"] == pytest.approx([0.8, 0.7, 0.5])
     paired = stats.ttest_rel([0.8, 0.7, 0.5], [0.7, 0.6, 0.45])
     assert comparison.differences[0].p == pytest.approx(paired.pvalue)
+    assert "map_at_r over 3 splits" in repr(comparison)
     assert "The interval covers splits and seeds" in comparison.notes[0]
     assert "over splits and seeds" in markdown(comparison)
     assert "over seeds only" in markdown(result({"a": A, "b": B}))

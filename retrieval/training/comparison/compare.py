@@ -206,6 +206,7 @@ class Jobs:
                     for seed in range(seeds if "untrained" in metrics else 1)
                 ]
             )
+            # the job with seed 0 measures the raw items too, "raw pixels" or "raw vectors"
             raw = next(row for name, row in untrained[0].items() if name != "untrained")
             metrics["raw"] += [raw] * seeds
             if "untrained" in metrics:
@@ -213,7 +214,7 @@ class Jobs:
             if backbone is not None:
                 table = {**_frozen_table(base, backbone), "split": split}
                 (frozen,) = do([job("frozen", f"{prefix}frozen", table)])
-                metrics["frozen"] += list(frozen.values()) * seeds
+                metrics["frozen"] += [frozen["frozen"]] * seeds
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:

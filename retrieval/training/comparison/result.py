@@ -64,18 +64,14 @@ class Comparison:
         wide = max(len(row.name) for row in self.contestants)
         means = ((row.name, self.mean(row, PRIMARY)) for row in self.contestants)
         rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
-        return "\n".join(
-            [f"{'':{wide}}  {PRIMARY} over {self.plan.seeds} seeds", *rows, self.conclusion]
-        )
+        head = f"{'':{wide}}  {PRIMARY} over {self.plan.blocks}"
+        return "\n".join([head, *rows, self.conclusion])
 
     @property
     def metrics(self) -> list[str]:
         """The metrics that all contestants have, MAP@R first."""
-        shared = [
-            m
-            for m in self.contestants[0].metrics[0]
-            if all(m in c.metrics[0] for c in self.contestants)
-        ]
+        first, *others = (row.metrics[0] for row in self.contestants)
+        shared = [name for name in first if all(name in metrics for metrics in others)]
         return [PRIMARY, *(name for name in shared if name != PRIMARY)]
 
     @property
