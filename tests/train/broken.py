@@ -75,6 +75,7 @@ class Miner(Broken):
             "lists": (a.tolist(), p.tolist(), n.tolist()),
             "two": (a, p),
             "high": (a, p, n + len(labels)),
+            "floats": (a.float(), p.float(), n.float()),
             "lengths": (a, p[:3], n),
             "device": tuple(x.to("meta") for x in (a, p, n)),
         }[self.how]

@@ -55,6 +55,7 @@ FAULTS = {
         "lists": ["gave a tuple of 3 (a list of 4", "int64 tensors"],
         "two": ["gave a tuple of 2", "it must give (anchor, positive, negative) or"],
         "high": ["indices from 12 to 15, but the 12 items are numbered"],
+        "floats": ["type float32"],
         "lengths": ["shape (3,)", "of equal length"],
         "device": ["on meta (the codes are on cpu)"],
     },
