@@ -56,17 +56,17 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
     belongs to the stage before it. The network's own parameters, such as a class token, belong to
     its first stage.
     """
-    children = [(key, part) for key, part in network.named_children() if _size(part)]
-    sequences = [part for _, part in children if _is_sequence(part)]
-    inner: nn.Module | None = None
-    if len(children) == 1:
-        inner = children[0][1]
-    elif not isinstance(network, nn.Sequential | nn.ModuleList) and len(sequences) <= 1:
-        inner = max((part for _, part in children), key=_size, default=None)
-        inner = sequences[0] if sequences else inner
+    children = {key: part for key, part in network.named_children() if _size(part)}
+    parts = list(children.values())
+    sequences = [part for part in parts if _is_sequence(part)]
+    inner: nn.Module | None = None  # the child whose stages are stages of the network
+    if len(parts) == 1:
+        inner = parts[0]
+    elif len(sequences) <= 1 and not isinstance(network, nn.Sequential | nn.ModuleList):
+        inner = sequences[0] if sequences else max(parts, key=_size, default=None)
     own = [f"{name}{key}" for key, _ in network.named_parameters(recurse=False)]
     by_stage = [own] if own else []
-    for key, part in children:
+    for key, part in children.items():
         place = f"{name}{key}."
         names = [f"{place}{inside}" for inside, _ in part.named_parameters()]
         if part is inner and any(True for _ in part.children()):

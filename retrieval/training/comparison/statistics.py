@@ -209,21 +209,22 @@ def compare(
 
 
 def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
-    tested = [place for place, test in enumerate(differences) if test.p is not None]
-    corrected, levels = holm([differences[place].p or 0.0 for place in tested])
+    """Return the differences with corrected p values, intervals and the number of needed blocks."""
+    tested = [test for test in differences if test.p is not None]
+    corrected, levels = holm([test.p or 0.0 for test in tested])
     # undecided differences share a level, so the one with the smallest p value is closest to it
-    undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
-    closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
-    for place, p, level in zip(tested, corrected, levels, strict=True):
-        test = differences[place]
-        limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
-        differences[place] = replace(
-            test,
-            mean=Mean(test.mean.value, limit * test.error),
-            corrected=p,
-            needed=_blocks_needed(test, blocks, level) if place == closest else None,
-        )
-    return differences
+    undecided = [test for test, p in zip(tested, corrected, strict=True) if p >= LEVEL]
+    closest = min(undecided, key=lambda test: test.p or 0.0, default=None)
+    results, corrections = [], zip(corrected, levels, strict=True)
+    for test in differences:
+        if test.p is not None:
+            p, level = next(corrections)
+            limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
+            mean = Mean(test.mean.value, limit * test.error)
+            needed = _blocks_needed(test, blocks, level) if test is closest else None
+            test = replace(test, mean=mean, corrected=p, needed=needed)
+        results.append(test)
+    return results
 
 
 def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
