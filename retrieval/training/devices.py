@@ -192,22 +192,21 @@ class Devices:
         ids of parameters of which each process has other rows; their gradients are only divided by
         the number of processes.
         """
-        if not parameters:
-            return
-        for parameter in parameters:
-            if id(parameter) in divided and parameter.grad is not None:
-                parameter.grad /= self.world
-        parameters = [p for p in parameters if id(p) not in divided]
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        has = has.to(parameters[0].device)
-        distributed.all_reduce(has, distributed.ReduceOp.MAX)
-        reduced = [p for p, present in zip(parameters, has.tolist(), strict=True) if present]
-        for parameter in reduced:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in reduced if p.grad is not None]
-        for work in [distributed.all_reduce(g, async_op=True) for g in gradients]:
-            work.wait()
+        gradients = [p.grad for p in parameters if id(p) in divided and p.grad is not None]
+        shared = [p for p in parameters if id(p) not in divided]
+        if shared:
+            has = torch.tensor([p.grad is not None for p in shared], dtype=torch.int32)
+            has = has.to(shared[0].device)
+            distributed.all_reduce(has, distributed.ReduceOp.MAX)
+            works = []
+            for parameter, present in zip(shared, has.tolist(), strict=True):
+                if present:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    works.append(distributed.all_reduce(parameter.grad, async_op=True))
+                    gradients.append(parameter.grad)
+            for work in works:
+                work.wait()
         for gradient in gradients:
             gradient /= self.world
 

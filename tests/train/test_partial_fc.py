@@ -116,3 +116,11 @@ def test_a_process_reads_only_its_rows_into_memory(tmp_path):
     del state["rows"]
     assert str(path) not in Path("/proc/self/maps").read_text(), "the file is unmapped"
     assert torch.equal(state["model"], torch.ones(3))
+
+
+def test_phases_that_train_only_or_never_divided_rows_train_as_one(make, trains_as_one):
+    recipes = {}
+    for part in ("loss", "head"):
+        phase = [{"epochs": 1, "train": [part]}]
+        recipes[part] = make(**{**RECIPE, "train": {"clip_norm": 1.0}}, phase=phase)
+    trains_as_one(recipes)
