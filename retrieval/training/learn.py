@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
@@ -41,8 +42,10 @@ def fit_learner(
 
     Raises:
         DataError: the learner refuses the features.
+        RecipeError: there are several processes.
     """
     assert recipe.learner is not None
+    _refuse_processes("A learner is fitted without steps")
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, dataset), nn.Identity())
@@ -85,6 +88,14 @@ def fit_learner(
     run.plugins.notify("retrieval_run_end", run=run, metrics=metrics)
     report(f"fitted {len(splits.train)} items in {seconds:.1f} s{shown}")
     return run
+
+
+def _refuse_processes(why: str) -> None:
+    if PartialState().num_processes > 1:
+        raise RecipeError(
+            f"{why}, so there is nothing to divide over several processes. Start the command in one"
+            " process, without torchrun or accelerate launch."
+        )
 
 
 def fit(
@@ -156,7 +167,9 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
 
     Raises:
         DataError: see `begin_folder`.
+        RecipeError: there are several processes.
     """
+    _refuse_processes("The model has nothing to train")
     run.splits.notes.append(NOTHING)
     if not resume:
         begin_folder(run, report, replace=replace)

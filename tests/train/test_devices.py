@@ -47,6 +47,19 @@ def test_processes_begin_a_run_together_or_not_at_all(make, processes, tmp_path)
     assert (tmp_path / "late" / "summary.json").is_file()
 
 
+def test_recipes_without_steps_are_refused_in_several_processes(make, processes, tmp_path):
+    frozen = {"name": "toolbox.net", "frozen": True}
+    recipes = {
+        "learner": make(loss=None, learner={"name": "core.pca"}, split={"by": "item"}),
+        "untrained": make(backbone=frozen, head={"identity": True}, train={"epochs": 1}),
+    }
+    for name, recipe in recipes.items():
+        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
+    for line in answers(processes(2, "train_process.py", str(tmp_path), *recipes)):
+        assert "Start the command in one process" in line["error"]
+    assert not any((tmp_path / name).exists() for name in recipes)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("script", ["blocks_process.py", "norm_process.py", "fc_process.py"])
 def test_loss_norm_and_classes_of_all_shares_are_those_of_the_whole_batch(processes, world, script):
