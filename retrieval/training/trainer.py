@@ -165,7 +165,7 @@ class Trainer:
         """Report the length of a phase's warm-up, and write a checkpoint of its start."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
-        if rises and self.main:
+        if rises:
             whole = self.phase.epochs * steps
             unit = "" if isinstance(warmup, str) else ", a share of the phase's steps"
             self.report(
@@ -192,7 +192,7 @@ class Trainer:
         meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
-        for warning in self.warnings if self.main else ():
+        for warning in self.warnings:
             self.report(f"warning: {warning}")
         with closing(self), signals(self._signalled), repeating(self.recipe.train), meter:
             if self.progress.total == 0:
@@ -224,7 +224,7 @@ class Trainer:
         self.monitor.note(self.progress, validation, trains_backbone=False)
         if self.main:
             self._save_best()
-            self.report(f"epoch 0 (the start): {self._shown(validation)}")
+        self.report(f"epoch 0 (the start): {self._shown(validation)}")
 
     def _shown(self, validation: dict[str, float]) -> str:
         names = (self.monitor.name, "map_at_r", "recall_at_1")
@@ -575,7 +575,7 @@ def train(
         resume: continue from the folder's last checkpoint, or start over if it has none.
         replace: replace an existing run.
         replace_plugins: with `resume`, replace the run's copies with the recipe's plugin files.
-        report: called with one line per epoch.
+        report: called in the main process with one line per epoch.
 
     Returns:
         The run with the best weights, in evaluation mode.
@@ -585,6 +585,7 @@ def train(
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
+    report = report if main else (lambda line: None)
     with ExitStack() as locks:
 
         def claim() -> tuple[Standing | None, list[str], bool]:
