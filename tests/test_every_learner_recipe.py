@@ -1,9 +1,8 @@
-"""Learners of metric learning in recipes: train, export to one ONNX graph, index, search."""
+"""Learners in recipes: train, export to one ONNX graph, index, search."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from retrieval.host.plugins import load_plugins
 from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
+from trained_weights import ran, summary
 
 VECTORS = """
 data = {{ name = "core.features", file = "{file}" }}
@@ -26,28 +26,26 @@ LEARNERS = {
     "standardize = true\nregularization = 0.1\n",
     "lanml": f'name = "anml.lanml"\ngamma1 = -0.5\n{SHORT}',
     "pnca": f'name = "anml.pnca"\nalpha = 0.3\n{SHORT}',
+    "pca": 'name = "core.pca"\nn_components = 16\n',
+    "lda": 'name = "core.lda"\n',
+    "nca": 'name = "core.nca"\nn_components = 16\nmax_iter = 10\n',
 }
 
 
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_from_vectors_to_answers(learner, cli, tmp_path):
-    def run(*words: str | Path) -> str:
-        outcome = cli(*words)
-        assert outcome.code == 0, outcome.err
-        return str(outcome.out)
-
+def test_from_vectors_to_answers(learner, tmp_path):
     digits = load_digits()
     x, y = digits.data.astype(np.float32), digits.target.astype(str)
     np.savez(tmp_path / "digits.npz", features=x, labels=y)
     (tmp_path / "recipe.toml").write_text(VECTORS.format(file=tmp_path / "digits.npz") + learner)
-    run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
-    run("export", tmp_path / "run", "-o", tmp_path / "bundle")
+    ran("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
+    assert summary(tmp_path / "run")["validation"]["map_at_r"] > 0.2
+    ran("export", tmp_path / "run", "-o", tmp_path / "bundle")
     assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
 
-    # the run's weights are what fitting on the run's training items gives
-    loaded = Run.open(tmp_path / "run")
-    built = loaded.recipe.build("learner", features=64)
-    train = loaded.splits.train
+    # the bundle gives what a learner fitted on the run's training items gives
+    run = Run.open(tmp_path / "run")
+    built, train = run.recipe.build("learner", features=64), run.splits.train
     built.fit(x[train].astype(np.float64), y[train])
     actual = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
     expected = built.transform(x[:100].astype(np.float64))
@@ -57,13 +55,13 @@ def test_from_vectors_to_answers(learner, cli, tmp_path):
     gallery, queries, index = (tmp_path / name for name in ("g.npz", "q.npz", "index"))
     np.savez(gallery, features=x[train], labels=y[train])
     np.savez(queries, features=x[test[:60]])
-    run("index", "create", index, gallery, "--bundle", tmp_path / "bundle")
-    answers = json.loads(run("search", index, queries, "-k", "3", "--json"))
+    ran("index", "create", index, gallery, "--bundle", tmp_path / "bundle")
+    answers = json.loads(ran("search", index, queries, "-k", "3", "--json"))
     first = [answer["results"][0]["label"] for answer in answers]
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
 
 
-def test_parameters_that_learners_refuse_are_refused_in_a_recipe():
+def test_wrong_parameters_of_learners_are_refused_in_a_recipe():
     plugins = load_plugins(block=["pml"])
     prior = [[2.0, 0.0], [0.0, 1.0]]
     assert plugins.build("learners", {"name": "aml.gmml", "prior": prior, "t": 0}).prior == prior

@@ -132,7 +132,10 @@ def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> No
 
 @hookspec
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-    """Called after each epoch's validation, with the epoch's number (from 0) and metrics."""
+    """Called after each epoch's validation, with the epoch's number and metrics.
+
+    The hook counts epochs from 0, messages to the user count from 1.
+    """
 
 
 @hookspec

@@ -1,7 +1,7 @@
-"""Checks before training: `retrieval check`, and a trial of some files and batches.
+"""Checks before training: open some files, and try a batch in each phase.
 
-Training starts with the trial, which works on copies of the model and restores the random
-generators, so that it does not affect the training.
+`retrieval check` runs only these checks; `retrieval train` begins with them. They use copies of the
+model and restore the random generators, so they do not affect the training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrieval.model.guard import check_width
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Phase, Sampler
+from retrieval.recipe.tables import Sampler
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_sampler, code_size
 from retrieval.run.open import Run, build_run
@@ -39,15 +39,13 @@ from retrieval.training.step import Losses, Step
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
-    """Build a checked recipe, open some files, and try a batch in each phase.
-
-    Also checks `[search]`, as `retrieval compare` does.
+    """Build a recipe, open some files, try a batch in each phase, and check `[search]` if present.
 
     Returns:
         The findings, one line each.
 
     Raises:
-        RetrievalError: something does not work; the messages are those of training.
+        RetrievalError: something does not work; training would raise the same error.
     """
     if recipe.search and (wrong := space.faults(recipe)):
         raise RecipeError(wrong)
@@ -97,12 +95,12 @@ def _fit_some(
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
-    classes = len(np.unique(labels))
-    # A few items of a few classes are enough for most learners. Those with many components, such as
-    # PCA, need more.
-    attempts = ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes)))
-    for class_count, per_class in attempts:
-        chosen = np.unique(labels)[:class_count]
+    classes = np.unique(labels)
+    # Most learners need only a few items of a few classes. A learner with many components, such as
+    # PCA, needs more.
+    for class_count, items in ((16, 128), (len(classes), 512), (len(classes), 4096)):
+        per_class = -(-items // class_count)
+        chosen = classes[:class_count]
         rows = np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in chosen])
         batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
@@ -134,11 +132,12 @@ def _model(recipe: Recipe, model: Model) -> str:
     )
 
 
-WHOLE = 256
-"""Largest batch size that is tried as it is; larger batches are tried with fewer items."""
-MORE_TRIES = 4
-"""Number of further batches to try while no weight would change."""
-FILES = 64  # files to open
+LARGEST_TRIED = 256
+"""Largest batch to try; if the recipe's batch is larger, a smaller batch is tried."""
+MOST_TRIES = 5
+"""Number of batches to try until a weight would change."""
+FILES = 64
+"""Number of files to open."""
 
 
 def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]]:
@@ -164,7 +163,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
         batches = batches_of(run, smaller(run.recipe))
         for phase in run.recipe.phases:
             step = Step(model, objective, run.recipe, phase, len(batches), accelerator, tried=True)
-            line, phase_warnings = _try(step, phase, batches)
+            line, phase_warnings = _try(step, batches)
             lines.append(line)
             warnings += phase_warnings
     finally:
@@ -173,10 +172,10 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
 
 
 def open_some(run: Run) -> None:
-    """Open a sample of files, evenly spaced over the training, validation, test and gallery items.
+    """Open up to `FILES` files, evenly spaced over all items of the splits.
 
     Raises:
-        DataError: files of the sample cannot be read; the message names them.
+        DataError: some of these files cannot be read; the message names them.
     """
     files = run.dataset.files
     if files is None or run.dataset.arrays is not None:
@@ -232,11 +231,15 @@ def batches_of(run: Run, sampler: Sampler) -> TrainBatches:
     )
 
 
-def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str]]:
-    """Try a phase's batches until one would change a weight; return a line and the warnings."""
+def _try(step: Step, batches: TrainBatches) -> tuple[str, list[str]]:
+    """Try batches in a step's phase until one would change a weight.
+
+    Returns:
+        A line with the losses and metrics of the last batch, and warnings.
+    """
     step.set_modes()
-    device, warnings = step.accelerator.device, []
-    for number in range(min(MORE_TRIES + 1, len(batches))):
+    device, phase, warnings = step.accelerator.device, step.phase.name, []
+    for number in range(min(MOST_TRIES, len(batches))):
         batch, labels = next(batches.epoch(0, start=number))
         losses = _losses(step, batch.to(device), labels.to(device))
         gradients = [p.grad for part in step.parts.values() for p in part if p.numel()]
@@ -251,26 +254,25 @@ def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str
         metric = float(value)
         values.append(f"{name} {metric:.0f}" if metric.is_integer() else f"{name} {metric:.4g}")
     if losses.metrics.get("triplets") == 0:
-        warnings.append(
-            f"in phase '{phase.name}' the batch has no triplet for the generator to work on."
-        )
+        warnings.append(f"in phase '{phase}' the batch has no triplet for the generator.")
     if not changes:
         mined = losses.metrics.get("mined")
         why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
         warnings.append(
-            f"phase '{phase.name}': no weight would change in {number + 1} sampled"
+            f"phase '{phase}': no weight would change in {number + 1} sampled"
             f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
         )
-    return f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(values)}", warnings
+    return f"one batch of {len(labels)}, phase '{phase}': {', '.join(values)}", warnings
 
 
 def smaller(recipe: Recipe) -> Sampler:
-    """Return the `[sampler]` for the batches to try.
+    """Return the `[sampler]` of the batches to try.
 
-    Batches larger than `WHOLE` get fewer items per class, and then fewer classes.
+    If the recipe's batch is larger than `LARGEST_TRIED`, the batch to try has fewer items of each
+    class and, if that is not enough, fewer classes.
     """
-    sampler, size = recipe.sampler, WHOLE // 2 // recipe.augmentation.views
-    if recipe.batch_size <= WHOLE:
+    sampler, size = recipe.sampler, LARGEST_TRIED // 2 // recipe.augmentation.views
+    if recipe.batch_size <= LARGEST_TRIED:
         return sampler
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
     return sampler.model_copy(
@@ -279,7 +281,7 @@ def smaller(recipe: Recipe) -> Sampler:
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
-    """Compute a batch's losses and the gradients of the parts that train, and return the losses."""
+    """Return a batch's losses after computing the gradients of the parts that train."""
     step.zero_grad()
     try:
         losses = step.losses(batch, labels)

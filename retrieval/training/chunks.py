@@ -1,10 +1,10 @@
 """Large batches in little memory: `[train] chunk`.
 
-A loss of pairs needs all embeddings of a batch at once, but not the activations that led to them.
-Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
-2021), embed the batch chunk by chunk without a graph, compute the gradient of the loss with respect
-to the embeddings, and embed each chunk again to propagate that gradient to the weights. Here,
-torch's activation checkpointing recomputes each chunk, so the rest of a step is as without chunks.
+A loss that compares pairs needs all embeddings of a batch at once, but not the activations from
+which they were computed. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup" (RepL4NLP 2021), therefore embed each chunk twice: first without a graph, to compute
+the gradient of the loss with respect to the embeddings, then to propagate this gradient to the
+weights. Here, torch's activation checkpointing embeds each chunk again in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ OWN_STATISTICS = (
     " the result differs from training on the whole batch. Layer norm, group norm and frozen batch"
     " norm are not affected."
 )
-"""Warning for a run that trains batch norm in chunks."""
+"""Warning about a run that trains batch norm in chunks."""
 
 
 def in_little_memory(
     forward: Callable[[Tensor], tuple[Tensor, Tensor]], model: nn.Module, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `forward(rows)` without keeping activations; backward computes them again.
+    """Return `forward(rows)` without keeping activations; the backward pass recomputes them.
 
-    The recomputation uses the same random numbers (for dropout) and the same buffers (batch norm's
-    running statistics) as the first computation, and leaves both as they were before it.
+    The second computation uses the random numbers (of dropout) and the buffers (batch norm's
+    running statistics) of the first one. Then it restores the generators and the buffers.
     """
     buffers = [
         buffer
@@ -42,8 +42,8 @@ def in_little_memory(
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _holding(buffers, before)
 
-    # To stop a recomputation early, torch raises an exception, which `calling` around a plugin's
-    # part would report as the part's error.
+    # torch stops a recomputation early by an exception. If it passed through a plugin's part,
+    # `calling` would report it as the part's error.
     with set_checkpoint_early_stop(False):
         parts: tuple[Tensor, Tensor] = checkpoint(
             forward, rows, use_reentrant=False, context_fn=contexts
@@ -53,7 +53,7 @@ def in_little_memory(
 
 @contextmanager
 def _holding(buffers: list[Tensor], values: list[Tensor]) -> Iterator[None]:
-    """Context manager that sets buffers to `values` and restores their contents at the end."""
+    """Context manager that sets buffers to `values` and, at the end, to their own contents."""
     own = [buffer.clone() for buffer in buffers]
     _fill(buffers, values)
     try:

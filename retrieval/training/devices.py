@@ -1,6 +1,6 @@
-"""Training one model in several processes: batch norm, gradients and the loss.
+"""Train one model in several processes: batch norm, gradients and the loss.
 
-Each process computes on its own share of the batch's rows, on its own device.
+Each process has a device and computes on its share of the batch's rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_SYNCHRONISED = (
     " of {processes} processes differs from a run of one process. [train] sync_batch_norm = true"
     " takes them from the whole batch."
 )
-"""Warning for a run of several processes that trains batch norm without synchronisation."""
+"""Warning about several processes that train batch norm without synchronisation."""
 
 
 def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
@@ -43,15 +43,15 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
 class WholeBatch(TorchFunctionMode):
     """Mode in which batch norm in training uses the mean and variance of all processes' rows.
 
-    The mode replaces the function `torch.nn.functional.batch_norm` rather than modules, so it
-    reaches the layers of timm too, and the saved model does not change. Every process must call the
-    same layers in the same order, on the device of its process group.
+    The mode replaces the function `torch.nn.functional.batch_norm`, not modules. Layers of timm
+    call this function too, and the saved model does not change. All processes must call the same
+    layers in the same order, on the device of their process group.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, with batch norm computed over all processes' rows."""
+        """Call a function of torch; compute batch norm over all processes' rows."""
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return _batch_norm(*args, **kwargs)
@@ -68,9 +68,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, computed in training over all processes' rows.
+    """As `torch.nn.functional.batch_norm`, but in training computed over all processes' rows.
 
-    The gradient with respect to `input` is that of the sum of all processes' objectives.
+    The gradient with respect to `input` is the gradient of the sum of all processes' objectives.
     """
     if not training:
         return functional.batch_norm(
@@ -96,7 +96,7 @@ def _batch_norm(
 
 
 class _Sum(torch.autograd.Function):
-    """Sum of a tensor over all processes, which sums the gradient over all processes as well."""
+    """Sum of a tensor over all processes; its gradient is summed over all processes too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all processes, in order of the processes, whose gradient is summed over all."""
+    """Rows of all processes, in order of the processes; their gradient is summed over processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _summed(x: Tensor) -> Tensor:
 
 
 def _gathered(x: Tensor) -> list[Tensor]:
-    """Return each process's tensor, detached; all have the same shape."""
+    """Return the tensors of all processes, detached; all have the same shape."""
     x = x.detach().contiguous()
     rows = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
     distributed.all_gather(rows, x)
@@ -139,14 +139,11 @@ def _gathered(x: Tensor) -> list[Tensor]:
 
 
 class Devices:
-    """The processes that share each batch, as seen from one of them.
+    """The processes that share each batch, as one of them sees them.
 
-    Every process computes gradients, and `reduce_gradients` replaces them with their mean over the
-    processes. Before that, a gradient must therefore be either the whole gradient, computed alike
-    in all processes, or the part of this process times the number of processes.
-
-    Args:
-        accelerator: the `Accelerator` that made the process group.
+    After the backward pass, `reduce_gradients` replaces the gradients with their mean over the
+    processes. A process must therefore compute the whole gradient, as all others do, or its own
+    part of the gradient times the number of processes.
 
     Attributes:
         world: number of processes.
@@ -159,13 +156,12 @@ class Devices:
     def share(self, x: Tensor) -> Tensor:
         """Return all processes' rows in order; gradients flow only to this process's own rows.
 
-        Use this for an objective of the whole batch that every process computes. The gradient of
-        this process's rows is multiplied by the number of processes; see `Devices`.
+        Use this if every process computes the objective of the whole batch. The gradient of this
+        process's rows is multiplied by the number of processes; see `Devices`.
         """
         rows = _gathered(x)
         if x.is_floating_point():
-            # the value of `x`, with its gradient times the number of processes
-            rows[self.rank] = x.detach() + self.world * (x - x.detach())
+            rows[self.rank] = self.part(x.detach(), x)
         return torch.cat(rows)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -181,7 +177,10 @@ class Devices:
         return _summed(x)
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
-        """Return `value` with the gradient of `part`, which is this process's part of `value`."""
+        """Return `value` with the gradient of `part`, times the number of processes.
+
+        `part` is this process's part of `value`; see `Devices`.
+        """
         return value + self.world * (part - part.detach())
 
     def reduce_gradients(
@@ -189,33 +188,33 @@ class Devices:
     ) -> None:
         """Replace each parameter's gradient with its mean over all processes.
 
-        If only some processes have a gradient for a parameter, it counts as zero in the others. The
-        gradients of `divided` parameters, by id, are only divided by the number of processes: each
-        process holds different rows of these parameters.
+        A process without a gradient counts as zero if another process has one. `divided` holds the
+        ids of parameters of which each process has other rows; their gradients are only divided by
+        the number of processes.
         """
-        if not parameters:
-            return
-        for parameter in parameters:
-            if id(parameter) in divided and parameter.grad is not None:
-                parameter.grad /= self.world
-        parameters = [p for p in parameters if id(p) not in divided]
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        has = has.to(parameters[0].device)
-        distributed.all_reduce(has, distributed.ReduceOp.MAX)
-        reduced = [p for p, present in zip(parameters, has.tolist(), strict=True) if present]
-        for parameter in reduced:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in reduced if p.grad is not None]
-        for work in [distributed.all_reduce(g, async_op=True) for g in gradients]:
-            work.wait()
+        gradients = [p.grad for p in parameters if id(p) in divided and p.grad is not None]
+        shared = [p for p in parameters if id(p) not in divided]
+        if shared:
+            has = torch.tensor([p.grad is not None for p in shared], dtype=torch.int32)
+            has = has.to(shared[0].device)
+            distributed.all_reduce(has, distributed.ReduceOp.MAX)
+            works = []
+            for parameter, present in zip(shared, has.tolist(), strict=True):
+                if present:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    works.append(distributed.all_reduce(parameter.grad, async_op=True))
+                    gradients.append(parameter.grad)
+            for work in works:
+                work.wait()
         for gradient in gradients:
             gradient /= self.world
 
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
-        """Scale gradients so that their norm, rows of all processes included, is at most `limit`.
+        """Scale the gradients so that their norm is at most `limit`.
 
-        `divided` holds the ids of the parameters of which each process has only some rows.
+        `divided` holds the ids of parameters of which each process has other rows. The norm
+        includes the rows of all processes.
         """
         squares = parameters[0].new_zeros(2)
         for parameter in parameters:
@@ -228,10 +227,10 @@ class Devices:
 
 
 PLAIN = 2**20
-"""Largest number of entries of a matrix (a process's rows × the batch) that is computed at once.
+"""Most entries of a matrix (a process's rows × the batch) that is computed at once.
 
-A loss keeps about ten such matrices in memory, 40 MB. Larger matrices are computed in blocks. Each
-block is computed twice, which takes more than 1.5 times the processor time.
+A loss keeps about ten such matrices in memory, 40 MB. Larger matrices are computed in blocks of
+rows. A block is computed twice, which takes more than 1.5 times the processor time.
 """
 
 
@@ -245,17 +244,16 @@ def divided_loss(
 ) -> Tensor:
     """Return the loss of the whole batch, with the gradient of this process's part.
 
-    A loss that is divided by anchors compares a process's rows, its anchors, with the whole batch.
-    If the matrix has more than `PLAIN` entries, the rows are processed in blocks that are
-    recomputed in the backward pass. A matrix in memory then has at most `PLAIN` entries, or R² if
-    that is more.
+    If `kind` is "anchors", the loss compares this process's R rows with the whole batch. If this
+    matrix has more than `PLAIN` entries, it is computed in blocks of rows, which the backward pass
+    recomputes. A block has at most `PLAIN` entries, or R² if that is more.
 
     Args:
         loss: the loss.
         kind: how the loss can be divided; see `retrieval.model.rows`.
-        codes: this process's codes (R, C), the outputs of the head.
+        codes: this process's codes (R, C).
         labels: this process's labels (R,).
-        indices: the pairs or triplets that the miner picked in the whole batch, if there is one.
+        indices: the pairs or triplets of the whole batch that the miner picked, if there is one.
         devices: the processes.
     """
     if kind == "classes":
@@ -277,7 +275,7 @@ def divided_loss(
 def _by_blocks(
     loss: Any, codes: Tensor, labels: Tensor, indices: TripletIndices | None, devices: Devices
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss's sums over this process's anchors, and the numbers of terms in them."""
+    """Return the sums of the loss over this process's anchors, and their numbers of terms."""
     whole = devices.gather(codes), devices.gather(labels)
     first, rows = devices.rank * len(codes), len(codes)
     size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
@@ -304,6 +302,6 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return the entries per row of the loss's matrices: the batch's items, or triplets if more."""
-    picked = 0 if indices is None else len(indices[0]) // len(every)
-    return max(len(every), picked)
+    """Return the entries per row of the loss's matrices: items or, if there are more, triplets."""
+    triplets = 0 if indices is None else len(indices[0]) // len(every)
+    return max(len(every), triplets)

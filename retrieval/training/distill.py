@@ -1,4 +1,4 @@
-"""Train a small model, the student, to embed photos as a large one does, and export it."""
+"""Train a small model, the student, to embed photos as a large teacher does, and export it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from retrieval.training.trainer import train
 DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
-"""Share of the photos that is held out to measure the agreement, and the largest number of them."""
+"""Share and largest number of the photos that are held out to measure the agreement."""
 _FEWEST_PHOTOS = 128
 _TIMED = 64
-"""Number of photos with which the teacher's speed is measured."""
+"""Number of photos that the teacher embeds to measure its speed."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
@@ -55,9 +55,9 @@ class Distillation:
         run: the student's run.
         trained: number of photos that the student was trained on.
         held_out: number of held-out photos, on which the following values were measured.
-        cosine: mean cosine between the embeddings of the student and the teacher's reduced ones.
-        neighbours: mean share of a photo's ten nearest photos by the teacher that are also among
-            the ten nearest by the student.
+        cosine: mean cosine between the student's embeddings and the teacher's reduced embeddings.
+        neighbours: mean share of the teacher's ten nearest photos of a photo that are also among
+            the student's ten nearest.
         images_per_second: photos per second that the student and the teacher embed.
     """
 
@@ -99,10 +99,10 @@ def distill(
 ) -> Distillation:
     """Train a student on photos that the teacher has embedded, and write its bundle.
 
-    A projection reduces the teacher's embeddings to `dimensions`, so that their inner products
-    change as little as possible. The student learns these embeddings and their relations
-    (`core.distillation`), so it needs no labels. A twentieth of the photos, at most 1,000, is held
-    out to measure the agreement.
+    A projection reduces the teacher's embeddings to `dimensions` and changes their inner products
+    as little as possible. The student learns these embeddings and their relations
+    (`core.distillation`), so it needs no labels. 5 % of the photos, at most 1,000, are held out to
+    measure the agreement.
 
     Args:
         teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
@@ -134,7 +134,7 @@ def distill(
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
     training, held_out = _divided(len(files))
     width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
-    # The recipe is checked before the teacher works for hours, because an override may be wrong.
+    # an override may be wrong, so check the recipe before the teacher works for hours
     recipe = read_recipe(
         _recipe(work, student, width, epochs, len(training), labels), overrides, plugins
     )
@@ -181,9 +181,9 @@ def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
-    """Return the readable photos of a folder, and the class of each photo.
+    """Return the readable photos of a folder, and their classes.
 
-    With `labels`, the class is the name of the photo's folder; otherwise it has no meaning.
+    With `labels`, a photo's class is the name of its folder; otherwise the classes mean nothing.
     """
     images = find_images(folder).images
     files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
@@ -193,12 +193,12 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
             f" embeddings. Name a folder with at least {_FEWEST_PHOTOS} photos, better with"
             " thousands; they need no labels."
         )
-    # the split needs classes; without `labels` the loss ignores them
+    # the split needs at least two classes; without `labels` the loss ignores them
     return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
 
 
 def _divided(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training and of the held-out photos, each in ascending order."""
+    """Return the indices of the training photos and of the held-out photos, in ascending order."""
     order = np.random.default_rng(0).permutation(count)
     held_out = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
     return np.sort(order[held_out:]), np.sort(order[:held_out])
@@ -239,7 +239,7 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
 
 
 def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embeddings:
-    """Return the teacher's embeddings (N, D); blocks that an earlier call saved are reused."""
+    """Return the teacher's embeddings (N, D); blocks in `folder` are reused."""
     blocks = []
     for start in range(0, len(files), _BLOCK):
         kept = folder / f"{start:09}.npy"
@@ -252,7 +252,7 @@ def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embedd
 
 
 def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
-    """Return the projection from D to `dimensions` columns that best keeps the inner products.
+    """Return the projection (D, `dimensions`) that changes inner products least.
 
     Its columns are the leading eigenvectors of the second-moment matrix (Eckart & Young, 1936).
     """
@@ -270,7 +270,6 @@ def _unit(vectors: NDArray[np.float32]) -> Embeddings:
 def _recipe(
     work: Path, student: str, dimensions: int, epochs: int, photos: int, labels: bool
 ) -> Mapping[str, Any]:
-    """Return the student's recipe."""
     loss: dict[str, Any] = {"name": "core.distillation", "teacher": str(work / "teacher.npz")}
     if labels:
         loss["loss"] = "pml.multi_similarity"
@@ -280,7 +279,7 @@ def _recipe(
         "split": {"validation": 0.0},
         "backbone": {"name": student, **_STUDENT.get(student, {})},
         "head": {"embedding_size": dimensions},
-        # the target of every view of a photo is the teacher's embedding of the whole photo
+        # both views of a photo have the same target, the teacher's embedding of the whole photo
         "augmentation": {"crop_scale": [0.7, 1.0], "views": 2, "positives": "item"},
         "sampler": {"classes": min(64, photos), "items": 1},
         "loss": loss,
@@ -291,7 +290,7 @@ def _recipe(
 
 
 def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
-    """Return the embeddings of photos, and the number of photos embedded per second."""
+    """Return the embeddings of photos, and the number of photos per second."""
     encoder.encode(list(files[:2]), progress=False)  # the first call starts threads
     began = time.perf_counter()
     vectors = encoder.encode(list(files), progress=False)
@@ -300,10 +299,11 @@ def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
 
 def _overlap(student: Embeddings, teacher: Embeddings) -> float:
     """Return the mean share of the teacher's nearest neighbours that the student finds too."""
-    nearest = []
-    for vectors in (student, teacher):
+
+    def nearest(vectors: Embeddings) -> NDArray[np.intp]:
         similarities = vectors @ vectors.T
         np.fill_diagonal(similarities, -np.inf)
-        nearest.append(np.argsort(-similarities, axis=1)[:, :_NEIGHBOURS])
-    shared = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2)
-    return float(shared.mean())
+        return np.argsort(-similarities, axis=1)[:, :_NEIGHBOURS]
+
+    shared = nearest(student)[:, :, None] == nearest(teacher)[:, None, :]
+    return float(shared.any(2).mean())

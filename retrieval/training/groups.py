@@ -1,4 +1,4 @@
-"""Groups of parameters: what a phase trains, and with which learning rate and weight decay."""
+"""Groups of parameters: their stages, learning rates and weight decays, and what is frozen."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from retrieval.run.build import Objective
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the recipe's selectors see it (`retrieval.recipe.section.Selector`).
+    """A parameter, with what a recipe's selectors select by (`recipe.section.Selector`).
 
     Attributes:
         name: full name, such as `backbone.stages.0.weight`.
         part: the part that owns the parameter; a miner's parameters belong to the loss.
-        stage: the backbone's stage, counted from 1 at the input; 0 outside the backbone.
-        dimensions: number of dimensions.
+        stage: number of the backbone's stage, from 1 at the input; 0 outside the backbone.
+        dimensions: number of the parameter's dimensions.
     """
 
     name: str
@@ -52,21 +52,21 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
     """Return the names of a network's parameters, one list per stage, from the input on.
 
     If the network has one sequence of blocks (EfficientNet, transformers), each block is a stage.
-    Otherwise each direct child is a stage (`layer1` to `layer4` of a ResNet). Norms between stages
-    belong to the stage before them. The network's own parameters, such as a class token, belong to
+    Otherwise each direct child is a stage (`layer1` to `layer4` of a ResNet). A norm between stages
+    belongs to the stage before it. The network's own parameters, such as a class token, belong to
     its first stage.
     """
-    children = [(key, part) for key, part in network.named_children() if _size(part)]
-    sequences = [part for _, part in children if _is_sequence(part)]
-    inner: nn.Module | None = None
-    if len(children) == 1:
-        inner = children[0][1]
-    elif not isinstance(network, nn.Sequential | nn.ModuleList) and len(sequences) <= 1:
-        inner = max((part for _, part in children), key=_size, default=None)
-        inner = sequences[0] if sequences else inner
+    children = {key: part for key, part in network.named_children() if _size(part)}
+    parts = list(children.values())
+    sequences = [part for part in parts if _is_sequence(part)]
+    inner: nn.Module | None = None  # the child whose stages are stages of the network
+    if len(parts) == 1:
+        inner = parts[0]
+    elif len(sequences) <= 1 and not isinstance(network, nn.Sequential | nn.ModuleList):
+        inner = sequences[0] if sequences else max(parts, key=_size, default=None)
     own = [f"{name}{key}" for key, _ in network.named_parameters(recurse=False)]
     by_stage = [own] if own else []
-    for key, part in children:
+    for key, part in children.items():
         place = f"{name}{key}."
         names = [f"{place}{inside}" for inside, _ in part.named_parameters()]
         if part is inner and any(True for _ in part.children()):
@@ -82,13 +82,11 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
 
 def _is_sequence(module: nn.Module) -> bool:
     """Return whether a module is a sequence of blocks, not of single layers."""
-    blocks = [
-        block
+    # PEFT's wrapper of a single layer has children too, but also a `base_layer`
+    return isinstance(module, nn.Sequential | nn.ModuleList) and any(
+        any(True for _ in block.children()) and not hasattr(block, "base_layer")
         for block in module.children()
-        # PEFT's wrapper of a single layer has children and a `base_layer`
-        if any(True for _ in block.children()) and not hasattr(block, "base_layer")
-    ]
-    return isinstance(module, nn.Sequential | nn.ModuleList) and bool(blocks)
+    )
 
 
 def _size(module: nn.Module) -> int:
@@ -102,7 +100,7 @@ class Groups:
         recipe: the recipe.
         model: the model.
         objective: the loss, miner and generator.
-        parts: the parameters of each part, without duplicates.
+        parts: the parameters of each part; see `parts_of`.
 
     Raises:
         RecipeError: a stage or name pattern of the recipe covers no parameter.
@@ -129,7 +127,7 @@ class Groups:
         self._refuse_idle()
 
     def frozen(self, phase: Phase) -> set[int]:
-        """Return the ids of the parameters that `freeze` or `[lora]` keeps fixed in a phase."""
+        """Return the ids of the parameters that do not train because of `freeze` or `[lora]`."""
         return {
             number
             for number, entry in self.entries.items()
@@ -142,11 +140,8 @@ class Groups:
     ) -> Iterator[dict[str, Any]]:
         """Yield a part's parameter groups for the optimiser, by increasing learning rate.
 
-        Args:
-            section: the optimiser's table in the recipe.
-            part: the part.
-            lr: learning rate that the factors of `section` multiply.
-            frozen: ids of parameters to leave out.
+        `section` has factors of the learning rate `lr`. Parameters whose ids are `frozen` are in no
+        group.
         """
         groups: dict[tuple[float, float | None], list[Parameter]] = {}
         for parameter in self.parts[part]:
@@ -172,26 +167,23 @@ class Groups:
 
         A selector that names a part is allowed even if the part has no parameters.
         """
-        sections = {"[optimizer]": self.recipe.optimizer}
-        if self.recipe.generator_optimizer:
-            sections["[generator_optimizer]"] = self.recipe.generator_optimizer
-        written = [
-            (f"{where} {key}", selector)
-            for where, section in sections.items()
-            for key in ("lr_factor", "weight_decay")
-            for selector in getattr(section, key)
-        ] + [(f"[[phase]] {p.name}: freeze", s) for p in self.recipe.phase for s in p.freeze]
-        names = [entry.name for entry in self.entries.values()]
+        selectors: list[tuple[str, str]] = []
+        for where in ("optimizer", "generator_optimizer"):
+            section = getattr(self.recipe, where)
+            for key in ("lr_factor", "weight_decay") if section else ():
+                selectors += [(f"[{where}] {key}", s) for s in getattr(section, key)]
+        for phase in self.recipe.phase:
+            selectors += [(f"[[phase]] {phase.name}: freeze", s) for s in phase.freeze]
+        entries = self.entries.values()
+        names = [entry.name for entry in entries]
         problems = []
-        for where, selector in written:
-            number = int(selector.partition(":")[2] or 0)
-            if number > self.stages:
+        for where, selector in selectors:
+            is_pattern = any(sign in selector for sign in ".*?[")
+            if int(selector.partition(":")[2] or 0) > self.stages:
                 problems.append(
                     f"{where}: {selector}, but the backbone has only {self.stages} stages."
                 )
-            elif any(sign in selector for sign in ".*?[") and not any(
-                entry.fits(selector) for entry in self.entries.values()
-            ):
+            elif is_pattern and not any(entry.fits(selector) for entry in entries):
                 problems.append(
                     f"{where}: no parameter's name matches '{selector}'. The first names are"
                     f" {', '.join(names[:3])}.{did_you_mean(selector, names)}"

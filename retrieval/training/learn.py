@@ -1,4 +1,4 @@
-"""Runs without training steps: a learner (an estimator) is fitted, or there is nothing to train."""
+"""Runs without training steps: fit a learner (an estimator), or write an untrained model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
@@ -41,8 +42,10 @@ def fit_learner(
 
     Raises:
         DataError: the learner refuses the features.
+        RecipeError: there are several processes.
     """
     assert recipe.learner is not None
+    _refuse_processes("A learner is fitted without steps")
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, dataset), nn.Identity())
@@ -87,6 +90,14 @@ def fit_learner(
     return run
 
 
+def _refuse_processes(why: str) -> None:
+    if PartialState().num_processes > 1:
+        raise RecipeError(
+            f"{why}, so there is nothing to divide over several processes. Start the command in one"
+            " process, without torchrun or accelerate launch."
+        )
+
+
 def fit(
     learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]
 ) -> None:
@@ -109,21 +120,26 @@ def fit(
 
 
 def _verify(run: Run, features: NDArray[np.float32]) -> None:
-    """Refuse a checkpoint whose codes differ from those of the fitted learner."""
-    again = load_learned(run.recipe, run.dataset, run.best).to(run.device)
+    """Refuse a run whose checkpoint gives other codes than the fitted learner.
+
+    Raises:
+        PluginError: the codes of the features (N, F) differ.
+    """
+    assert run.recipe.learner is not None
+    loaded = load_learned(run.recipe, run.dataset, run.best).to(run.device)
     x = torch.from_numpy(features).to(run.device)
     with torch.inference_mode():
-        if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
+        if not torch.equal(run.model(x, True)[1], loaded(x, True)[1]):
             raise PluginError(
-                f"The learner {run.recipe.learner and run.recipe.learner.name} cannot be saved: the"
-                " model differs after loading. Everything that to_model_parts() needs must be in"
-                " attributes that are arrays, numbers or text and whose names end with an"
-                " underscore, such as `components_`."
+                f"The learner {run.recipe.learner.name} cannot be saved: the model differs after"
+                " loading. Everything that to_model_parts() needs must be in attributes that are"
+                " arrays, numbers or text and whose names end with an underscore, such as"
+                " `components_`."
             )
 
 
 def random_frozen(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Return a warning if the backbone is not trained and its weights are random, else nothing."""
+    """Return a warning if the backbone has random weights and is not trained, else nothing."""
     if not (recipe.backbone.frozen or recipe.learner is not None):
         return []
     drawn = drawn_at_random(recipe, dataset)
@@ -140,7 +156,7 @@ NOTHING = "The model has nothing to train: the backbone's features are used as t
 
 
 def nothing_to_train(run: Run) -> bool:
-    """Return whether neither backbone, nor head, nor combiner has a trainable parameter."""
+    """Return whether backbone, head and combiner have no trainable parameter."""
     assert run.objective is not None
     parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
     return not any(parts[name] for name in ("backbone", "head", "combiner"))
@@ -151,7 +167,9 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
 
     Raises:
         DataError: see `begin_folder`.
+        RecipeError: there are several processes.
     """
+    _refuse_processes("The model has nothing to train")
     run.splits.notes.append(NOTHING)
     if not resume:
         begin_folder(run, report, replace=replace)

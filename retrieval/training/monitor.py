@@ -1,4 +1,4 @@
-"""The monitored metric, which decides the best epoch, and the run's verdict at its end."""
+"""The monitored metric: it decides which epoch is the best, and whether training was worth it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from retrieval.recipe.read import Recipe
 from retrieval.run.resume import Position
 
 _FEW_CLASSES = 5
-"""Number of validation classes below which the verdict warns.
+"""With fewer validation classes, the verdict warns.
 
-With so few classes, an epoch that beats the start in validation may be worse than the start on
-other classes (benchmarks/recipes.py, digits).
+An epoch that beats the start on so few classes may be worse on other classes
+(benchmarks/recipes.py, digits).
 """
 
 
@@ -32,14 +32,14 @@ class Monitor:
         """Return whether a value is better than another; any value is better than `None`."""
         return other is None or (value > other if self.larger else value < other)
 
-    def verdict(self, progress: Position, compares_frozen: bool, classes: int) -> list[str]:
-        """Return sentences on whether training was worth it.
+    def verdict(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
+        """Return sentences that say which epoch was kept, and whether training was worth it.
 
         Args:
             progress: progress of a run that was validated.
-            compares_frozen: whether to suggest measuring the frozen backbone with a trained head;
-                ignored if the run has measured it.
-            classes: number of classes of the validation part.
+            suggests_frozen: whether to suggest measuring the frozen backbone with a trained head,
+                if the run has not measured it.
+            classes: number of validation classes.
         """
         best, start = progress.best, progress.start
         assert best is not None
@@ -53,14 +53,12 @@ class Monitor:
             )
         frozen, trained = progress.with_frozen, progress.with_trained
         if frozen is not None and trained is not None:
+            verb = "beat" if self.better(trained, frozen) else "did not beat"
             lines.append(
-                f"Training the backbone ({trained:.4f}) beat the frozen backbone with a trained"
+                f"Training the backbone ({trained:.4f}) {verb} the frozen backbone with a trained"
                 f" head ({frozen:.4f})."
-                if self.better(trained, frozen)
-                else f"Training the backbone ({trained:.4f}) did not beat the frozen backbone with"
-                f" a trained head ({frozen:.4f})."
             )
-        elif compares_frozen:
+        elif suggests_frozen:
             lines.append(
                 "The frozen backbone with a trained head was not measured. To measure it, begin"
                 ' with a [[phase]] that sets train = ["head", "loss"]. If that phase gives the best'
@@ -74,12 +72,9 @@ class Monitor:
         return lines
 
     def note(self, progress: Position, validation: dict[str, Any], trains_backbone: bool) -> bool:
-        """Record an epoch's validation in `progress`; return whether it is the best so far.
+        """Record an epoch's validation metrics in `progress`; return whether it is the best so far.
 
-        Args:
-            progress: progress of the run; updated in place.
-            validation: the validation metrics.
-            trains_backbone: whether the backbone has trained in this phase or an earlier one.
+        `trains_backbone` says whether this phase or an earlier phase trains the backbone.
         """
         value = float(validation[self.name])
         field = "with_trained" if trains_backbone else "with_frozen"

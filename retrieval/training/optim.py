@@ -1,4 +1,4 @@
-"""The trainable parts, their optimisers and schedules, and the average of their weights."""
+"""Trainable parts of a model, their optimisers and schedules, and the average of their weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from retrieval.training.monitor import Monitor
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
-    """Return by part its name in messages, such as "loss pml.triplet_margin"."""
-    return {
-        part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
-        for part in ("backbone", "loss", "miner", "generator", "combiner")
-    }
+    """Return the parts' names in messages by part, such as "loss pml.triplet_margin"."""
+    parts = ("backbone", "loss", "miner", "generator", "combiner")
+    return {part: f"{part} {getattr(getattr(recipe, part), 'name', '')}" for part in parts}
 
 
 def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
@@ -44,7 +42,8 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
     }
     seen: set[int] = set()
     parameters_of: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
-    # The first part with a parameter owns it; the combiner owns what the head shares with it.
+    # The first part that has a parameter owns it. A head may share parameters with the combiner,
+    # which owns them.
     for name in sorted(modules, key=lambda name: name != "combiner"):
         for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
             if id(parameter) not in seen:
@@ -57,17 +56,16 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 def build_optimizers(
     recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
 ) -> dict[str, Any]:
-    """Return the optimisers of a phase by side, "metric" and "generator".
+    """Return the optimisers of a phase by side: "generator" and, for all other parts, "metric".
 
-    The generator is one side, and all other parts are the metric side. A side that trains nothing
-    has no optimiser.
+    A side that trains nothing has no optimiser.
 
     Raises:
         RecipeError: none of the phase's parts has parameters to train.
     """
     own = recipe.generator_optimizer
-    # A phase's `lr` replaces the rate of [optimizer], and so the generator's unless the recipe has
-    # a [generator_optimizer].
+    # A phase's `lr` replaces the rate of [optimizer]. This is the generator's rate too, unless the
+    # recipe has a [generator_optimizer].
     generator_lr = phase.generator_lr or (phase.lr if own is None else None)
     sides = {
         "metric": (recipe.optimizer, phase.lr),
@@ -117,12 +115,8 @@ def schedules_of(
 class StepSchedule:
     """A learning-rate schedule that changes the rates after each step, epoch or validation.
 
-    Args:
-        section: the recipe's `[schedule]`.
-        optimizer: the optimiser whose rates change.
-        steps: number of steps of the phase.
-        warmup: number of steps at the phase's start in which the rate rises.
-        larger: whether larger values of the monitored metric are better.
+    The phase has `steps` steps; in the first `warmup` steps the rates rise. `larger` says whether
+    larger values of the monitored metric are better.
     """
 
     def __init__(
@@ -166,7 +160,7 @@ class StepSchedule:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that resuming needs: numbers, and lists of numbers."""
+        """Return the state to resume from: numbers, and lists of numbers."""
         return {
             k: v
             for k, v in self.scheduler.state_dict().items()
@@ -176,7 +170,7 @@ class StepSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict()`.
 
-        If the number of steps has changed since, the rates follow the new curve.
+        If the phase's number of steps has changed since, the rates follow the new curve.
         """
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
@@ -193,14 +187,9 @@ class Average:
 
     `[train] ema` selects an exponential moving average over steps, θ' ← d θ' + (1 − d) θ, with
     d = min(ema, (1 + n) / (10 + n)) at step n (Tarvainen & Valpola, "Mean teachers are better role
-    models", NeurIPS 2017). This increase of d, as in TensorFlow, lets the average of a short phase
-    forget the initial weights. `[train] average_last` selects the mean of the weights at the ends
+    models", NeurIPS 2017). As in TensorFlow, d rises with n, so that the average of a short phase
+    forgets the initial weights. `[train] average_last` selects the mean of the weights at the ends
     of the last epochs (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018).
-
-    Args:
-        model: the model in training.
-        train: the recipe's `[train]`.
-        phase: the phase.
     """
 
     def __init__(self, model: Model, train: Train, phase: Phase) -> None:
@@ -211,11 +200,11 @@ class Average:
             average = None if self.ema is None else _moving(self.ema)
             self.averaged = AveragedModel(model, avg_fn=average, use_buffers=True)
             if self.ema is not None:
-                self.averaged.update_parameters(model)  # the weights at the phase's start, n = 0
+                self.averaged.update_parameters(model)  # n = 0: the weights at the phase's start
 
     @property
     def model(self) -> Model:
-        """The model to validate and save: the average if it has two terms, else `trained`."""
+        """The model to validate and save: the average of two or more terms, else `trained`."""
         if self.averaged is None or int(self.averaged.n_averaged) < 2:
             return self.trained
         return cast(Model, self.averaged.module)

@@ -1,4 +1,4 @@
-"""Helpers of the training loop for devices, processes, signals, validation and the log."""
+"""What the training loop needs of devices, processes, signals, validation and the log."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Result = TypeVar("Result")
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
-    """Move model and objective to a device and apply `[train]` `channels_last` and `compile`.
+    """Move model and objective to a device; apply `channels_last` and `compile` of `[train]`.
 
-    On a CPU, the process no longer returns large blocks of memory to the system; see
+    On a CPU, this process no longer returns large blocks of memory to the system; see
     `keep_large_blocks`.
     """
     train = run.recipe.train
@@ -59,7 +59,7 @@ def place(run: Run, objective: Objective, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
-    """Context manager that applies `[train] deterministic` to the algorithms of torch."""
+    """Context manager in which torch uses deterministic algorithms if `[train]` asks for them."""
     if not train.deterministic:
         yield
         return
@@ -70,7 +70,7 @@ def repeating(train: Train) -> Iterator[None]:
     )
     benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # uninitialised memory is never read here, so filling it would only take time
+    # torch would also fill new memory, which takes time; uninitialised memory is never read here
     torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
     try:
         yield
@@ -80,7 +80,7 @@ def repeating(train: Train) -> Iterator[None]:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return the `Accelerator` with the recipe's device and precision.
+    """Return an `Accelerator` with the recipe's device and precision.
 
     Raises:
         RecipeError: the device, the precision or a compiler is not available.
@@ -110,35 +110,32 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
-    """Call `do` in every process and wait for all of them; if it fails in one, all raise.
+    """Call `do` in every process, and wait for all processes. If one fails, all raise an error.
 
     Raises:
-        RetrievalError: the error of this process, if `do` failed here; otherwise a `DataError` with
-            the message of the first process in which it failed.
+        RetrievalError: the error of `do`, if it failed in this process; otherwise a `DataError`
+            with the message of the first process that failed.
     """
     if accelerator.num_processes == 1:
         return do()
-    refused: RetrievalError | None = None
     try:
         result = do()
     except RetrievalError as error:
-        refused = error
-    sentences = gather_object([None if refused is None else str(refused)])
-    if refused is not None:
-        raise refused
-    for sentence in sentences:
-        if sentence is not None:
-            raise DataError(sentence)
+        gather_object([str(error)])
+        raise
+    for message in gather_object([None]):
+        if message is not None:
+            raise DataError(message)
     return result
 
 
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
 ) -> tuple[Standing | None, list[str]]:
-    """Return a run's checkpoint and the changes of its recipe, to resume; report the changes.
+    """Return the checkpoint from which a run resumes, and the changes of its recipe; report these.
 
     Raises:
-        DataError: the folder is not a run, or a recipe key differs that must stay the same.
+        DataError: the folder is not a run, or the recipe has changes that are not allowed.
     """
     last = standing(path)
     changed = changes(path, recipe, None if last is None else last.progress)
@@ -151,7 +148,7 @@ def going_on(
 
 @contextlib.contextmanager
 def signals(handle: Callable[..., None]) -> Iterator[None]:
-    """Context manager in which SIGINT and SIGTERM call `handle`; only in the main thread."""
+    """Context manager in which SIGINT and SIGTERM call `handle`; no effect in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,7 +161,7 @@ def signals(handle: Callable[..., None]) -> Iterator[None]:
 
 
 def forget_after(log: Path, step: int) -> None:
-    """Drop a log's records of steps after `step`, because training will repeat these steps."""
+    """Drop a log's records of steps after `step`, because a resumed run repeats these steps."""
     if not log.is_file():
         return
     kept = []
@@ -173,7 +170,7 @@ def forget_after(log: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
-            break  # a crash cut this line off
+            break  # a crash cut off this line
     write_text(log, "".join(kept))
 
 
@@ -187,13 +184,13 @@ def validate(
 ) -> dict[str, float]:
     """Return the recipe's metrics, the monitored metric and MAP@R on the validation part.
 
-    Each validation item is a query against all others.
+    Every validation item is a query against the others.
 
     Args:
         run: the run.
-        dataset: the run's items, or their backbone features.
+        dataset: the run's items or, with `from_features`, their backbone features.
         from_features: whether `dataset` holds backbone features.
-        raw: decoded images of the dataset, to avoid decoding them again.
+        raw: the dataset's decoded images, so that they are not decoded again.
         model: the model to validate; `None` means the run's model.
     """
     model, recipe = model or run.model, run.recipe

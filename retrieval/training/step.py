@@ -1,10 +1,11 @@
 """One training step: the losses of real and synthetic samples, their gradients, the update.
 
-A generator makes synthetic samples from triplets of real ones. The metric (backbone, head, combiner
-and loss) is one side of the training, the generator the other; each has its own optimiser and its
-own objective. With `coupling = "separate"`, an objective changes only the parameters of its own
-side: the loss trains the backbone through the synthetic samples too, but not the generator, and the
-gradient of the generator's objective passes through the metric without changing it.
+A generator makes synthetic samples from triplets of real samples. Training has two sides, the
+metric (backbone, head, combiner and loss) and the generator. Each side has an optimiser and an
+objective. With `coupling = "separate"`, an objective changes only its own side's parameters: the
+gradient of the loss passes through synthetic samples to the backbone without changing the
+generator, and the gradient of the generator's objective passes through the metric without changing
+it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from retrieval.training.synthetic import (
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B items after its forward pass, of all processes together.
+    """A batch of B items after its forward pass, with the rows of all processes.
 
     Attributes:
         features: (B, F), the backbone's outputs; only this process's rows if the recipe has no
@@ -93,22 +94,22 @@ class Losses:
     watched: Sequence[tuple[Tensor, str]] = ()
 
     def all_metrics(self) -> dict[str, Tensor | int]:
-        """Return the metrics with "loss" and "generator_loss", without waiting for the device."""
+        """Return the metrics, "loss" and "generator_loss"; does not wait for the device."""
         losses = {"loss": self.metric, "generator_loss": self.generator}
         return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
     def refuse(self) -> None:
-        """Raise an error if a watched number is NaN or infinite; waits for the device.
+        """Check that the watched numbers are finite; waits for the device.
 
         Raises:
-            DataError: a loss or a synthetic feature is not finite.
+            DataError: a loss or a synthetic feature is NaN or infinite.
         """
         for number, sentence in self.watched:
             refuse(float(number), sentence)
 
 
 def refuse(number: float, sentence: str) -> None:
-    """Raise a `DataError` with this sentence if the number is not finite."""
+    """Raise a `DataError` with `sentence` if `number` is NaN or infinite."""
     if not math.isfinite(number):
         raise DataError(sentence.replace("{}", str(number)))
 
@@ -116,7 +117,7 @@ def refuse(number: float, sentence: str) -> None:
 class Step:
     """Trains the parts of a phase, one batch at a time, with fresh optimisers.
 
-    The constructor sets `requires_grad` of all parameters.
+    The constructor sets `requires_grad` of all the model's and the objective's parameters.
 
     Args:
         model: the model to train.
@@ -126,8 +127,8 @@ class Step:
         steps: number of steps in an epoch.
         accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
         from_features: whether inputs are features of a frozen backbone.
-        tried: whether batches are only tried, so that weights are never updated and the accelerator
-            need not prepare the optimisers.
+        tried: whether batches are only tried. Weights are then never updated, so the accelerator
+            does not prepare the optimisers.
 
     Attributes:
         parts: the parameters of each part, without duplicates.
@@ -135,9 +136,9 @@ class Step:
         optimizers: the optimisers of the sides that train, "metric" and "generator".
         schedules: the schedule of each optimiser.
         devices: the processes that share each batch; `None` if there is only this one.
-        statistics: context of the forward and backward pass, for batch norm.
-        who: the name of each part in messages.
-        rows: how several processes divide the loss; `None` if each process computes all of it.
+        statistics: makes the context of forward and backward passes, which synchronises batch norm.
+        who: the parts' names in messages.
+        rows: how several processes divide the loss; `None` if each computes the whole loss.
         divided: the ids of parameters whose rows are divided over the processes.
 
     Raises:
@@ -196,7 +197,12 @@ class Step:
         return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
-        """Return how several processes divide the loss, or `None` if each computes all of it."""
+        """Return how several processes divide the loss, or `None` if each computes all of it.
+
+        Raises:
+            RecipeError: weights are divided over processes, but the loss or the precision is not
+                made for that.
+        """
         if self.devices is None or self.objective.generator is not None or not self._trains_metric:
             return None
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
@@ -221,7 +227,7 @@ class Step:
         try:
             self.backward(losses)
         except RetrievalError:
-            losses.refuse()  # if NaN is the cause, its message is clearer
+            losses.refuse()  # if NaN is the cause, this error is clearer
             raise
         self.update()
         return losses
@@ -231,14 +237,14 @@ class Step:
 
         Args:
             inputs: this process's share of the batch.
-            labels: one int64 label per image; if images are mixed, two labels and a weight.
+            labels: one int64 label per item; if images are mixed, two labels and a weight.
 
         Raises:
             PluginError: a part breaks its contract. For NaN, call `Losses.refuse` on the result.
         """
         self._watched: list[tuple[Tensor, str]] = []
         features, codes = self._codes(inputs)
-        # losses subtract numbers that are nearly equal, so they are always computed in float32
+        # losses subtract nearly equal numbers, so they are always computed in float32
         if isinstance(labels, MixedLabels):
             return self._mixed(codes.float(), labels)
         if self.rows is not None:
@@ -334,7 +340,7 @@ class Step:
         return Losses(self._watch("loss", value), None, metrics, self._watched)
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the losses of mixed images: the weighted mean of the losses for both labels."""
+        """Return the losses of mixed images, the weighted mean of the losses with each label."""
 
         def loss(classes: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -383,7 +389,7 @@ class Step:
         return Synthetic(synthetic, triplets, extended, chosen, metrics)
 
     def _metric_loss(self, batch: Batch, synthetic: Synthetic | None) -> Tensor | None:
-        """Return the loss of real and synthetic samples; `None` if no metric part trains."""
+        """Return the loss of real and synthetic samples; `None` if only the generator trains."""
         if not self._trains_metric:
             return None
         real_weight = self.train_table.real_weight
@@ -391,7 +397,7 @@ class Step:
             value = self._loss(batch.codes, batch.labels, batch.indices)
         else:
             if synthetic.extended is None:
-                # without triplets there are no synthetic samples, but backward needs a graph
+                # no triplets, so no synthetic samples; backward still needs a graph
                 value = batch.codes.sum() * 0.0
             else:
                 reference = {
@@ -506,7 +512,7 @@ class Step:
         model.backbone.train("backbone" in trains)
         model.head.train("head" in trains)
         objective.train()
-        # last, because head, loss and miner may contain the combiner or one of its layers
+        # after head, loss and miner, which may contain the combiner or one of its layers
         if model.combiner is not None:
             model.combiner.train("combiner" in trains)
         if objective.generator is not None:

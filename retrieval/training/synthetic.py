@@ -1,6 +1,6 @@
-"""Adding synthetic samples to a batch: choose their triplets, and mine among all samples.
+"""Add synthetic samples to a batch: choose triplets for the generator, and mine among all samples.
 
-B counts the items of a batch, T the triplets and C the columns of codes, the outputs of the head.
+A batch has B items and T triplets. The head's outputs, the codes, have C columns.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Extended:
     """A batch followed by its synthetic samples.
 
     Attributes:
-        codes: (B + T, C), first the codes of the batch, then the synthetic ones.
+        codes: (B + T, C), first the codes of the batch, then the synthetic codes.
         labels: (B + T,); a synthetic sample has the label of the sample that it replaces.
         triplets: row numbers in `codes` of anchors, positives and negatives, each (T,). The
-            positives or the negatives are synthetic; anchors always belong to the batch.
-        replaces: which member of a triplet a synthetic sample replaces.
+            positives or the negatives are synthetic.
+        replaces: the member of a triplet that a synthetic sample replaces.
     """
 
     codes: Tensor
@@ -45,7 +45,7 @@ class Synthetic:
 
     Attributes:
         rows: (T, F), the synthetic features or codes, one row per triplet.
-        triplets: the features or codes of the anchors, positives and negatives, each (T, F).
+        triplets: the features or codes of anchors, positives and negatives, each (T, F).
         extended: the batch followed by the synthetic codes; `None` if the loss does not use them.
         indices: the triplets or pairs of the extended batch that the loss compares.
         metrics: metrics for the log.
@@ -61,14 +61,9 @@ class Synthetic:
 def extend(
     codes: Tensor, labels: Tensor, synthetic: Tensor, triplets: Triplets, replaces: Replaces
 ) -> Extended:
-    """Return the batch followed by the synthetic samples.
+    """Return a batch (B, C), followed by one synthetic sample (T, C) per triplet.
 
-    Args:
-        codes: (B, C), the codes of the batch.
-        labels: (B,), the labels of the batch.
-        synthetic: (T, C), the code of one synthetic sample per triplet.
-        triplets: row numbers in the batch of anchors, positives and negatives, each (T,).
-        replaces: which member of a triplet a synthetic sample replaces.
+    `triplets` has row numbers in the batch of anchors, positives and negatives, each (T,).
     """
     a, p, n = triplets
     rows = torch.arange(len(codes), len(codes) + len(synthetic), device=codes.device)
@@ -84,17 +79,12 @@ def extend(
 def mine(
     miner: Callable[..., TripletIndices], codes: Tensor, labels: Tensor, extended: Extended
 ) -> TripletIndices:
-    """Return a miner's picks among real and synthetic samples.
+    """Return the picks of a miner with a reference set among real and synthetic samples.
 
     A synthetic sample has the label of the sample that it replaces, but is not a true member of
-    that class. The miner is therefore called once per class, so that a synthetic negative never
-    serves as a positive, nor a synthetic positive as a negative. No item is its own positive.
-
-    Args:
-        miner: a miner that takes a reference set.
-        codes: (B, C), the codes of the batch.
-        labels: (B,), the labels of the batch.
-        extended: the batch and its synthetic samples.
+    that class: a synthetic negative must not serve as a positive, nor a synthetic positive as a
+    negative. The miner is therefore called once per class, with the samples that its anchors may be
+    compared with. No item is its own positive.
     """
     codes, reference = codes.detach(), extended.codes.detach()
     real = torch.arange(len(reference), device=codes.device) < len(codes)
@@ -113,7 +103,7 @@ def mine(
             columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)
         ]
         other = mapped[0] != mapped[1]
-        # a triplet is dropped whole; for lists of pairs only the positive pair is dropped
+        # drop a whole triplet (3 lists), or only the positive pair (the first 2 of 4 lists)
         whole = 3 if len(mapped) == 3 else 2
         picks.append([x[other] for x in mapped[:whole]] + mapped[whole:])
     merged = tuple(torch.cat(part) for part in zip(*picks, strict=True))
@@ -129,9 +119,9 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
 
 
 def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
-    """Return a random other item of each row's class, or the row itself if it is the only one."""
+    """Return, for each row, a random other item of its class, or the row if there is none."""
     weights = (labels[rows, None] == labels).float()
-    # an item's own weight is so small that it is drawn only if its class has no other item
+    # so small a weight that an item is drawn for itself only if its class has no other item
     weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12
     return torch.multinomial(weights, 1).squeeze(1)
 

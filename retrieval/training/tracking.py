@@ -1,7 +1,7 @@
-"""Trackers, such as Weights & Biases, which log a run and never stop its training.
+"""Trackers, such as Weights & Biases, log a run and never stop its training.
 
 If a tracker fails, the run reports the failure and continues without the tracker. The run's folder
-keeps the trackers' run ids, so that a resumed run continues the same tracked run.
+keeps the ids that trackers gave the run, so that a resumed run continues the same tracked runs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from retrieval.run.checkpoint import python_random_kept
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
-"""File in a run's folder that keeps each tracker's run id, or its failure."""
+"""File in a run's folder with each tracker's id of the run, or the tracker's failure."""
 
 
 class Tracking:
-    """The trackers of one run, as a plugin with the hooks of training.
+    """The trackers of one run: a plugin whose hooks pass the run's metrics on to the trackers.
 
     Args:
-        names: the trackers; see `full_name`.
+        names: the trackers' names; see `full_name`.
         recipe: the run's recipe, whose plugins provide the trackers.
         tell: called with each message for the user.
         name: the name of the tracked run, by default the recipe's.
-        group: name under which the trackers group the runs of a comparison.
+        group: the name by which trackers group the runs of a comparison.
 
     Raises:
         PluginError: a tracker does not exist.
@@ -60,7 +60,7 @@ class Tracking:
 
     @hookimpl
     def retrieval_run_start(self, run: Run) -> None:
-        """Start tracking a run, in the main process only; further calls have no effect."""
+        """Begin the tracked runs, in the main process only; further calls have no effect."""
         from accelerate import PartialState
 
         if self._folder is not None or not PartialState().is_main_process:
@@ -75,7 +75,7 @@ class Tracking:
 
     @hookimpl
     def retrieval_steps_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics' means over the last steps."""
+        """Log the means of metrics over the last steps."""
         self._tell("log_steps", step, dict(metrics))
 
     @hookimpl
@@ -103,7 +103,7 @@ class Tracking:
             self._tell("log", {str(name): float(value) for name, value in metrics.items()}, epoch)
 
     def end(self, how: str) -> None:
-        """End every tracked run as "finished", "stopped" or "failed"."""
+        """End the tracked runs as "finished", "stopped" or "failed"."""
         self._tell("end", how)
 
     def _begin(self, full: str, run: TrackedRun) -> None:
@@ -112,16 +112,18 @@ class Tracking:
         self._say(f"{full}: {place}")
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of every tracker that has it, if the run has started."""
-        for full, tracker in [*self._trackers.items()] if self._folder is not None else ():
+        """Call a method of all trackers that have the method, if the run has started."""
+        if self._folder is None:
+            return
+        for full, tracker in [*self._trackers.items()]:
             if hasattr(tracker, method):
                 self._try(full, partial(getattr(tracker, method), *arguments))
 
     def _try(self, full: str, call: Callable[[], Any]) -> None:
-        """Make a call to a tracker; if it fails, report that and forget the tracker."""
+        """Call a tracker; if the call fails, report the failure and drop the tracker."""
         subject = f"The tracker {full}"
         try:
-            with python_random_kept():  # MLflow's retries draw from it
+            with python_random_kept():  # MLflow's retries draw from Python's generator
                 call()
             return
         except SystemExit:
@@ -174,7 +176,7 @@ def tracking(
     name: str | None = None,
     group: str | None = None,
 ) -> Iterator[Tracking]:
-    """Context manager in which trackers follow the training of a recipe; they end with it.
+    """Context manager in which trackers follow the training of a recipe.
 
     See `Tracking` for the arguments and errors.
     """
@@ -195,7 +197,7 @@ def tracking(
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return one line per distinct failure of a tracker, with the number of runs that have it."""
+    """Return one line per distinct failure of a tracker, with the number of runs that had it."""
     entries = (entry for folder in folders for entry in _kept(folder).values())
     counts = Counter(entry["failed"] for entry in entries if "failed" in entry)
     return [f"{sentence} ({count} of {len(folders)} runs)" for sentence, count in counts.items()]

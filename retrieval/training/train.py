@@ -1,4 +1,4 @@
-"""`train`, and the `Run` that it returns."""
+"""`retrieval.train`, and `retrieval.Run`, which it returns."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SIDES = ("train", "validation", "test", "gallery")
 
 
 class Run(OpenedRun, Encoder):
-    """A trained run: its folder, and everything built from its recipe.
+    """A trained run: its folder, recipe, data and model.
 
     Attributes:
         path: the folder.
         recipe: the checked recipe.
         dataset: all items.
-        splits: the items that train, validate and test.
+        splits: the training, validation, test and gallery items.
         model: the model, with its best weights.
     """
 
@@ -56,8 +56,8 @@ class Run(OpenedRun, Encoder):
         """Return the embeddings (N, D) of N images, or of the run's own items.
 
         Args:
-            images: the same as for `Encoder.encode`; or "train", "validation", "test" or "gallery"
-                for the items of that side, in the order of `labels`.
+            images: what `Encoder.encode` takes; or "train", "validation", "test" or "gallery" for
+                the items of that side, in the order of `labels`.
             batch: number of items that go through the model at once.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
@@ -94,7 +94,7 @@ class Run(OpenedRun, Encoder):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch, oldest first: losses, learning rates and validation metrics."""
+        """One record per epoch, the first epoch first: losses, rates and validation metrics."""
         if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
@@ -107,17 +107,13 @@ class Run(OpenedRun, Encoder):
             yield self.export(Path(folder) / "bundle", progress=False).path
 
     def _repr_html_(self) -> str:
-        shown = [
-            {name: value for name, value in epoch.items() if isinstance(value, float | int | str)}
-            for epoch in self.history
-        ]
-        names = list(dict.fromkeys(name for epoch in shown for name in epoch))
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{_short(epoch.get(name))}</td>' for name in names)}</tr>"
-            for epoch in shown
-        )
-        return f"<p>{escape(repr(self))}</p><table><tr>{head}</tr>{rows}</table>"
+        history, names = self.history, dict[str, None]()
+        for epoch in history:
+            names |= {k: None for k, v in epoch.items() if isinstance(v, float | int | str)}
+        rows = ["".join(f"<th>{escape(name)}</th>" for name in names)]
+        rows += ["".join(f"<td>{_short(epoch.get(k))}</td>" for k in names) for epoch in history]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(repr(self))}</p><table>{table}</table>"
 
 
 @shown
@@ -144,9 +140,9 @@ def train(
 ) -> Run:
     """Train a recipe into a run's folder, and return the run with its best weights.
 
-    Objects can replace parts that the recipe names, or add parts that it does not name. Training
-    works on a copy of each object. To resume or load a run with objects, pass the same objects
-    again. Its export is the same as for any other run.
+    A Python object can replace a part that the recipe names, or add a part. Training uses copies of
+    the objects. To resume or load a run with objects, pass the same objects again. Its export is
+    the same as for any other run.
 
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
@@ -157,7 +153,7 @@ def train(
             the run.
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
-        dataset: replaces `[data]`: anything that `retrieval.as_dataset` takes.
+        dataset: replaces `[data]`; anything that `retrieval.as_dataset` takes.
         sampler: replaces `[sampler]`: a batch sampler of torch, which yields positions among the
             training items, or a `retrieval.plugin.BatchSampler`.
         backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
@@ -226,9 +222,10 @@ def train(
 
 
 def _whole(run: OpenedRun) -> Run:
-    """Return an opened run as a `Run`, with its methods."""
     return Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

@@ -65,18 +65,15 @@ NO_TRIPLETS = (
 )
 """Warning at the end of an epoch without triplets."""
 EVERY = 50
-"""Number of steps between two calls of the steps hook; on a GPU, also between reading metrics."""
+"""Number of steps between two calls of `retrieval_steps_end`; on a GPU, also between two readings
+of the metrics."""
 
 
 class Trainer:
-    """Trains a run.
+    """Trains a run, which has been built after seeding the random generators.
 
-    Args:
-        run: the run, built and seeded.
-        accelerator: Accelerate's `Accelerator`, which sets device, precision and number of
-            processes.
-        report: called with one line per epoch.
-        progress: progress of a resumed run; `None` for a new one.
+    The accelerator sets device, precision and number of processes. `report` is called with one line
+    per epoch. `progress` is the progress of a resumed run.
     """
 
     def __init__(
@@ -165,10 +162,10 @@ class Trainer:
             self._batches.close()
 
     def _begin_phase(self) -> None:
-        """At a phase's start, report the length of the warm-up, and write a checkpoint."""
+        """Report the length of a phase's warm-up, and write a checkpoint of its start."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
-        if rises and self.main:
+        if rises:
             whole = self.phase.epochs * steps
             unit = "" if isinstance(warmup, str) else ", a share of the phase's steps"
             self.report(
@@ -195,7 +192,7 @@ class Trainer:
         meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
-        for warning in self.warnings if self.main else ():
+        for warning in self.warnings:
             self.report(f"warning: {warning}")
         with closing(self), signals(self._signalled), repeating(self.recipe.train), meter:
             if self.progress.total == 0:
@@ -213,7 +210,7 @@ class Trainer:
         return self._finish()
 
     def _signalled(self, number: int, frame: Any) -> None:
-        """Stop after the current step; a second signal interrupts the step."""
+        """Handle a signal: stop after the current step, or at once if it is the second signal."""
         if self._stop.is_set():
             raise KeyboardInterrupt
         self._stop.set()
@@ -227,7 +224,7 @@ class Trainer:
         self.monitor.note(self.progress, validation, trains_backbone=False)
         if self.main:
             self._save_best()
-            self.report(f"epoch 0 (the start): {self._shown(validation)}")
+        self.report(f"epoch 0 (the start): {self._shown(validation)}")
 
     def _shown(self, validation: dict[str, float]) -> str:
         names = (self.monitor.name, "map_at_r", "recall_at_1")
@@ -269,7 +266,7 @@ class Trainer:
     def _drawn(self) -> list[NDArray[np.int64]] | None:
         """Return the epoch's batches if the sampler uses embeddings, else `None`.
 
-        These batches depend on the weights at the start of the epoch, so checkpoints keep them.
+        Such batches depend on the weights at the start of the epoch, so checkpoints keep them.
         """
         if not self.batches.batch_sampler.uses_embeddings:
             return None
@@ -298,7 +295,7 @@ class Trainer:
         try:
             losses = self.step(inputs, labels)
         except RetrievalError as error:
-            self.tally.read()  # raises an error if an earlier step's NaN is the cause
+            self.tally.read()  # raises its own error if NaN of an earlier step is the cause
             if isinstance(error, DataError):
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
@@ -307,7 +304,7 @@ class Trainer:
         return losses.all_metrics()
 
     def _end_steps(self) -> None:
-        """Pass to plugins the metrics' means since the last call, and the learning rates."""
+        """Pass the metrics' means since the last call, and the learning rates, to plugins."""
         self.tally.read()
         progress, (sums, counts) = self.progress, self._step_sums
         self._step_sums = dict(progress.sums), dict(progress.counts)
@@ -329,7 +326,7 @@ class Trainer:
         )
 
     def _average_buffers(self) -> None:
-        """Average the batch statistics over all processes, because they see different images."""
+        """Average batch statistics over the processes, which see different images."""
         if self.accelerator.num_processes > 1:
             averaged = [] if self.average.model is self.run.model else self.average.model.buffers()
             for buffer in (*self.run.model.buffers(), *averaged):
@@ -489,7 +486,7 @@ class Trainer:
 
 
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
-    """Move a batch to a device; copies to a GPU go through pinned memory and do not block."""
+    """Return a batch on a device; copies to a GPU go through pinned memory and do not block."""
     if device.type == "cuda":
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -502,10 +499,13 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 class Tally:
-    """Adds metrics to a `Position`'s sums and checks for NaN, once every `every` steps.
+    """Sums the metrics of an epoch and checks for NaN, but waits for the device only now and then.
 
-    Steps in between do not wait for the device. The sums add Python floats in the order of the
-    steps, so they do not depend on `every`.
+    Args:
+        progress: progress of the run, whose sums and counts grow.
+        every: number of steps after which the kept numbers are read. The sums do not depend on it,
+            because they add Python floats in the order of the steps.
+        stopped: makes the error for a step, from its number and a message.
     """
 
     def __init__(
@@ -515,7 +515,7 @@ class Tally:
         self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
 
     def add(self, losses: Losses) -> None:
-        """Keep a copy of a step's numbers, because its tensors may change before `read`.
+        """Keep copies of a step's numbers, because its tensors may change before `read`.
 
         Raises:
             DataError: see `read`.
@@ -534,14 +534,16 @@ class Tally:
         """Wait for the device, and add the kept metrics to the sums.
 
         Raises:
-            DataError: a loss or a synthetic feature was not finite; the message names the first
-                such step.
+            DataError: a loss or a synthetic feature was NaN or infinite; the message names the
+                first step where it was.
         """
         kept, self._kept = self._kept, []
         if not kept:
             return
-        device = max((n.device for *_, of in kept for n in of), key=lambda device: device.type)
-        values = iter(torch.stack([n.to(device) for *_, of in kept for n in of]).tolist())
+        numbers = [number for *_, of_step in kept for number in of_step]
+        # "cuda" > "cpu": one transfer from the GPU reads all numbers
+        device = max((number.device for number in numbers), key=lambda device: device.type)
+        values = iter(torch.stack([number.to(device) for number in numbers]).tolist())
         sums, counts = self._progress.sums, self._progress.counts
         for step, sentences, names, _ in kept:
             watched = [next(values) for _ in sentences]
@@ -564,16 +566,16 @@ def train(
     replace_plugins: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """Train a recipe into a folder, which stays locked against other processes.
+    """Train a recipe into a folder, which is locked against other processes meanwhile.
 
     Args:
         path: the run's folder, which must be empty unless `resume` or `replace` is set.
-        recipe: a checked recipe.
-        resume: continue from the folder's last checkpoint, or start over if it has none. Only the
-            keys in `resume.MAY_CHANGE` may differ from the recipe that started the run.
+        recipe: a checked recipe. To resume a run, only the keys in `run.resume.MAY_CHANGE` may
+            differ from the recipe that started it.
+        resume: continue from the folder's last checkpoint, or start over if it has none.
         replace: replace an existing run.
         replace_plugins: with `resume`, replace the run's copies with the recipe's plugin files.
-        report: called with one line per epoch.
+        report: called in the main process with one line per epoch.
 
     Returns:
         The run with the best weights, in evaluation mode.
@@ -583,6 +585,7 @@ def train(
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
+    report = report if main else (lambda line: None)
     with ExitStack() as locks:
 
         def claim() -> tuple[Standing | None, list[str], bool]:

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device (`pytest -m gpu`). A skipped test says what the machine lacks."""
+"""Tests that need a CUDA device: `pytest -m gpu`. A skipped test says what is missing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def encoder_device():
 
 @pytest.fixture(scope="session")
 def make():
-    """Function that returns a recipe for a device: digits and a small net, changed by tables."""
+    """A function that returns a recipe of digits and a small net, with some tables replaced."""
 
     def build(device: str, **tables: Any) -> Recipe:
         base: dict[str, Any] = {
@@ -72,9 +72,7 @@ def make():
 
 @pytest.fixture(scope="session")
 def vectors():
-    """Clustered vectors (20,000, 64), like embeddings of classes."""
+    """Vectors (20,000, 64) in clusters, like those of images of 200 classes."""
     random = np.random.default_rng(0)
-    centres = random.normal(size=(200, 64))
-    return (
-        centres[random.integers(200, size=20_000)] + 0.5 * random.normal(size=(20_000, 64))
-    ).astype(np.float32)
+    centres = random.normal(size=(200, 64))[random.integers(200, size=20_000)]
+    return (centres + 0.5 * random.normal(size=(20_000, 64))).astype(np.float32)

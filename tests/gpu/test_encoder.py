@@ -1,4 +1,4 @@
-"""Bundles on CUDA give the CPU's vectors, alone, in threads and in a server."""
+"""Bundles on CUDA give the CPU's vectors, and a server encodes on CUDA."""
 
 from __future__ import annotations
 
@@ -34,31 +34,30 @@ def pixels(bundle: Bundle, rows: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("name", ["whole", "split"])
 def test_vectors_are_those_of_the_cpu(bundles, encoder_device, name):
-    on, off = (Bundle.open(bundles[name], device=place) for place in (encoder_device, "cpu"))
-    assert on.device == encoder_device and on.fallback is None
+    bundle, reference = (Bundle.open(bundles[name], device=d) for d in (encoder_device, "cpu"))
+    assert bundle.device == encoder_device and bundle.fallback is None
     for rows in (1, 3, 32, 65):
-        images = pixels(on, rows)
-        vectors = on.encode(images, batch=rows).vector
-        far = np.linalg.norm(vectors - off.encode(images, batch=rows).vector, axis=1)
-        assert far.max() < 1e-2, rows  # TF32
+        images = pixels(bundle, rows)
+        actual, expected = (b.encode(images, batch=rows).vector for b in (bundle, reference))
+        assert np.linalg.norm(actual - expected, axis=1).max() < 1e-2, rows  # TF32
 
 
-def test_threads_encode_at_a_time(bundles, encoder_device):
+def test_threads_encode_at_the_same_time(bundles, encoder_device):
     bundle = Bundle.open(bundles["split"], device=encoder_device)
     images = pixels(bundle, 16)
     expected = bundle.encode(images).vector
-    wrong: list[float] = []
+    errors: list[float] = []
 
     def work() -> None:
         for _ in range(20):
-            wrong.append(float(np.abs(bundle.encode(images).vector - expected).max()))
+            errors.append(float(np.abs(bundle.encode(images).vector - expected).max()))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(wrong) == 80 and max(wrong) < 1e-3
+    assert len(errors) == 80 and max(errors) < 1e-3
 
 
 def test_a_server_encodes_on_the_device(bundles, encoder_device, tmp_path):
@@ -68,9 +67,9 @@ def test_a_server_encodes_on_the_device(bundles, encoder_device, tmp_path):
         Image.fromarray(image.squeeze()).save(tmp_path / "photos" / f"{number}.png")
     create_index(tmp_path / "index", bundles["whole"], tmp_path / "photos", progress=False)
     with serve(tmp_path / "index", port=0, wait=False, device=encoder_device) as serving:
-        until = time.monotonic() + 120
-        while (
-            answer := httpx.get(f"{serving.url}readyz")
-        ).status_code != 200 and time.monotonic() < until:
+        deadline = time.monotonic() + 120
+        answer = httpx.get(f"{serving.url}readyz")
+        while answer.status_code != 200 and time.monotonic() < deadline:
             time.sleep(0.1)
+            answer = httpx.get(f"{serving.url}readyz")
     assert answer.status_code == 200 and "fallback" not in answer.json()

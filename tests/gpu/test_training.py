@@ -28,41 +28,39 @@ def test_each_precision_learns(make, tmp_path, device, precision, channels_last)
 
 def test_a_step_waits_for_nothing(make, tmp_path, device):
     run = build_run(tmp_path, make(device, train={"clip_norm": 1.0, "precision": "bf16"}))
-    of = trainer.Trainer(run, Accelerator(mixed_precision="bf16", cpu=device == "cpu"))
-    of.step.set_modes()
-    batches = list(of.batches.epoch(0))
-    on = [moved(inputs, labels, run.device) for inputs, labels in batches]
-    of._train_batch(*on[0])  # cuDNN chooses algorithms, and libraries are loaded
-    before = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
+    training = trainer.Trainer(run, Accelerator(mixed_precision="bf16"))
+    training.step.set_modes()
+    batches = list(training.batches.epoch(0))
+    on_device = [moved(inputs, labels, run.device) for inputs, labels in batches]
+    training._train_batch(*on_device[0])  # loads libraries and tunes cuDNN, which waits
+    before = torch.cuda.get_sync_debug_mode()
     try:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        for inputs, labels in on[1:]:
-            of._train_batch(inputs, labels)
-            of.progress.total += 1
+        torch.cuda.set_sync_debug_mode("error")
+        for inputs, labels in on_device[1:]:
+            training._train_batch(inputs, labels)
+            training.progress.total += 1
         moved(*batches[0], run.device)
     finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode(before)
-    of.tally.read()
-    assert of.progress.counts["loss"] == len(on)
+        torch.cuda.set_sync_debug_mode(before)
+    training.tally.read()
+    assert training.progress.counts["loss"] == len(on_device)
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, device, monkeypatch):
-    made = make(device, train={"deterministic": True, "checkpoint_every": 5})
-    train(tmp_path / "whole", made)
+    recipe = make(device, train={"deterministic": True, "checkpoint_every": 5})
+    train(tmp_path / "whole", recipe)
     real, calls = trainer.Trainer._train_batch, [0]
 
-    def stop(self: Any, *given: Any) -> Any:
+    def stop(self: Any, *batch: Any) -> Any:
         calls[0] += 1
         if calls[0] == 18:
             raise KeyboardInterrupt
-        return real(self, *given)
+        return real(self, *batch)
 
     monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
-    train(tmp_path / "stopped", made, resume=True)
+        train(tmp_path / "stopped", recipe)
+    train(tmp_path / "stopped", recipe, resume=True)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -72,22 +70,25 @@ def test_a_compiled_run_learns(make, tmp_path, device):
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_metrics_of_a_run_equal_those_of_the_cpu(make, tmp_path, device):
+def test_metrics_of_a_run_are_those_of_the_cpu(make, tmp_path, device):
     train(tmp_path / "run", make(device))
-    on = evaluate_run.evaluate(Run.open(tmp_path / "run")).metrics["trained"]
+    run = Run.open(tmp_path / "run")
+    on_device = evaluate_run.evaluate(run).metrics["trained"]
     run = Run.open(tmp_path / "run")
     run.recipe = make("cpu")
-    off = evaluate_run.evaluate(run).metrics["trained"]
-    assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
+    on_cpu = evaluate_run.evaluate(run).metrics["trained"]
+    assert on_device == pytest.approx(on_cpu, abs=2e-3)  # TF32 changes codes, and so ties
 
 
 def test_exact_search_on_the_device_gives_the_same_metrics(device):
     torch.manual_seed(0)
     codes, labels = torch.randn(3000, 32), torch.randint(0, 40, (3000,))
     names = ("recall_at_1", "map_at_r")
-    one = evaluate(codes, labels.numpy(), metrics=names, device="cpu").values
-    other = evaluate(codes, labels.numpy(), metrics=names, device=device).values
-    assert other == pytest.approx(one, abs=1e-6)
+    on_cpu, on_device = (
+        evaluate(codes, labels.numpy(), metrics=names, device=place).values
+        for place in ("cpu", device)
+    )
+    assert on_device == pytest.approx(on_cpu, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_a_loss_of_8192_items_is_that_of_the_cpu(device, name):
     torch.manual_seed(0)
     codes = torch.nn.functional.normalize(torch.randn(8192, 64), dim=1)
     labels = torch.arange(8192) // 8
-    given = {"classes": 1024, "embedding_size": 64} if name == "pml.arc_face" else {}
-    loss = create("loss", name, **given)
+    sizes = {"classes": 1024, "embedding_size": 64} if name == "pml.arc_face" else {}
+    loss = create("loss", name, **sizes)
     values, gradients = [], []
     for place in ("cpu", device):
         x = codes.to(place).requires_grad_()

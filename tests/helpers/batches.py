@@ -1,4 +1,4 @@
-"""Scikit-learn's digits as a dataset, and training batches of any dataset."""
+"""Scikit-learn's digits as a dataset, and training batches of a dataset."""
 
 from functools import cache
 

@@ -16,13 +16,13 @@ def digits(scrambled: bool = False):
     """Load 20 of each digit; the pixels of 6 to 9 are noise if `scrambled`."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    rows = np.concatenate([np.flatnonzero(found.target == k)[:20] for k in range(10)])
-    images = (found.images[rows] * 15.9).astype(np.uint8)
+    data = load_digits()
+    rows = np.concatenate([np.flatnonzero(data.target == k)[:20] for k in range(10)])
+    images = (data.images[rows] * 15.9).astype(np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
     if scrambled:
-        images = np.where(found.target[rows, None, None] >= 6, noise, images)
-    return ArrayDataset(images, [str(label) for label in found.target[rows]])
+        images = np.where(data.target[rows, None, None] >= 6, noise, images)
+    return ArrayDataset(images, [str(label) for label in data.target[rows]])
 
 
 retrieval_datasets = hookimpl(lambda: {"digits": digits})
@@ -45,9 +45,6 @@ LOSSES = {
 
 
 def go(paths: list[Path], output: Path, **options: Any) -> Any:
-    """Compare as cheaply as it goes."""
-    return compare(
-        paths,
-        output,
-        **{"seeds": 2, "search": 2, "folds": 2, "pretrained": "none", "progress": False, **options},
-    )
+    """Run a comparison with two seeds, two trials and two folds, unless `options` differ."""
+    small = {"seeds": 2, "search": 2, "folds": 2, "pretrained": "none", "progress": False}
+    return compare(paths, output, **{**small, **options})

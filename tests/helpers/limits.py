@@ -1,4 +1,4 @@
-"""A full disk, imitated by a limit on the size of files."""
+"""Simulate a full disk by a limit on the size of files."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""Messages of the errors that calls must raise."""
+"""Messages of errors that calls must raise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 
-def refusal(error: type[Exception], call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+def refusal(
+    error: type[Exception], call: Callable[..., Any], *arguments: Any, **options: Any
+) -> str:
     """Return the message of the error that a call must raise."""
     with pytest.raises(error) as caught:
-        call(*arguments, **named)
+        call(*arguments, **options)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Runs in the tests of training: their weights, logs and summaries, and how far two are apart."""
+"""Runs in the tests of training: their recipes, weights, logs and summaries, and comparisons."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ STILL = {
     "data": {"name": "toolbox.digits"},
     "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
 }
-# one epoch of three batches by plain gradient descent, where nothing is drawn or normalised
+# one epoch of three batches by plain gradient descent, without dropout and batch norm
 STEADY: dict[str, Any] = {
     **STILL,
     "sampler": {"classes": 4, "items": 4, "batches": 3},
@@ -45,12 +45,12 @@ SMALL: dict[str, Any] = {
 
 
 def retrieval(*words: object) -> Any:
-    """The result of a command, whose exception is kept."""
+    """Run a command, and return its result with any exception."""
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def ran(*words: object) -> str:
-    """What a command printed, which must succeed; its error is raised."""
+    """Run a command that must succeed, and return its output."""
     result = retrieval(*words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -69,10 +69,10 @@ def weights(folder: Path, name: str = "last") -> Weights:
     return {f"{part}.{k}": v for part, values in parts.items() for k, v in values.items()}
 
 
-def start(tmp_path: Path, made: Any) -> Weights:
+def start(tmp_path: Path, recipe: Any) -> Weights:
     """The weights before the first step."""
-    checkpoint.seed_everything(made.seed)
-    run = build_run(tmp_path, made)
+    checkpoint.seed_everything(recipe.seed)
+    run = build_run(tmp_path, recipe)
     parts = {name: getattr(run.objective, name) for name in ("loss", "miner", "generator")}
     states = {part: module.state_dict() for part, module in parts.items() if module is not None}
     states["model"] = run.model.state_dict()
@@ -120,7 +120,7 @@ def lines_of(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
-    """What was logged of each epoch, without what depends on the clock."""
+    """The records of the epochs, without what depends on the clock."""
     lines = lines_of(folder)
     return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
 
@@ -129,29 +129,29 @@ def summary(folder: Path) -> Any:
     return json.loads((folder / "summary.json").read_text())
 
 
-def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
-    train(tmp_path / name, made)
+def fit(tmp_path: Path, recipe: Any, name: str = "run") -> Path:
+    train(tmp_path / name, recipe)
     return tmp_path / name
 
 
-def reported(folder: Path, made: Any) -> tuple[Run, list[str]]:
+def reported(folder: Path, recipe: Any) -> tuple[Run, list[str]]:
     """A new run, and the lines that its training reported."""
     lines: list[str] = []
-    return train(folder, made, report=lines.append), lines
+    return train(folder, recipe, report=lines.append), lines
 
 
-def digit_photos(folder: Path, each: int, classes: int = 4) -> Path:
-    """Write digits as PNG files, in a folder of each class."""
+def digit_photos(folder: Path, count: int, classes: int = 4) -> Path:
+    """Write `count` digits of each class as PNG files, into one folder per class."""
     digits = load_digits()
     for label in range(classes):
         (folder / str(label)).mkdir(parents=True)
-        for i, image in enumerate(digits.images[digits.target == label][:each]):
+        for i, image in enumerate(digits.images[digits.target == label][:count]):
             pixels = Image.fromarray((image * 15.9).astype(np.uint8))
             pixels.save(folder / str(label) / f"{i:02}.png")
     return folder
 
 
-def trainer_of(tmp_path: Path, made: Any) -> Trainer:
+def trainer_of(tmp_path: Path, recipe: Any) -> Trainer:
     """The trainer of a new run, before its first step."""
     checkpoint.seed_everything(0)
-    return Trainer(build_run(tmp_path, made), Accelerator(cpu=True))
+    return Trainer(build_run(tmp_path, recipe), Accelerator(cpu=True))

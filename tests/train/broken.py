@@ -1,4 +1,4 @@
-"""A plugin that breaks each contract in turn: what `how` says is what the part does wrong."""
+"""A plugin whose parts break their contracts; the parameter `how` names the fault."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class Miner(Broken):
             "right": (a, p, n),
             "lists": (a.tolist(), p.tolist(), n.tolist()),
             "two": (a, p),
-            "none": None,
             "high": (a, p, n + len(labels)),
             "floats": (a.float(), p.float(), n.float()),
             "lengths": (a, p[:3], n),

@@ -1,7 +1,6 @@
-"""Trains a recipe with a compiled backbone, in a process that keeps torch's compiler out as the
-command does: RECIPE RUN.
+"""Trains RECIPE with a compiled backbone into RUN, and keeps torch's compiler out as commands do.
 
-It prints how many graphs were compiled, and whether the backbone is plain again.
+Prints the number of compiled graphs, and whether the backbone is plain again.
 """
 
 import json

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture
 def make(monkeypatch, tmp_path):
-    """A checked recipe: the base, changed by tables."""
+    """A function that returns the recipe `BASE` with some tables replaced; `None` removes one."""
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
     def build(**tables: Any) -> Recipe:
@@ -46,23 +46,22 @@ def make(monkeypatch, tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a recipe: `write("triplet", train={…})`."""
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(PLUGIN, encoding="utf-8")
+    """A function that writes a recipe for comparisons: `write("triplet", train={…})`."""
+    (tmp_path / "mine.py").write_text(PLUGIN, encoding="utf-8")
 
-    def made(name: str, file: str | None = None, **tables: Any) -> Path:
+    def write_recipe(name: str, file: str | None = None, **tables: Any) -> Path:
         path = tmp_path / f"{file or name}.toml"
         table = {"name": name, **COMPARED, "loss": LOSSES.get(name, LOSSES["triplet"]), **tables}
         table = {k: v for k, v in table.items() if v is not None}
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
         return path
 
-    return made
+    return write_recipe
 
 
 @pytest.fixture
 def resumes(monkeypatch, tmp_path):
-    """Check that a run that is stopped before a batch and resumed ends as the whole one does."""
+    """A function that stops a run before a batch, resumes it, and compares it to a whole run."""
 
     def check(recipe: Any, batch: int) -> None:
         whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -86,26 +85,25 @@ def resumes(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def forks():
-    """forks.py, which has imported torch once for all processes of all groups."""
+    """A process of forks.py, which has imported torch once for all groups of processes."""
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env={**own, "OMP_NUM_THREADS": "1"}) as process:
         yield process
-        process.communicate()  # the end of its input is its end
+        process.communicate()  # closes its input, so it ends
 
 
 @pytest.fixture
 def processes(forks, tmp_path):
-    """A gloo group on the loopback: `processes(2, "norm_process.py", …)` runs a script beside this
-    file as each of them.
+    """A function that runs a script of this folder in a gloo group: `processes(2, SCRIPT)`.
 
-    Returns what the first of them printed. With one process there is no group at all. What any of
-    them got wrong fails the test, with what it wrote.
+    It returns the first process's output. If a process fails, the test fails with the output of all
+    processes. One process runs without a group.
     """
 
-    def start(world: int, script: str, *arguments: str) -> str:
-        # here, so that no other program takes the port while the processes start
+    def run(world: int, script: str, *arguments: str) -> str:
+        # created here, so that no other program takes the port while the processes start
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         files = [[folder / f"{rank}.{name}" for name in ("out", "err")] for rank in range(world)]
@@ -115,28 +113,29 @@ def processes(forks, tmp_path):
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        each = []
-        for rank, both in enumerate(files):
+        members = []
+        for rank, pair in enumerate(files):
             environment = {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]}
             if world > 1:
                 environment |= {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            each.append({"files": [str(file) for file in both], "environment": environment})
+            members.append({"files": [str(file) for file in pair], "environment": environment})
         words = [str(Path(__file__).with_name(script)), *arguments]
-        order = {"arguments": words, "processes": each}
-        forks.stdin.write(json.dumps(order) + "\n")
+        forks.stdin.write(json.dumps({"arguments": words, "processes": members}) + "\n")
         forks.stdin.flush()
-        ended = json.loads(forks.stdout.readline())
-        said = [file.read_text() for both in files for file in both]
-        assert ended == [0] * world, f"{ended}\n" + "\n".join(said)
-        return said[0]
+        codes = json.loads(forks.stdout.readline())
+        outputs = [file.read_text() for pair in files for file in pair]
+        assert codes == [0] * world, f"{codes}\n" + "\n".join(outputs)
+        return outputs[0]
 
-    return start
+    return run
 
 
 @pytest.fixture
 def trains_as_one(processes, tmp_path):
-    """Check that recipes, by name, end in several processes as in one; NAME is the run of several,
-    `NAME one` the other. Returns what `train_process.py` said of each.
+    """A function that trains recipes in several processes and in one, and compares the runs.
+
+    The run of several processes has the recipe's name in `recipes`, the other run `NAME one`. The
+    function returns the lines that `train_process.py` printed.
     """
 
     def check(
@@ -145,7 +144,7 @@ def trains_as_one(processes, tmp_path):
         for name, recipe in recipes.items():
             (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
             train(tmp_path / f"{name} one", recipe)
-        said = processes(world, "train_process.py", str(tmp_path), *recipes)
+        output = processes(world, "train_process.py", str(tmp_path), *recipes)
         for name in recipes:
             one, several = tmp_path / f"{name} one", tmp_path / name
             assert apart(one, several) < within, name
@@ -157,11 +156,11 @@ def trains_as_one(processes, tmp_path):
             for ours, theirs in zip(log(one), log(several), strict=True):
                 assert ours["lr"] == theirs["lr"]
                 assert ours["loss"] == pytest.approx(theirs["loss"], rel=loss)
-        return answers(said)
+        return answers(output)
 
     return check
 
 
-def answers(said: str) -> list[dict[str, Any]]:
+def answers(output: str) -> list[dict[str, Any]]:
     """The lines of JSON that `train_process.py` printed."""
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]

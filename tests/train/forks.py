@@ -1,9 +1,8 @@
-"""One interpreter that has imported what training needs, and forks the processes of a group: so
-each costs no import.
+"""Forks the processes of groups from one interpreter that has imported what training needs.
 
-Reads a line of JSON for each group: a script, its arguments, and of each process the environment
-and the files of its output. Answers with a line: the exit codes. It computes nothing itself, so it
-has no threads that a fork would lose.
+Reads one line of JSON per group: a script, its arguments, and the processes' environments and
+output files. Answers with a line: the exit codes. This interpreter computes nothing, so it has no
+threads that a fork would lose.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ torch.set_num_threads(1)
 
 
 def run(arguments: list[str], environment: dict[str, str], files: list[str]) -> int:
-    """Run a script as if Python had been started with it; return its exit code."""
+    """Run a script as `python SCRIPT …` would, and return its exit code."""
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(environment)
@@ -38,8 +37,8 @@ def run(arguments: list[str], environment: dict[str, str], files: list[str]) -> 
     code = 0
     try:
         runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -48,29 +47,30 @@ def run(arguments: list[str], environment: dict[str, str], files: list[str]) -> 
 
 
 def group(order: dict[str, Any]) -> list[int]:
-    """Run the processes of a group to their end, or kill them: 300 seconds after they began, 5
-    after one has failed.
+    """Run the processes of a group, and return their exit codes.
+
+    They are killed after 300 seconds, or 5 seconds after one has failed.
     """
     running = {}
-    for one in order["processes"]:
+    for member in order["processes"]:
         pid = os.fork()
         if pid == 0:
-            os._exit(run(order["arguments"], **one))
+            os._exit(run(order["arguments"], **member))
         running[pid] = len(running)
-    ended, over = [0] * len(running), time.monotonic() + 300
+    codes, deadline = [0] * len(running), time.monotonic() + 300
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            ended[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
             if status:  # the others may wait for it for ever
-                over = min(over, time.monotonic() + 5)
-        elif time.monotonic() > over:
-            for each in running:
-                os.kill(each, signal.SIGKILL)
-            over = float("inf")
+                deadline = min(deadline, time.monotonic() + 5)
+        elif time.monotonic() > deadline:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
         else:
             time.sleep(0.02)
-    return ended
+    return codes
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""One process of several: batch norm of its share of a batch, against one process's of the whole
-batch.
+"""One process of a group: batch norm of its share of a batch, against one process's whole batch.
 
-Run by `test_devices.py`; every process has all the rows, so each can say itself what one process
-would have given.
+All processes have all rows, so each computes what one process would.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ WORLD, RANK = accelerator.num_processes, accelerator.process_index
 
 
 class Act(nn.BatchNorm2d):
-    """As timm's: batch norm by torch's function, and an activation."""
+    """A layer like timm's: batch norm by torch's function, and an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         statistics = self.running_mean, self.running_var, self.weight, self.bias
@@ -42,44 +40,36 @@ def net() -> nn.Sequential:
 
 
 def rows() -> Tensor:
-    """A batch whose rows grow, so that no share looks like another; and far from zero, where
-    squares would cancel.
-    """
+    """A batch whose rows grow, so that shares differ, far from zero, where squares would cancel."""
     x = torch.randn(16, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return 1e4 + x * torch.arange(1, 17)[:, None, None, None]
 
 
-def reduced(gradient: Tensor) -> Tensor:
-    return accelerator.reduce(gradient, reduction="sum")
-
-
-def main() -> None:
-    share = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
-    target = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    whole, own = net(), net()
-    apart = 0.0
-    for _ in range(2):  # the second time over running statistics that are no longer the first ones
-        x, mine = rows().requires_grad_(), rows()[share].clone().requires_grad_()
-        expected = whole(x)
-        with WholeBatch():
-            found = own(mine)
-        torch.testing.assert_close(found, expected[share], rtol=1e-8, atol=1e-9)
-        apart = max(apart, float((net()(rows()[share]) - expected[share]).detach().abs().max()))
-        (expected * target).sum().backward()
-        (found * target[share]).sum().backward()
-        torch.testing.assert_close(mine.grad, x.grad[share], rtol=1e-6, atol=1e-10)
-    for (name, one), other in zip(whole.named_parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(reduced(other.grad), one.grad, rtol=1e-6, atol=1e-9, msg=name)
-    for (name, one), other in zip(whole.named_buffers(), own.buffers(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9, msg=name)
-    assert apart > 0.1  # by shares the same layers give something else
-    whole.eval(), own.eval()
+share = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
+target = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+whole, own = net(), net()
+unsynchronised = 0.0
+for _ in range(2):  # the second pass updates running statistics that are no longer 0 and 1
+    x, x_own = rows().requires_grad_(), rows()[share].clone().requires_grad_()
+    expected = whole(x)
     with WholeBatch():
-        actual, expected = own[:-1](rows()[share]), whole[:-1](rows()[share])
-        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
-    with WholeBatch(), torch.autocast("cpu", torch.bfloat16):
-        half = own.float().train()(rows()[share].float())
-    assert half.isfinite().all()
-
-
-main()
+        actual = own(x_own)
+    torch.testing.assert_close(actual, expected[share], rtol=1e-8, atol=1e-9)
+    difference = net()(rows()[share]) - expected[share]
+    unsynchronised = max(unsynchronised, float(difference.detach().abs().max()))
+    (expected * target).sum().backward()
+    (actual * target[share]).sum().backward()
+    torch.testing.assert_close(x_own.grad, x.grad[share], rtol=1e-6, atol=1e-10)
+for (name, parameter), other in zip(whole.named_parameters(), own.parameters(), strict=True):
+    total = accelerator.reduce(other.grad, reduction="sum")
+    torch.testing.assert_close(total, parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+for (name, buffer), other in zip(whole.named_buffers(), own.buffers(), strict=True):
+    torch.testing.assert_close(other, buffer, rtol=1e-9, atol=1e-9, msg=name)
+assert unsynchronised > 0.1
+whole.eval(), own.eval()
+with WholeBatch():
+    actual, expected = own[:-1](rows()[share]), whole[:-1](rows()[share])
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+with WholeBatch(), torch.autocast("cpu", torch.bfloat16):
+    half = own.float().train()(rows()[share].float())
+assert half.isfinite().all()

@@ -1,4 +1,4 @@
-"""Checkpoints: kept whole, refused when damaged, wherever a bit is flipped."""
+"""Checkpoints are saved whole, and refused if a bit is flipped anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A recipe's file, and its run, as if it were stopped before its end."""
+    """A folder with `recipe.toml` and its `run`, which looks as if it had been stopped."""
     folder = tmp_path_factory.mktemp("flips")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
     train(folder / "run", check_recipe(SMALL))
@@ -34,15 +34,14 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["last", "previous", "best"])
-def test_a_hundred_of_a_hundred_flips_are_refused(run, tmp_path, name):
+def test_a_hundred_random_flips_are_refused(run, tmp_path, name):
     content = (run / "run" / "checkpoints" / f"{name}.safetensors").read_bytes()
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(content)
     assert checkpoint.load(path)
     generator = random.Random(14)
     header = 8 + int.from_bytes(content[:8], "little")
-    # half of them anywhere, half in the header: it is what says where each tensor begins, and which
-    # checksum to trust
+    # half of them in the header, which has the tensors' places and the checksum
     bits = [generator.randrange(8 * len(content)) for _ in range(50)]
     bits += [generator.randrange(8 * header) for _ in range(50)]
     for bit in bits:
@@ -65,12 +64,12 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
 
 
 def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
-    train_again = ["train", run / "recipe.toml", "--resume", "--output"]
-    other = r"Remove the file to use last\.safetensors"
+    resume = ["train", run / "recipe.toml", "--resume", "--output"]
+    use_last = r"Remove the file to use last\.safetensors"
     for name, command, advice in (
-        ("last", train_again, r"resume from the checkpoint before it"),
-        ("best", ["evaluate"], other),
-        ("best", ["export"], other),
+        ("last", resume, r"resume from the checkpoint before it"),
+        ("best", ["evaluate"], use_last),
+        ("best", ["export"], use_last),
     ):
         folder = tmp_path / command[0]
         shutil.copytree(run / "run", folder)
@@ -78,9 +77,9 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
         flip(path, 8 * (path.stat().st_size - 5))
         with pytest.raises(DataError, match=rf"{path} is damaged.*SHA-256.*{advice}"):
             raise retrieval(*command, folder).exception
-        path.unlink()  # as the sentence says
+        path.unlink()
         output = ran(*command, folder)
-        if name == "last":  # from the checkpoint before it, of the first epoch
+        if name == "last":  # the checkpoint before it is of the first epoch
             assert "epoch 2" in output and "epoch 1:" not in output
             assert same(folder, run / "run") and len(log(folder)) == 2
 
@@ -99,10 +98,10 @@ def test_checkpoints_keep_every_nesting_and_type(tmp_path):
     half, mixed = torch.tensor(2.0, dtype=torch.bfloat16), (2.5, None, "x", True)
     state = {"a": {1: [torch.arange(3), mixed]}, "e": {}, "l": [], "t": half}
     checkpoint.save(tmp_path / "x.safetensors", state)
-    again = checkpoint.load(tmp_path / "x.safetensors")
-    assert torch.equal(again["a"][1][0], state["a"][1][0])
-    assert again["a"][1][1] == mixed and again["t"].dtype == torch.bfloat16
-    assert (again["e"], again["l"]) == ({}, [])
+    loaded = checkpoint.load(tmp_path / "x.safetensors")
+    assert torch.equal(loaded["a"][1][0], state["a"][1][0])
+    assert loaded["a"][1][1] == mixed and loaded["t"].dtype == torch.bfloat16
+    assert (loaded["e"], loaded["l"]) == ({}, [])
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):

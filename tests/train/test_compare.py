@@ -1,4 +1,4 @@
-"""`retrieval compare`: what a search may see, going on where it was stopped, what is refused."""
+"""`retrieval compare`: what a search may see, resuming, workers, splits, sweeps, refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import tomllib
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +40,7 @@ from retrieval.training.comparison.workers import OnRay, Processes
 from scipy.stats import kstest
 
 SLOW = '''
-"""A loss that notes its calls; while there is a file `slow`, it waits for another process."""
+"""A loss that writes its process's id per call; if a file `slow` exists, it waits for another."""
 import os
 import time
 from collections import Counter
@@ -52,9 +54,9 @@ calls = 0
 
 
 def both_train():
-    """Whether two processes have each done some steps."""
-    done = Counter((HERE / "steps").read_text().split())
-    return len(done) == 2 and min(done.values()) > 2
+    """Return whether two processes have done some steps."""
+    steps = Counter((HERE / "steps").read_text().split())
+    return len(steps) == 2 and min(steps.values()) > 2
 
 
 class Noted(ContrastiveLoss):
@@ -78,51 +80,50 @@ def test_an_interrupted_comparison_ends_as_the_whole_one(write, tmp_path, monkey
     monkeypatch.delenv(ALLOW, raising=False)
     paths, allowed = [write("triplet"), write("proxy")], [str(tmp_path / "mine.py")]
     whole = go(paths, tmp_path / "whole", plugins=allowed)
-    left = [0]
+    again = partial(go, paths, tmp_path / "again", plugins=allowed)
+    for jobs in (5, 10):
 
-    def stop(what: str, done: int, total: int) -> None:
-        assert what == "comparing" and total == 2 * (2 * 2 + 2) + 2
-        if done == left[0]:
-            raise KeyboardInterrupt
+        def stop(what: str, done: int, total: int, last: int = jobs) -> None:
+            assert what == "comparing" and total == 2 * (2 * 2 + 2) + 2
+            if done == last:
+                raise KeyboardInterrupt
 
-    for after in (5, 10):
-        left[0] = after
         with pytest.raises(Interrupted, match="The same command goes on"):
-            go(paths, tmp_path / "again", plugins=allowed, progress=stop)
-    assert go(paths, tmp_path / "again", plugins=allowed).as_dict() == whole.as_dict()
-    for file in tmp_path.glob("again/results/*/*.json"):  # killed before it was measured
+            again(progress=stop)
+    assert again().as_dict() == whole.as_dict()
+    for file in tmp_path.glob("again/results/*/*.json"):  # as if killed before measuring
         file.unlink()
     # a run's own copy of an allowed plugin is allowed
-    assert go(paths, tmp_path / "again", plugins=allowed).as_dict() == whole.as_dict()
+    assert again().as_dict() == whole.as_dict()
     for name in ("md", "csv", "tex", "html", "json"):
         text = (tmp_path / "whole" / f"comparison.{name}").read_text()
         assert text == (tmp_path / "again" / f"comparison.{name}").read_text()
         assert "triplet" in text
-    assert not list(tmp_path.glob("whole/search/*/*/fold-?/"))  # removed once they are judged
-    figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
-    assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
+    assert not list(tmp_path.glob("whole/search/*/*/fold-?/"))  # measured folds are deleted
+    rows = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
+    assert [row["name"] for row in rows] == ["raw pixels", "untrained", "triplet", "proxy"]
     monkeypatch.setenv(ALLOW, "1")
     measured = evaluate(Run.open(tmp_path / "whole/runs/proxy/seed-1"), progress=False)
-    assert measured.metrics["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
-    (searched,) = figures[2]["searches"]
-    best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
-    assert searched["values"] == searched["trials"][best]["values"]
-    # the recipe's own values come first
-    assert searched["trials"][0]["values"] == {"optimizer.lr": 0.003}
+    assert measured.metrics["trained"]["map_at_r"] == rows[3]["metrics"][1]["map_at_r"]
+    (search,) = rows[2]["searches"]
+    best = int(np.argmax([trial["score"] for trial in search["trials"]]))
+    assert search["values"] == search["trials"][best]["values"]
+    # the recipe's own values are tried first
+    assert search["trials"][0]["values"] == {"optimizer.lr": 0.003}
 
 
-def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path):
-    one = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
-    plan.settle(tmp_path / "c", one)
+def test_a_folder_is_resumed_only_with_its_own_comparison(tmp_path):
+    first = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
+    plan.settle(tmp_path / "c", first)
     plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
-    kept = json.loads((tmp_path / "c" / "plan.json").read_text())
-    assert list(kept["recipes"]) == ["a", "b", "third"] and kept["seeds"] == 5
+    written = json.loads((tmp_path / "c" / "plan.json").read_text())
+    assert list(written["recipes"]) == ["a", "b", "third"] and written["seeds"] == 5
     says = r"search was 2 and is 3 now\.(.|\n)*folds was 4(.|\n)*'b' was changed"
     with pytest.raises(DataError, match=says):
         plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
     (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match="is damaged"):
-        plan.settle(tmp_path / "c", one)
+        plan.settle(tmp_path / "c", first)
 
 
 @pytest.fixture
@@ -133,31 +134,32 @@ def triplet(write, tmp_path):
     return {k: v for k, v in table.items() if k != "search"}
 
 
-def test_no_test_item_has_a_part_in_the_search(triplet, tmp_path):
+def test_the_search_does_not_depend_on_test_items(triplet, tmp_path):
+    """The second data set has noise for the test side's digits, 6 to 9."""
     scores = []
     for scrambled in (False, True):
         table = {**triplet, "data": {"name": "mine.digits", "scrambled": scrambled}}
         recipe = check_recipe({**table, "search": RECIPE["search"]})
         folder, plan = tmp_path / f"search-{scrambled}", Plan({}, 2, 2, None, 2)
-        found = search(recipe, table, plan, folder, lambda jobs: [perform(job) for job in jobs])
-        scores.append([trial.score for trial in found.trials])
+        result = search(recipe, table, plan, folder, lambda jobs: [perform(job) for job in jobs])
+        scores.append([trial.score for trial in result.trials])
         held: list[str] = []
-        for part in (0, 1):
-            made = fold_recipe(Job("fold", table, tmp_path, tmp_path, (part, 2)))
-            inner = made.objects["data"]
-            assert set(inner.labels) == set("012345") and len(inner) == 120
-            held += made.split.test
-        assert sorted(held) == list("012345"), "each class of the training side judges once"
+        for number in (0, 1):
+            fold = fold_recipe(Job("fold", table, tmp_path, tmp_path, (number, 2)))
+            dataset = fold.objects["data"]
+            assert set(dataset.labels) == set("012345") and len(dataset) == 120
+            held += fold.split.test
+        assert sorted(held) == list("012345"), "a training class is held out once"
     assert scores[0] == scores[1] and all(score is not None for score in scores[0])
 
 
-def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(triplet, tmp_path):
+def test_a_fold_with_few_classes_keeps_the_size_of_a_batch(triplet, tmp_path):
     def fold(classes: int, batches: int = 2) -> Job:
         table = {**triplet, "sampler": {"classes": classes, "items": 4, "batches": batches}}
         return Job("fold", table, tmp_path / f"{classes}", tmp_path / f"{classes}.json", (0, 2))
 
     samplers = [fold_recipe(fold(classes)).sampler for classes in (6, 3, 2)]
-    # three of the six training classes are left in a fold
+    # each of the two folds has three of the six training classes
     sizes = [(sampler.classes, sampler.items, sampler.batches) for sampler in samplers]
     assert sizes == [(3, 8, 2), (3, 4, 2), (2, 4, 2)]
     assert perform(fold(6, batches=1))["trained"]
@@ -165,10 +167,10 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(trip
     sampler = {"classes": 12, "items": 1, "batches": 2}
     table = {**triplet, "augmentation": views, "sampler": sampler}
     unlabelled = fold_recipe(Job("fold", table, tmp_path, tmp_path, (0, 2))).sampler
-    assert (unlabelled.classes, unlabelled.items) == (12, 1), "each item is a class of its own"
+    assert (unlabelled.classes, unlabelled.items) == (12, 1), "each item is a class"
 
 
-def test_a_learner_that_draws_random_numbers_has_each_seed(write, tmp_path):
+def test_a_learner_that_draws_random_numbers_gets_the_seeds_of_the_comparison(write, tmp_path):
     own = dict.fromkeys(("loss", "sampler", "head", "optimizer"))
     own |= {"train": {"device": "cpu"}, "backbone": {"name": "core.pixels", "size": 8}}
     sizes = {"depth": 1, "hidden": 8, "embedding": 8, "seeds": 60}
@@ -178,29 +180,27 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(write, tmp_path):
         write("its own", **own, learner={**oahu, "seed": 7}),
         write("closed form", **own, learner={"name": "aml.gmml", "regularization": 0.1}),
     ]
-    found = {each.name: each.metrics for each in go(paths, tmp_path / "c", search=0).contestants}
-    assert found["drawn"][0] != found["drawn"][1]
-    assert found["its own"][0] == found["its own"][1], "the recipe says which seed"
-    assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
+    metrics = {row.name: row.metrics for row in go(paths, tmp_path / "c", search=0).contestants}
+    assert metrics["drawn"][0] != metrics["drawn"][1]
+    assert metrics["its own"][0] == metrics["its own"][1], "the recipe sets the seed"
+    assert metrics["closed form"][0] == metrics["closed form"][1], "nothing is random"
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two comparisons have the same metrics, but for rounding."""
-    ours, theirs = ([row.metrics for row in found.contestants] for found in (one, other))
-    return len(ours) == len(theirs) and all(
-        mine == [pytest.approx(metrics, abs=1e-6) for metrics in row]
-        for mine, row in zip(ours, theirs, strict=True)
-    )
+def check_same(actual: Any, expected: Any) -> None:
+    """Check that two comparisons have the same metrics, apart from rounding."""
+    for row, reference in zip(actual.contestants, expected.contestants, strict=True):
+        for metrics, values in zip(row.metrics, reference.metrics, strict=True):
+            assert metrics == pytest.approx(values, abs=1e-6), row.name
 
 
-def test_workers_find_the_same(write, tmp_path):
+def test_workers_give_the_same_result(write, tmp_path):
     paths = [write("triplet"), write("proxy")]
-    together = go(paths, tmp_path / "together", search=0, workers=2)
-    assert alike(go(paths, tmp_path / "alone", search=0), together)
-    assert "Nothing was tuned" in together.notes[1]
+    parallel = go(paths, tmp_path / "parallel", search=0, workers=2)
+    check_same(parallel, go(paths, tmp_path / "alone", search=0))
+    assert "Nothing was tuned" in parallel.notes[1]
 
 
-def test_workers_that_are_stopped_are_gone_and_it_goes_on(write, tmp_path, monkeypatch, cli):
+def test_stopped_workers_exit_and_the_comparison_resumes(write, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
     tables = {"plugins": ["mine.py", "noted.py"], "loss": {"name": "noted.noted"}}
@@ -208,52 +208,51 @@ def test_workers_that_are_stopped_are_gone_and_it_goes_on(write, tmp_path, monke
     paths = [write("one", **tables), write("two", **tables, optimizer={"lr": 0.01})]
     steps, slow, out = tmp_path / "steps", tmp_path / "slow", tmp_path / "out"
     whole = go(paths, tmp_path / "whole", search=0)
-    wholly = len(steps.read_text().split())
+    all_steps = len(steps.read_text().split())
     slow.touch()
-    kept: dict[Path, int] = {}
+    finished: dict[Path, int] = {}
     reached: dict[Path, int] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         steps.unlink()
         threading.Thread(target=_signal_once_two_train, args=(steps, number), daemon=True).start()
         options = ["--seeds", 2, "--folds", 2, "--pretrained", "none", "--workers", 2]
-        done = cli("compare", *paths, *options, "--output", out)
-        assert done.code == 130 and "Traceback" not in done.err
-        assert "The same command goes on" in done.err
+        outcome = cli("compare", *paths, *options, "--output", out)
+        assert outcome.code == 130 and "Traceback" not in outcome.err
+        assert "The same command goes on" in outcome.err
         workers = set(map(int, steps.read_text().split()))
         assert len(workers) == 2 and os.getpid() not in workers
-        ends = time.monotonic() + 30
-        while multiprocessing.active_children() and time.monotonic() < ends:
+        deadline = time.monotonic() + 30
+        while multiprocessing.active_children() and time.monotonic() < deadline:
             time.sleep(0.02)
         for worker in workers:
             with pytest.raises(ProcessLookupError):
                 os.kill(worker, 0)
-        # what was finished is not done again
-        assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
-        kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
+        assert all(file.stat().st_mtime_ns == before for file, before in finished.items())
+        finished = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
         checkpoints = out.glob("runs/*/*/checkpoints/last.safetensors")
-        now = {file: checkpoint.load(file)["progress"]["total"] for file in checkpoints}
-        assert now and all(now[file] >= before for file, before in reached.items())
-        reached = now
+        totals = {file: checkpoint.load(file)["progress"]["total"] for file in checkpoints}
+        assert totals and all(totals[file] >= before for file, before in reached.items())
+        reached = totals
     slow.unlink()
     steps.unlink()
     again = go(paths, out, search=0)
-    assert len(steps.read_text().split()) <= wholly - sum(reached.values()), "no step is done twice"
-    assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
-    assert alike(whole, again)
+    assert len(steps.read_text().split()) <= all_steps - sum(reached.values()), "a step is repeated"
+    assert all(file.stat().st_mtime_ns == before for file, before in finished.items())
+    check_same(again, whole)
 
 
 def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
-    """Send this process a signal once two workers have each done some steps."""
-    ends = time.monotonic() + 500
-    while time.monotonic() < ends:
-        done = Counter(steps.read_text().split()) if steps.exists() else Counter()
-        if len(done) == 2 and min(done.values()) > 2:
+    """Send this process a signal once two workers have done some steps."""
+    deadline = time.monotonic() + 500
+    while time.monotonic() < deadline:
+        counts = Counter(steps.read_text().split()) if steps.exists() else Counter()
+        if len(counts) == 2 and min(counts.values()) > 2:
             os.kill(os.getpid(), number)
             return
         time.sleep(0.02)
 
 
-def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
+def test_a_process_that_dies_is_a_sentence_but_a_bug_is_raised():
     worker = Processes(1, Meter("comparing", 1, "runs"))
     for error, kind in ((BrokenProcessPool("killed"), DataError), (ZeroDivisionError(), None)):
         future: Future[Any] = Future()
@@ -263,7 +262,7 @@ def test_a_lost_process_is_a_sentence_and_a_fault_of_the_program_stays_one():
 
 
 class DeafRay:
-    """The part of Ray that a comparison calls; its only task ends when it is killed."""
+    """A stand-in for the module `ray`, whose only task ends only when it is killed."""
 
     exceptions = SimpleNamespace(RayError=OSError)
 
@@ -287,7 +286,7 @@ class DeafRay:
         return [], references
 
 
-def test_a_task_of_a_cluster_that_does_not_stop_is_killed(tmp_path):
+def test_a_cluster_task_that_does_not_stop_is_killed(tmp_path):
     def training(do: Any) -> None:
         do([Job("seed", {}, tmp_path / "run", tmp_path / "run.json")])
 
@@ -309,7 +308,7 @@ RANGES = {
 
 
 def proposed(proposals: Proposals, scores: Sequence[float | None], known: Any = ()) -> list[Any]:
-    """Return the values of trials that end with these scores, the first of which are known."""
+    """Return the values of trials with these scores; `known` has the values of the first trials."""
     trials = []
     for score, values in itertools.zip_longest(scores, known):
         drawn = proposals.next()
@@ -318,22 +317,22 @@ def proposed(proposals: Proposals, scores: Sequence[float | None], known: Any = 
     return trials
 
 
-def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been():
+def test_a_resumed_search_continues_as_if_it_had_not_been_interrupted():
     scores: list[float | None] = [None if n == 3 else (n * 7919 % 101) / 100 for n in range(24)]
     whole = proposed(Proposals("a", RANGES, {"loss.margin": 0.5}), scores)
-    assert whole[0]["loss.margin"] == 0.5, "the recipe's own values come first"
+    assert whole[0]["loss.margin"] == 0.5, "the recipe's own values are tried first"
     for values in whole:
         assert 0.01 <= values["loss.margin"] <= 1 and values["loss.n"] in range(1, 10)
         assert values["loss.kind"] in ("a", "b")
-    for kept in (1, 4, 13, 23):
+    for count in (1, 4, 13, 23):
         again = Proposals("a", RANGES, {"loss.margin": 0.5})
-        assert proposed(again, scores, json.loads(json.dumps(whole[:kept]))) == whole
-    # as another version of Optuna proposed
+        assert proposed(again, scores, json.loads(json.dumps(whole[:count]))) == whole
+    # values that another version of Optuna drew
     other = [{**values, "loss.margin": 0.02} for values in whole[:5]]
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
 
 
-def test_the_points_of_a_search_fill_its_range():
+def test_the_points_of_a_search_fill_its_range_and_differ_between_recipes():
     first = set()
     for recipe in range(6):
         random = np.random.default_rng(recipe)
@@ -341,7 +340,7 @@ def test_the_points_of_a_search_fill_its_range():
         places = [np.log10(values["loss.margin"]) / 2 + 1 for values in trials]
         assert kstest(places, "uniform").statistic < 0.4 and len(set(places)) == 32
         first |= set(places[:10])
-    assert len(first) == 60, "recipes with the same ranges draw other points"
+    assert len(first) == 60
 
 
 def test_a_search_finds_an_optimum():
@@ -352,10 +351,10 @@ def test_a_search_finds_an_optimum():
             score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
             proposals.tell(values, score)
             best = max(best, score)
-        assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
+        assert best > -0.02, "a margin within a seventh of a decade of .05, and kind b"
 
 
-def test_an_optimum_at_the_edge_of_what_was_tried_is_said():
+def test_an_optimum_at_the_edge_of_the_tried_values_is_noted():
     def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
         return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
@@ -366,17 +365,17 @@ def test_an_optimum_at_the_edge_of_what_was_tried_is_said():
     assert "highest loss.margin tried, 0.3" in high
 
 
-def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monkeypatch):
+def test_each_random_split_has_a_search(write, tmp_path, monkeypatch):
     paths = [write("triplet"), write("proxy")]
-    found = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
+    result = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
     held = []
     for split in (0, 1):
         recipe = (tmp_path / f"c/runs/triplet/split-{split}-seed-0/recipe.toml").read_text()
         held.append(set(tomllib.loads(recipe)["split"]["test"]))
     assert held[0] != held[1] and all(len(classes) == 4 for classes in held)
-    for row in found.contestants:
+    for row in result.contestants:
         assert len(row.metrics) == 2 and len(row.searches) == (2 if row.recipe else 0)
-    assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
+    assert len(result.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
     monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
     with pytest.raises(DataError, match=r"the split of the data\. Use splits=1"):
@@ -386,13 +385,13 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monk
 def test_a_sweep_is_a_comparison_of_settings_that_can_grow(write, tmp_path, cli):
     path, out = write("triplet"), tmp_path / "sweep"
     more = ["--output", out, "--pretrained", "none", "--latex", "map_at_r"]
-    done = cli("sweep", path, "loss.margin=0.1,0.2", "seed=0..1", *more)
-    assert done.code == 0 and "| margin=0.1 |" in done.out and "| margin=0.2 |" in done.out
-    kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
-    assert len(kept) == 4
-    done = cli("sweep", path, "loss.margin=0.1,0.2,0.3", "seed=0..1", *more)
-    assert done.code == 0 and "| margin=0.3 |" in done.out
-    assert all(file.stat().st_mtime_ns == before for file, before in kept.items())
+    first = cli("sweep", path, "loss.margin=0.1,0.2", "seed=0..1", *more)
+    assert first.code == 0 and "| margin=0.1 |" in first.out and "| margin=0.2 |" in first.out
+    finished = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
+    assert len(finished) == 4
+    second = cli("sweep", path, "loss.margin=0.1,0.2,0.3", "seed=0..1", *more)
+    assert second.code == 0 and "| margin=0.3 |" in second.out
+    assert all(file.stat().st_mtime_ns == before for file, before in finished.items())
     assert r" & MAP@R \\" in (out / "comparison.tex").read_text()
     for wrong, sentence in (
         ("loss.margin", "give each key once"),
@@ -411,15 +410,15 @@ def refused(*recipes: Path, out: Path, says: str, **options: Any) -> None:
         go(list(recipes), out, **options)
 
 
-def test_what_is_wrong_is_told_at_once(write, tmp_path):
-    good, out = write("triplet"), tmp_path / "out"
+def test_wrong_recipes_and_options_are_refused_before_anything_runs(write, tmp_path):
+    right, out = write("triplet"), tmp_path / "out"
     says = r"a\.toml has 1 problem(.|\n)*No such file(.|\n)*b\.toml has 1 problem"
-    refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
+    refused(tmp_path / "a.toml", right, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
     says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. "
     says += r"Change the `name` in one of them\.$"
-    refused(good, write("triplet", "other"), out=out, says=says)
+    refused(right, write("triplet", "other"), out=out, says=says)
     for options, says in (
         ({"seeds": 1}, "at least two seeds or two splits"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
@@ -427,14 +426,14 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
         ({"workers": 0}, "1 to 64 workers"),
         ({"workers": 65}, "1 to 64 workers"),
     ):
-        refused(good, write("proxy"), out=out, says=says, **options)
+        refused(right, write("proxy"), out=out, says=says, **options)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    refused(good, write("proxy"), out=tmp_path / "full", says="is not a comparison")
+    refused(right, write("proxy"), out=tmp_path / "full", says="is not a comparison")
     assert not out.exists()
 
 
-def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path, cli):
+def test_a_wrong_search_is_refused_before_anything_runs(write, tmp_path, cli):
     out = tmp_path / "out"
     wrong = {
         "loss.margn": {"low": 0.1, "high": 0.2},
@@ -463,7 +462,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path
     refused(write("triplet"), write("proxy"), out=out, says=says, folds=4)
 
 
-def test_different_budgets_are_named_and_allowed_only_when_told(write, tmp_path):
+def test_different_budgets_are_named_and_compared_only_with_allow_different(write, tmp_path):
     changes = {
         "train": {"epochs": 2, "device": "cpu"},
         "sampler": {"classes": 2, "items": 4, "batches": 4},
@@ -478,13 +477,13 @@ def test_different_budgets_are_named_and_allowed_only_when_told(write, tmp_path)
         r"\[data\] scrambled: nothing in triplet, true in proxy",
     ):
         refused(*paths, out=out, says=says, search=0)
-    found = go(paths, out, search=0, allow_different=True)
+    result = go(paths, out, search=0, allow_different=True)
     written = (out / "comparison.md").read_text()
     assert "The recipes differ in the epochs: 1 in triplet, 2 in proxy." in written
-    assert len(found.different) == 4
+    assert len(result.different) == 4
 
 
-def test_without_optuna_a_search_is_refused_in_a_sentence(write, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+def test_a_search_without_optuna_is_refused_in_a_sentence(write, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
         go([write("triplet"), write("proxy")], tmp_path / "out")

@@ -11,7 +11,7 @@ from retrieval.training.comparison.compare import compare
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
-# what Ray itself leaves open, and says of its next versions
+# Ray warns of its own future, and leaves files open
 KINDS = ["Resource", "Future", "Deprecation", "pytest.PytestUnraisableException"]
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
 
@@ -25,9 +25,7 @@ def paths(write):
 
 @pytest.fixture(scope="module")
 def address():
-    """A cluster of one node with one core, joined already: so its one process imports torch once
-    for all.
-    """
+    """A cluster of one core, which is joined here, so that its one process imports torch once."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -41,15 +39,16 @@ def address():
         started.shutdown()
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(paths, tmp_path):
-    assert not ray.is_initialized(), "it is the first test: one that is joined is taken"
-    with pytest.raises(
-        DataError, match=r"The Ray cluster at 127\.0\.0\.1:9 cannot be joined: .*refused"
-    ):
+def test_a_missing_cluster_is_a_sentence(paths, tmp_path):
+    assert not ray.is_initialized(), "run this test first: a joined cluster would be used"
+    says = r"The Ray cluster at 127\.0\.0\.1:9 cannot be joined: .*refused"
+    with pytest.raises(DataError, match=says):
         compare(paths, tmp_path / "out", ray="127.0.0.1:9", progress=False)
 
 
-def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(paths, address, tmp_path):
+def test_a_cluster_gives_the_same_result_and_resumes_after_an_interruption(
+    paths, address, tmp_path
+):
     go = partial(compare, paths, seeds=2, pretrained="none", progress=False)
 
     def stop(what: str, done: int, total: int) -> None:
@@ -60,15 +59,14 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(paths, ad
     out = tmp_path / "out"
     with pytest.raises(Interrupted, match="The same command goes on"):
         go(out, ray=address, progress=stop)
-    done = [*out.glob("baselines/*.json"), *out.glob("results/*/*.json")]
-    kept = {file: file.stat().st_mtime_ns for file in done}
-    assert 3 <= len(kept) <= 6 and not (out / "comparison.md").exists()
+    files = [*out.glob("baselines/*.json"), *out.glob("results/*/*.json")]
+    finished = {file: file.stat().st_mtime_ns for file in files}
+    assert 3 <= len(finished) <= 6 and not (out / "comparison.md").exists()
     on_ray = go(out, ray=address)
-    # what was done is not done again
-    assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
+    assert all(file.stat().st_mtime_ns == before for file, before in finished.items())
     assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
-    for one, other in zip(alone.contestants, on_ray.contestants, strict=True):
-        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
+    for row, reference in zip(on_ray.contestants, alone.contestants, strict=True):
+        for metrics, values in zip(row.metrics, reference.metrics, strict=True):
+            assert metrics == pytest.approx(values, abs=1e-6)
     with pytest.raises(DataError, match="not both"):
         go(out, ray=address, workers=2)

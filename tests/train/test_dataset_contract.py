@@ -1,4 +1,4 @@
-"""What a plugin's dataset gives is converted by rule, or refused in one sentence."""
+"""Items and columns of a plugin's dataset are converted, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIXELS = (load_digits().images[:40] * 15.9).astype(np.uint8)
 
 
 class Items(retrieval.plugin.Dataset):
-    """Digits, with what a test puts in place of an item or a column."""
+    """Digits whose items are changed by `make`, and whose columns may be replaced."""
 
     def __init__(self, make: Callable[[np.ndarray], Any] = lambda x: x, **columns: Any) -> None:
         self.make = make
@@ -39,14 +39,13 @@ def pair(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels), "0"
 
 
-def cut_short(pixels: np.ndarray) -> Image.Image:
-    """An image that is opened, and fails when its pixels are read."""
-    out = io.BytesIO()
-    Image.fromarray(np.tile(pixels, (40, 40))).save(out, "PNG")
-    return Image.open(io.BytesIO(out.getvalue()[:200]))
+def truncated(pixels: np.ndarray) -> Image.Image:
+    """An image that opens, but whose pixels cannot be read."""
+    file = io.BytesIO()
+    Image.fromarray(np.tile(pixels, (40, 40))).save(file, "PNG")
+    return Image.open(io.BytesIO(file.getvalue()[:200]))
 
 
-GREY = np.float32
 GAVE = "it must give a vector"
 
 
@@ -62,22 +61,22 @@ GAVE = "it must give a vector"
         ),
         ("image", lambda x: x / 255, r"array of shape \(8, 8\) and type float64; .* from 0 to 255"),
         ("image", lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
-        ("image", cut_short, "cannot read it: "),
+        ("image", truncated, "cannot read it: "),
         ("image", lambda x: 1 / 0, r"ZeroDivisionError: division by zero \(.*, line \d+\)"),
         ("image", lambda x: Path("no/3.png").read_bytes(), "read it: No such file or directory"),
-        ("image", lambda x: Image.fromarray(x.astype(GREY)), r"is floating-point grey \(mode F\)"),
+        ("image", lambda x: Image.fromarray(np.float32(x)), r"is floating-point grey \(mode F\)"),
         ("features", lambda x: torch.zeros(64), f"gave a tensor .*; {GAVE}: a numpy array of num"),
         ("features", lambda x: x, rf"gave a numpy array of shape \(8, 8\) .*; {GAVE}"),
         ("features", lambda x: x.ravel().astype(str), f"type <U.*; {GAVE}"),
         ("features", lambda x: np.full(64, np.nan), "gave NaN or infinity"),
     ],
 )
-def test_what_is_no_image_or_vector_is_one_sentence_that_names_the_item(kind, make, says):
+def test_a_wrong_item_is_refused_in_one_sentence_that_names_it(kind, make, says):
     dataset = check_dataset(Items(make, kind=kind), "acme.items")
     with pytest.raises((PluginError, DataError), match=says) as caught:
         dataset[3]
-    said = str(caught.value)
-    assert said.startswith("The dataset acme.items, asked for item 3 (d/3),") and "\n" not in said
+    text = str(caught.value)
+    assert text.startswith("The dataset acme.items, asked for item 3 (d/3),") and "\n" not in text
 
 
 NAMES = [str(i % 4) for i in range(40)]
@@ -93,14 +92,17 @@ LONGER = type("Longer", (Items,), {"__len__": lambda self: 50})
         [np.str_(name) for name in NAMES],
     ],
 )
-def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels):
-    given = Items(labels=labels, keys=torch.arange(40))
-    checked = check_dataset(given, "acme.items")
+def test_whole_numbers_of_any_type_are_labels_by_their_digits(labels):
+    items = Items(labels=labels, keys=torch.arange(40))
+    checked = check_dataset(items, "acme.items")
     assert checked.labels == NAMES and all(type(label) is str for label in checked.labels)
     assert checked.keys == [str(i) for i in range(40)]
-    assert given.labels is labels  # the user's own object stays as it is
-    flags = check_dataset(Items(labels=[i % 2 == 0 for i in range(39)] + [np.False_]), "acme.items")
-    assert set(flags.labels) == {"True", "False"}
+    assert items.labels is labels  # the user's object does not change
+
+
+def test_truth_values_are_labels_by_their_names():
+    labels = [i % 2 == 0 for i in range(39)] + [np.False_]
+    assert set(check_dataset(Items(labels=labels), "acme.items").labels) == {"True", "False"}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_columns_that_break_the_contract_are_one_sentence(columns, says):
         check_dataset(Items(**columns), "acme.items")
 
 
-def test_every_fault_is_said_at_once_and_a_column_that_fails_too():
+def test_one_error_names_all_faults_and_a_column_that_raises_is_an_error_too():
     faulty = Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures")
     text = refusal(PluginError, check_dataset, faulty, "acme.items")
     parts = ("labels has", "files has", "kind is", "differ in length")
@@ -146,17 +148,17 @@ def test_every_fault_is_said_at_once_and_a_column_that_fails_too():
         check_dataset(Broken(), "acme.items")
 
 
-def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes():
+def test_a_checked_dataset_keeps_other_attributes_and_can_be_pickled():
     checked = check_dataset(Items(np.copy, advice="Look again."), "acme.items")
-    again = pickle.loads(pickle.dumps(checked))
-    assert checked.advice == again.advice == "Look again." and len(again) == 40
-    assert np.array_equal(np.asarray(again[3]), PIXELS[3])
+    loaded = pickle.loads(pickle.dumps(checked))
+    assert checked.advice == loaded.advice == "Look again." and len(loaded) == 40
+    assert np.array_equal(np.asarray(loaded[3]), PIXELS[3])
     with pytest.raises(AttributeError):
         _ = checked.boxes
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_ends_with_the_sentence(workers, tmp_path, monkeypatch):
+def test_training_raises_the_same_error_also_from_worker_processes(workers, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     table = {
         "split": {"by": "item"},
@@ -171,7 +173,7 @@ def test_training_ends_with_the_sentence(workers, tmp_path, monkeypatch):
         retrieval.train(table, tmp_path / "run", dataset=Items(pair), progress=False)
 
 
-def test_pixels_are_not_listed():
+def test_pixels_are_not_converted_to_lists():
     class Pixels(np.ndarray):
         def tolist(self) -> Any:
             raise AssertionError("a list of all pixels takes seconds and hundreds of megabytes")

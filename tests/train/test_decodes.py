@@ -33,46 +33,40 @@ def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch)
     decoded: Counter[int] = Counter()
     real = FileDataset.__getitem__
 
-    def counting(self: FileDataset, index: int) -> Image.Image:
+    def counted(self: FileDataset, index: int) -> Image.Image:
         decoded[index] += 1
         return real(self, index)
 
-    monkeypatch.setattr(FileDataset, "__getitem__", counting)
+    monkeypatch.setattr(FileDataset, "__getitem__", counted)
     run = train(tmp_path / "run", make(**TABLES, data=photos, train={"epochs": 4}))
     assert len([line["validation_map_at_r"] for line in log(run.path)]) == 4
     assert len(run.splits.validation) > 8
     assert {decoded[i] for i in run.splits.validation.tolist()} == {1}
-    # some of those that train once more: one batch was tried before, the next made ahead
+    # the trial batch, and a batch that is decoded ahead, are decoded once more
     twice = [i for i in run.splits.train.tolist() if decoded[i] > 1]
     assert 0 < len(twice) <= 2 * 8 and {decoded[i] for i in twice} == {2}
 
 
-@pytest.fixture
-def crops(make, photos):
-    """A recipe whose images are decoded by a process of its own."""
-    options = {"epochs": 1, "workers": 1}
-    return make(**TABLES, data=photos, augmentation={"crop_scale": [0.5, 1.0]}, train=options)
-
-
-STOPS = [(0, DataError), (1, Interrupted), (2, KeyboardInterrupt)]
-
-
-@pytest.mark.parametrize(("presses", "raised"), STOPS)
+@pytest.mark.parametrize(
+    ("signals", "error"), [(0, DataError), (1, Interrupted), (2, KeyboardInterrupt)]
+)
 def test_the_processes_that_decode_end_with_a_run_that_fails_or_is_stopped(
-    crops, tmp_path, monkeypatch, presses, raised
+    make, photos, tmp_path, monkeypatch, signals, error
 ):
+    """The loss is NaN in step 2; Ctrl-C comes in step 1, once or twice."""
     before, seen, call = set(multiprocessing.active_children()), [], Step.__call__
-    monkeypatch.setenv("NAN_AT", "2")  # where nobody presses Ctrl-C in the first step
+    monkeypatch.setenv("NAN_AT", "2")
 
-    def pressing(self: Step, *batch: Any) -> dict[str, float]:
+    def interrupted(self: Step, *batch: Any) -> Any:
         seen.append(set(multiprocessing.active_children()) - before)
-        for _ in range(presses):
+        for _ in range(signals):
             signal.raise_signal(signal.SIGINT)
         return call(self, *batch)
 
-    monkeypatch.setattr(Step, "__call__", pressing)
-    # the error keeps the frames, and so the trainer, alive
-    with pytest.raises(raised) as caught:
-        train(tmp_path / "run", crops)
-    assert [len(children) for children in seen] == [1] * (1 if presses else 2)
+    monkeypatch.setattr(Step, "__call__", interrupted)
+    tables = {"augmentation": {"crop_scale": [0.5, 1.0]}, "train": {"epochs": 1, "workers": 1}}
+    # the caught error keeps the frames, and so the trainer, alive
+    with pytest.raises(error) as caught:
+        train(tmp_path / "run", make(**TABLES, data=photos, **tables))
+    assert [len(children) for children in seen] == [1] * (1 if signals else 2)
     assert set(multiprocessing.active_children()) == before, caught.value

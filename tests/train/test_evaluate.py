@@ -1,4 +1,4 @@
-"""`retrieval evaluate` on real runs, from any working folder, and once their data are gone."""
+"""`retrieval evaluate` on real runs, from any working folder, and after their data are deleted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from sklearn.datasets import load_digits
 from trained_weights import digit_photos, fit, log, ran, summary
 
 
-def brute_force_recall_at_1(run: Any) -> float:
-    """By plain loops over the model's own distances."""
+def recall_at_1_by_loops(run: Any) -> float:
     codes = encode(run.model, run.dataset, run.splits.query)
     labels = run.splits.labels[run.splits.query]
     distances = run.model.distances(codes, codes).detach().double().numpy()
@@ -29,17 +28,17 @@ def brute_force_recall_at_1(run: Any) -> float:
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
-def test_figures_equal_plain_loops_and_the_bundle_agrees(make, tmp_path, combiner):
+def test_metrics_equal_plain_loops_and_the_bundle_agrees(make, tmp_path, combiner):
     run = Run.open(fit(tmp_path, make(combiner=combiner)))
     export(run, tmp_path / "bundle")
     results = evaluate(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
     assert set(results.metrics) == {"trained", "raw pixels", "bundle"}
     trained, raw, bundle = (results.metrics[x] for x in ("trained", "raw pixels", "bundle"))
-    assert trained["recall_at_1"] == pytest.approx(brute_force_recall_at_1(run), abs=1e-9)
+    assert trained["recall_at_1"] == pytest.approx(recall_at_1_by_loops(run), abs=1e-9)
     assert bundle["recall_at_1"] == pytest.approx(trained["recall_at_1"], abs=0.011)
     assert 0 < trained["nmi"] <= 1 and raw["recall_at_1"] > 0.9
-    kept = json.loads((run.path / "evaluation-test.json").read_text())
-    assert kept == json.loads(json.dumps(results.as_dict()))
+    written = json.loads((run.path / "evaluation-test.json").read_text())
+    assert written == json.loads(json.dumps(results.as_dict()))
     text = results.table()
     assert "raw pixels" in text and ("number of candidates" in text) == (combiner is not None)
     validation = evaluate(run, side="validation").metrics
@@ -58,15 +57,15 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make, tmp_path):
     (line,) = log(run.path)
     assert line[f"validation_{name}"] == line["validation_recall_at_5"]
     results = evaluate(run)
-    figures = results.metrics["trained"]
-    assert list(figures) == ["recall_at_5", name] and figures[name] == figures["recall_at_5"]
+    metrics = results.metrics["trained"]
+    assert list(metrics) == ["recall_at_5", name] and metrics[name] == metrics["recall_at_5"]
     assert f"\n{name} " in results.table()
-    asked = evaluate(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
-    found = asked.metrics["trained"]
-    assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
+    results = evaluate(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
+    metrics = results.metrics["trained"]
+    assert metrics["core.precision_at(k=3)"] == metrics["precision_at_3"] > 0
 
 
-def test_a_run_that_keeps_no_validation_items_says_so(make, tmp_path):
+def test_a_run_without_validation_items_says_so(make, tmp_path):
     recipe = make(split={"by": "class", "validation": 0.0}, train={"epochs": 1})
     run = Run.open(fit(tmp_path, recipe))
     with pytest.raises(DataError, match="has no validation items"):
@@ -100,7 +99,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
+def test_a_run_is_used_from_another_folder_and_exported_without_its_data(
+    kind, tmp_path, monkeypatch
+):
     digits = load_digits()
     home, away, run = tmp_path / "home", tmp_path / "away", tmp_path / "moved"
     digit_photos(home / "data", 12)
@@ -125,13 +126,13 @@ def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
     without = ran("export", run, "-o", "without.bundle")
     assert "note: The run's data cannot be opened: " in without
     assert "verified on the held-out inputs that the run keeps" in without
-    one, other = (Bundle.open(away / f"{name}.bundle", threads=1) for name in ("whole", "without"))
-    assert 8 <= other.manifest.verified.items <= 64
+    whole, bundle = (Bundle.open(away / f"{x}.bundle", threads=1) for x in ("whole", "without"))
+    assert 8 <= bundle.manifest.verified.items <= 64
     generator = np.random.default_rng(0)
     items = generator.standard_normal((5, 64)).astype(np.float32)
     if kind == "photos":
-        items = generator.integers(0, 256, (5, *one.manifest.input.shape), dtype=np.uint8)
-    np.testing.assert_array_equal(one.encode(items).vector, other.encode(items).vector)
+        items = generator.integers(0, 256, (5, *whole.manifest.input.shape), dtype=np.uint8)
+    np.testing.assert_array_equal(whole.encode(items).vector, bundle.encode(items).vector)
     says = "int8 variant is calibrated on training items, but there are none"
     with pytest.raises(BundleError, match=says):
         ran("export", run, "-o", "int8.bundle", "--variant", "int8")

@@ -1,4 +1,4 @@
-"""Fine-tuning: groups of parameters, averages of weights, LoRA, the monitored metric, the start."""
+"""Fine-tuning: parameter groups, schedules, averages, LoRA, the monitored metric, the verdict."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import RecipeError
+from retrieval.export.export_run import export
+from retrieval.host.plugins import create
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
+from retrieval.serving.bundle import Bundle
+from retrieval.training.check import run_one_batch
 from retrieval.training.groups import stages
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
 from trained_weights import (
     STILL,
-    apart,
     fit,
     load,
     log,
@@ -38,22 +41,10 @@ HEAD_THEN_WHOLE = [
 ]
 
 
-def step_of(recipe: Recipe, tmp_path: Path, phase: int = 0, steps: int = 3) -> Step:
-    """The step of a phase, with its optimisers."""
-    checkpoint.seed_everything(0)
+def step_of(recipe: Recipe, tmp_path: Path) -> Step:
+    """The step of a recipe's first phase."""
     run = build_run(tmp_path, recipe)
-    phases, accelerator = recipe.phases[phase], make_accelerator(recipe)
-    return Step(run.model, run.objective, recipe, phases, steps, accelerator)
-
-
-def rates(step: Step) -> dict[str, tuple[float, float]]:
-    """Learning rate and weight decay of each parameter, by name."""
-    names = {id(p): name for name, p in step.model.named_parameters()}
-    return {
-        names[id(p)]: (group["lr"], group["weight_decay"])
-        for group in step.optimizers["metric"].param_groups
-        for p in group["params"]
-    }
+    return Step(run.model, run.objective, recipe, recipe.phases[0], 3, make_accelerator(recipe))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +57,7 @@ def rates(step: Step) -> dict[str, tuple[float, float]]:
         ("core.timm", {"model": "convnext_atto", "size": 64}, 5, "stages.3.downsample.0.weight"),
     ],
 )
-def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(name, values, count, last):
-    from retrieval.host.plugins import create
-
+def test_the_stages_of_a_net_are_its_blocks(name, values, count, last):
     if name == "core.timm":
         pytest.importorskip("timm")
     net = create("backbone", name, **values)
@@ -78,7 +67,7 @@ def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(name, values, count
     assert names == sorted(name for name, _ in net.named_parameters())
 
 
-def test_rates_and_decays_follow_part_stage_pattern_and_depth(make, tmp_path):
+def test_rates_and_decays_follow_part_stage_pattern_and_dimensions(make, tmp_path):
     optimizer = {
         "lr": 0.01,
         "lr_factor": {"head": 10, "stages:1": 0.5, "backbone.layers.1.*": 3},
@@ -86,8 +75,13 @@ def test_rates_and_decays_follow_part_stage_pattern_and_depth(make, tmp_path):
         "weight_decay": {"backbone": 0.3, "vectors": 0.0},
         "options": {"weight_decay": 0.7},
     }
-    recipe = make(backbone={"name": "toolbox.net"}, optimizer=optimizer)
-    actual = rates(step_of(recipe, tmp_path))
+    step = step_of(make(backbone={"name": "toolbox.net"}, optimizer=optimizer), tmp_path)
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    actual = {
+        names[id(p)]: (group["lr"], group["weight_decay"])
+        for group in step.optimizers["metric"].param_groups
+        for p in group["params"]
+    }
     expected = {
         "backbone.layers.0.weight": (0.01 * 0.5 * 0.1**2, 0.3),
         "backbone.layers.0.bias": (0.01 * 0.5 * 0.1**2, 0.0),
@@ -114,32 +108,6 @@ def test_a_frozen_stage_keeps_weights_and_batch_statistics(make, tmp_path):
 UNVALIDATED = {"split": {"by": "class", "validation": 0.0}}
 PLATEAU = {"name": "ReduceLROnPlateau"}
 FROZEN = {"backbone": {**STILL["backbone"], "frozen": True}}
-LEARNER = {"loss": None, "learner": {"name": "core.pca"}}
-STEPS = 'a share from 0 to below 1, "500 steps" or "2 epochs"'
-
-
-@pytest.mark.parametrize(
-    ("tables", "sentence"),
-    [
-        ({"optimizer": {"lr_factor": {"hed": 2}}}, "'hed' selects no parameters"),
-        ({"optimizer": {"lr_factor": {"stages:2.*": 2}}}, "'stages:2.*' selects no parameters"),
-        ({"optimizer": {"weight_decay": {"head": -1}}}, r"\[optimizer\] weight_decay"),
-        ({"optimizer": {"name": "Rprop", "weight_decay": {"head": 1}}}, "Rprop takes none"),
-        ({"optimizer": {"layer_decay": 0}}, "layer_decay"),
-        ({"schedule": {"warmup": 1.5}}, STEPS),
-        ({"schedule": {"warmup": "2 weeks"}}, STEPS),
-        ({"train": {"ema": 0.9, "average_last": 2}}, "Remove one of the two"),
-        ({"train": {"monitor": "map_at_s"}}, r"\[train\] monitor: There is no metric 'map_at_s'"),
-        ({"train": {"monitor": "map"}, **UNVALIDATED}, "monitor needs a validation part"),
-        ({"schedule": PLATEAU, **UNVALIDATED}, "ReduceLROnPlateau needs a validation part"),
-        ({"schedule": {**PLATEAU, "options": {"mode": "min"}}}, "takes no such argument"),
-        ({"lora": {}, **FROZEN}, r"\[lora\] .*frozen"),
-        ({**LEARNER, "train": {"ema": 0.9}}, r"\[train\] ema: a \[learner\] is fitted once"),
-    ],
-)
-def test_what_cannot_be_or_go_together(make, tables, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(**tables)
 
 
 @pytest.mark.parametrize(
@@ -154,23 +122,23 @@ def test_what_cannot_be_or_go_together(make, tables, sentence):
         ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
     ],
 )
-def test_what_the_model_does_not_have(make, tmp_path, tables, sentence):
+def test_selectors_and_steps_that_the_model_does_not_have_are_refused(
+    make, tmp_path, tables, sentence
+):
     with pytest.raises(RecipeError, match=sentence):
         step_of(make(**tables), tmp_path)
 
 
-def test_the_run_says_how_long_the_rate_rises(make, tmp_path):
+def test_the_rate_rises_in_the_warmup_and_the_run_says_how_long(make, tmp_path):
     recipe = make(**PLAIN, schedule={"name": "linear", "warmup": "2 steps"}, train={"epochs": 1})
     _, lines = reported(tmp_path / "run", recipe)
     note = "note: in phase 'train' the learning rate rises for 2 of 3 steps (warmup = \"2 steps\")."
     assert note in lines
-    step = step_of(make(**PLAIN, schedule={"warmup": "1 epochs"}), tmp_path)
-    assert [_lr_after(step) for _ in range(4)] == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
-
-
-def _lr_after(step: Step) -> float:
-    step.update()
-    return step.rates()["head"]
+    step, rates = step_of(make(**PLAIN, schedule={"warmup": "1 epochs"}), tmp_path), []
+    for _ in range(4):
+        step.update()
+        rates.append(step.rates()["head"])
+    assert rates == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
 def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make, tmp_path):
@@ -184,16 +152,16 @@ def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make, tmp_path):
         rate, best = (rate, score) if score > best * (1 + 1e-4) else (rate / 2, best)
         expected.append(rate)
     assert expected[-1] < 1e-7
-    # a record has the rate of its epoch's end
+    # a record has the rate at the end of its epoch
     assert [line["lr"]["head"] for line in lines] == pytest.approx(expected)
 
 
-def test_the_start_is_kept_where_training_makes_it_worse(make, tmp_path):
+def test_the_start_is_kept_if_training_makes_it_worse(make, tmp_path):
     recipe = make(**PLAIN, optimizer={"name": "SGD", "lr": 30.0}, seed=1)
     run, lines = reported(tmp_path / "run", recipe)
-    ended = summary(run.path)
-    assert ended["best_epoch"] == 0
-    assert ended["validation"]["map_at_r"] == ended["start"] > ended["with_trained"]
+    result = summary(run.path)
+    assert result["best_epoch"] == 0
+    assert result["validation"]["map_at_r"] == result["start"] > result["with_trained"]
     assert not moved(weights(run.path, "best"), start(tmp_path / "again", recipe))
     assert lines[0].startswith("epoch 0 (the start): validation_recall_at_1 0.")
     assert any("No epoch beat the start: the run keeps its initial" in line for line in lines)
@@ -201,39 +169,37 @@ def test_the_start_is_kept_where_training_makes_it_worse(make, tmp_path):
     assert not lines[-1].startswith("Only")
 
 
-def test_the_end_says_if_few_classes_validated(make, tmp_path):
+def test_the_verdict_says_if_few_classes_were_validated(make, tmp_path):
     split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
     _, lines = reported(tmp_path / "run", make(**tables, train={"epochs": 1}))
     assert lines[-1].startswith("The validation part has only 2 classes")
 
 
-def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(make, tmp_path):
+def test_the_verdict_says_whether_the_trained_backbone_beat_the_frozen_one(make, tmp_path):
     run, lines = reported(tmp_path / "two", make(**PLAIN, phase=HEAD_THEN_WHOLE))
-    ended = summary(run.path)
+    result = summary(run.path)
     scores = [line["validation_map_at_r"] for line in log(run.path)]
-    assert ended["with_frozen"] == max(scores[:2])
-    assert ended["with_trained"] == max(scores[2:])
-    verb = "beat" if ended["with_trained"] > ended["with_frozen"] else "did not beat"
+    assert result["with_frozen"] == max(scores[:2])
+    assert result["with_trained"] == max(scores[2:])
+    verb = "beat" if result["with_trained"] > result["with_frozen"] else "did not beat"
     assert any(f"{verb} the frozen backbone with a trained head" in line for line in lines)
     frozen = log(fit(tmp_path, make(**{**PLAIN, **FROZEN}, train={"epochs": 2}), "frozen"))
     assert [line["validation_map_at_r"] for line in frozen] == scores[:2]
 
 
-def test_a_plugins_metric_is_monitored_in_its_own_direction(tmp_path, make):
+def test_a_metric_whose_smaller_values_are_better_is_monitored(tmp_path, make):
     options = {"epochs": 3, "monitor": "toolbox.missed"}
     recipe = make(**PLAIN, train=options, head={"embedding_size": 2})
     run, lines = reported(tmp_path / "run", recipe)
-    ended = summary(run.path)
-    values = [ended["start"], *(line["validation_toolbox.missed"] for line in log(run.path))]
-    assert ended["best_epoch"] == values.index(min(values)) and max(values) > min(values)
-    assert ended["monitor"] == "toolbox.missed"
+    result = summary(run.path)
+    values = [result["start"], *(line["validation_toolbox.missed"] for line in log(run.path))]
+    assert result["best_epoch"] == values.index(min(values)) and max(values) > min(values)
+    assert result["monitor"] == "toolbox.missed"
     assert all("validation_toolbox.missed" in line for line in lines if line.startswith("epoch"))
 
 
-def test_a_frozen_backbone_with_random_weights_is_warned_of(make, tmp_path):
-    from retrieval.training.check import run_one_batch
-
+def test_a_frozen_backbone_with_random_weights_is_a_warning(make, tmp_path):
     frozen = {**PLAIN, **FROZEN}
     (warning,) = [line for line in run_one_batch(make(**frozen)) if line.startswith("warning")]
     assert "toolbox.net is frozen, but its weights are random" in warning
@@ -242,22 +208,21 @@ def test_a_frozen_backbone_with_random_weights_is_warned_of(make, tmp_path):
     assert not [line for line in run_one_batch(make(**frozen, train=options)) if "random" in line]
 
 
-def test_ema_is_the_average_by_hand_and_is_what_is_kept(make, tmp_path):
+def test_ema_is_the_average_by_loops_and_is_kept(make, tmp_path, monkeypatch):
     recipe = make(**PLAIN, **UNVALIDATED, train={"epochs": 1, "ema": 0.3, "checkpoint_every": 1})
-    seen: list[dict[str, torch.Tensor]] = []
+    states: list[dict[str, torch.Tensor]] = []
     expected = start(tmp_path / "a", recipe)
     call = Step.__call__
 
-    def noted(self: Step, *arguments: Any) -> Any:
-        result = call(self, *arguments)
-        seen.append({k: v.clone() for k, v in self.model.state_dict().items()})
-        return result
+    def recorded(self: Step, *arguments: Any) -> Any:
+        losses = call(self, *arguments)
+        states.append({k: v.clone() for k, v in self.model.state_dict().items()})
+        return losses
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "__call__", noted)
-        folder = fit(tmp_path, recipe)
-    assert len(seen) == 3
-    for n, state in enumerate(seen, 1):
+    monkeypatch.setattr(Step, "__call__", recorded)
+    folder = fit(tmp_path, recipe)
+    assert len(states) == 3
+    for n, state in enumerate(states, 1):
         decay = min(0.3, (1 + n) / (10 + n))
         for name, value in state.items():
             key = f"model.{name}"
@@ -279,11 +244,8 @@ def test_the_mean_of_the_last_epochs_is_kept(make, tmp_path):
         torch.testing.assert_close(value, (second[name] + third[name]) / 2)
 
 
-def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(make, tmp_path):
+def test_lora_trains_only_additions_and_its_bundle_equals_the_unmerged_net(make, tmp_path):
     pytest.importorskip("peft", reason="the extra lora is not installed")
-    from retrieval.export.export_run import export
-    from retrieval.serving.bundle import Bundle
-
     recipe = make(
         backbone={"name": "toolbox.net"},
         lora={"rank": 2, "alpha": 4, "modules": ["layers.4"]},
@@ -294,7 +256,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(make, tmp
     before = start(tmp_path / "a", recipe)
     folder = fit(tmp_path, recipe)
     changed = {name for name in moved(before, weights(folder)) if "backbone" in name}
-    # so batch statistics are kept, too
+    # the batch statistics do not change either
     assert changed == {f"model.backbone.layers.4.lora_{x}.default.weight" for x in "AB"}
     run = Run.open(folder)
     assert not [name for name in run.model.state_dict() if "lora" in name]
@@ -309,18 +271,18 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(make, tmp
     export(run, tmp_path / "bundle", progress=False)
     bundle = Bundle.open(tmp_path / "bundle", threads=1)
     np.testing.assert_allclose(bundle.encode(images).vector, expected, atol=1e-4)
-    (folder / "checkpoints" / "best.safetensors").unlink()  # as in a run that was stopped
+    (folder / "checkpoints" / "best.safetensors").unlink()  # like a run that was stopped
     assert not [name for name in Run.open(folder).model.state_dict() if "lora" in name]
 
 
-def test_lora_names_the_layers_there_are(make, tmp_path):
+def test_unknown_lora_modules_are_refused_with_the_names_of_the_layers(make, tmp_path):
     pytest.importorskip("peft", reason="the extra lora is not installed")
     with pytest.raises(RecipeError, match=r"matches 'attn'. The names are layers.0, layers.4"):
         build_run(tmp_path, make(lora={"modules": ["attn"]}))
 
 
 def everything(variant: str = "") -> dict[str, Any]:
-    """All tables that go together."""
+    """Tables that use all options at once."""
     lora, plateau = variant == "lora", variant == "plateau"
     cosine = {"name": "cosine", "warmup": "2 steps"}
     return {
@@ -354,7 +316,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(make, tmp_path, monk
     train(tmp_path / "whole", recipe)
     for step in (1, 3, 5, 8):
         folder = tmp_path / f"stopped{step}"
-        monkeypatch.setenv("NAN_AT", str(step + 1))  # the loss refuses the next step
+        monkeypatch.setenv("NAN_AT", str(step + 1))  # the loss of the next step is NaN
         with pytest.raises(Exception, match="Training stopped"):
             train(folder, recipe)
         monkeypatch.delenv("NAN_AT")
@@ -364,21 +326,19 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(make, tmp_path, monk
         assert summary(tmp_path / "whole") == summary(folder)
 
 
-def test_two_processes_fine_tune_as_one(make, trains_as_one, tmp_path):
+def test_two_processes_fine_tune_as_one(make, trains_as_one):
     recipes = {}
     for variant in ("averaged", "plateau", *(["lora"] if find_spec("peft") else [])):
         table = everything(variant)
         table["optimizer"] |= {"name": "SGD", "lr": 0.05}
         if variant == "lora":
-            table["lora"]["dropout"] = 0.0  # each process draws its own
+            table["lora"]["dropout"] = 0.0  # processes draw different numbers
         recipes[variant] = make(**table)
     trains_as_one(recipes, within=1e-4)
-    for variant in recipes:
-        assert apart(tmp_path / variant, tmp_path / f"{variant} one", "best") < 1e-4
 
 
-def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path):
-    """As on the page, on small digits and for a few steps."""
+def test_the_recipe_on_the_page_trains_the_head_then_the_whole_net(tmp_path):
+    """On small digits and for a few steps."""
     pytest.importorskip("timm", reason="the extra efficientnet is not installed")
     page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
     text = page.split(":caption: finetuned.toml\n")[1].split("```")[0]

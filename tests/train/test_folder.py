@@ -1,4 +1,4 @@
-"""The run's folder: whole or not there, one process at a time, and never a dead end."""
+"""A run's folder is whole or absent, has one process at a time, and can always be resumed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from limits import files_of_at_most
+from retrieval.cli.common import this_command
+from retrieval.cli.train import ONCE
 from retrieval.errors import DataError, RecipeError
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.training.trainer import train
@@ -21,7 +23,7 @@ def begin(recipe: Path, folder: Path, *words: str) -> Any:
 
 
 def refused(recipe: Path, folder: Path, *words: str) -> str:
-    """What the command says, which must fail."""
+    """The message of `begin`, which must fail."""
     result = begin(recipe, folder, *words)
     assert result.exit_code and isinstance(result.exception, DataError | RecipeError), result.output
     return str(result.exception)
@@ -29,16 +31,16 @@ def refused(recipe: Path, folder: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """A recipe's file; beside it `whole`, the run that nothing disturbed."""
+    """A recipe's file, beside its undisturbed run `whole`."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
     train(folder / "whole", check_recipe(SMALL))
     return folder / "recipe.toml"
 
 
-# one process imports torch; each run is a fork of it, killed at a chosen call of the training code
-# before its first checkpoint is whole. The first one is not killed: it says at which call the
-# folder appears, at which its first checkpoint, and how many calls there are
+# Every run is a fork of one process, which imports torch. The first run counts the calls of the
+# training code until the folder appears, until the first checkpoint appears, and until the first
+# epoch begins. The other runs are killed at random calls before these three.
 DRIVER = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -78,9 +80,9 @@ def run(name, kill_at=0):
     with os.fdopen(reading) as file:
         return code, file.read()
 
-code, said = run("measured")
+code, output = run("measured")
 assert code == 0, code
-appears, kept, ends = json.loads(said)
+appears, kept, ends = json.loads(output)
 draw = random.Random(int(seed))
 parts = ((1, appears, 3), (appears, kept, 4), (kept, ends, 1))
 moments = [call for first, last, count in parts for call in draw.sample(range(first, last), count)]
@@ -89,9 +91,11 @@ for i, call in enumerate(moments):
 """
 
 
-def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path, process):
-    done = process("-c", DRIVER, recipe, tmp_path, "13", seconds=600, OMP_NUM_THREADS="1")
-    assert done.code == 0, done.err
+def test_a_run_killed_before_its_first_checkpoint_can_be_begun_or_resumed(
+    recipe, tmp_path, process
+):
+    outcome = process("-c", DRIVER, recipe, tmp_path, "13", seconds=600, OMP_NUM_THREADS="1")
+    assert outcome.code == 0, outcome.err
     begun = 0
     for i in range(8):
         folder = tmp_path / str(i)
@@ -100,8 +104,8 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path,
             result = begin(recipe, folder, "--resume")
         elif folder.exists():
             begun += 1
-            said = refused(recipe, folder)
-            assert "stopped before its first checkpoint. Resume it (--resume" in said
+            message = refused(recipe, folder)
+            assert "stopped before its first checkpoint. Resume it (--resume" in message
             result = begin(recipe, folder, "--resume")
             assert "has no checkpoint yet: training starts from the beginning" in result.output
         else:
@@ -113,13 +117,14 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path,
     assert begun >= 3
 
 
-@pytest.mark.parametrize("room", [0, 200, 2_000, 7_000, 20_000])
-def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(recipe, tmp_path, room):
+@pytest.mark.parametrize("size", [0, 200, 2_000, 7_000, 20_000])
+def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(recipe, tmp_path, size):
+    """The disk is full at the recipe's copy, the first checkpoint, or a file in between."""
     folder = tmp_path / "run"
-    with files_of_at_most(room):  # from the recipe's copy to the first checkpoint
+    with files_of_at_most(size):
         assert "cannot be written" in refused(recipe, folder)
     assert [path.name for path in tmp_path.iterdir()] == (["run"] if folder.exists() else [])
-    assert folder.exists() == (room > 2_000) and not list(folder.rglob("*.tmp"))
+    assert folder.exists() == (size > 2_000) and not list(folder.rglob("*.tmp"))
     assert begin(recipe, folder, *(["--resume"] if folder.exists() else [])).exit_code == 0
     assert same(folder, recipe.parent / "whole")
 
@@ -137,20 +142,20 @@ def test_two_processes_cannot_train_one_run(recipe, tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLDER, folder], **pipes) as other:
         assert other.stdout.readline() == b"held\n"
-        for words in (["--resume"], ["--replace"]):
-            said = refused(recipe, folder, *words)
-            assert f"Another process is training this run: process {other.pid}" in said
+        for option in ("--resume", "--replace"):
+            message = refused(recipe, folder, option)
+            assert f"Another process is training this run: process {other.pid}" in message
         other.kill()
     assert begin(recipe, folder, "--resume").exit_code == 0 and len(log(folder)) == 2
 
 
-def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(recipe, tmp_path):
+def test_replace_replaces_a_run_and_no_other_folder(recipe, tmp_path):
     folder, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(recipe.parent / "whole", folder)
     assert "a complete run, which only a larger train.epochs continues" in refused(recipe, folder)
     bad = ["--set", f"data={{name='core.image_folder', folder='{tmp_path / 'none'}'}}"]
     assert refused(recipe, folder, "--replace", *bad)
-    assert same(folder, recipe.parent / "whole")  # a run that cannot begin replaces nothing
+    assert same(folder, recipe.parent / "whole")  # the new run could not begin
     assert begin(recipe, folder, "--replace", "--set", "seed=7").exit_code == 0
     assert not same(folder, recipe.parent / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -163,22 +168,17 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(r
     assert "Leave --replace out with --resume" in both.output
 
 
-NO_NAMES = ["", ".", "..", "../../esc", "a/b", "/tmp/a", "a\\b", " a", "a ", ".hidden", "a\nb"]
-
-
-@pytest.mark.parametrize("name", [*NO_NAMES, "\x1b[2Ja", "a" * 101])
-def test_a_name_that_is_no_folders_name_is_refused(name):
-    with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as refused:
-        check_recipe(SMALL | {"name": name})
-    assert "\x1b" not in str(refused.value)
+def test_a_name_that_cannot_be_a_folders_name_is_refused():
+    names = ("", "..", "../../esc", "a/b", "a\\b", " a", "a ", ".hidden", "a\nb", "\x1b[2Ja")
+    for name in (*names, "a" * 101):
+        with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as caught:
+            check_recipe(SMALL | {"name": name})
+        assert "\x1b" not in str(caught.value)
     assert check_recipe(SMALL | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
 
 
-def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch):
-    from retrieval.cli.common import this_command
-    from retrieval.cli.train import ONCE
-
+def test_the_suggested_command_resumes_without_replace(monkeypatch):
     words = ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"]
     monkeypatch.setattr(sys, "argv", words)
-    again = "retrieval train 'my recipe.toml' --set seed=1 --resume"
-    assert this_command("--resume", without=ONCE) == again
+    command = "retrieval train 'my recipe.toml' --set seed=1 --resume"
+    assert this_command("--resume", without=ONCE) == command

@@ -1,4 +1,4 @@
-"""Generators: bound to the head, or after it, in a step, resumed, and in two processes."""
+"""Generators: what they get, their samples in the loss, the bound head, exact resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYMMETRICAL = {
 
 
 class Shifted(Generator):
-    """Moves the negative by a learned vector, and notes what it gets."""
+    """Adds a learned vector to the negative, and records its arguments."""
 
     space = "embeddings"
     classmates = True
@@ -39,13 +39,13 @@ class Shifted(Generator):
 
     def objective(self, anchor: Tensor, positive: Tensor, *rows: Any) -> Tensor:
         _, synthetic, distance = rows
-        apart: Tensor = distance(anchor, synthetic)
-        assert torch.allclose(apart, (anchor - synthetic).norm(dim=1), atol=1e-4)
-        return apart.mean()
+        values: Tensor = distance(anchor, synthetic)
+        assert torch.allclose(values, (anchor - synthetic).norm(dim=1), atol=1e-4)
+        return values.mean()
 
 
-class Noted(nn.Module):
-    """A loss that notes its reference set."""
+class Recorder(nn.Module):
+    """A loss that records its reference set."""
 
     seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
@@ -56,16 +56,17 @@ class Noted(nn.Module):
         return (embeddings[a] * ref_emb[n]).sum(1).mean()
 
 
-def test_samples_are_embeddings_and_skip_the_head(make, tmp_path):
-    parts = {"generator": Shifted(), "loss": Noted()}
-    of = trainer_of(tmp_path, check_recipe({**BASE, "train": {"device": "cpu"}}, objects=parts))
-    inputs, labels = next(iter(of.batches.epoch(0)))
-    of.step.backward(of.step.losses(inputs, labels))
+def test_samples_are_embeddings_and_skip_the_head(tmp_path):
+    parts = {"generator": Shifted(), "loss": Recorder()}
+    recipe = check_recipe({**BASE, "train": {"device": "cpu"}}, objects=parts)
+    trainer = trainer_of(tmp_path, recipe)
+    inputs, labels = next(iter(trainer.batches.epoch(0)))
+    trainer.step.backward(trainer.step.losses(inputs, labels))
     anchor, positive, negative, mate = Shifted.seen[-1]
-    whole, classes = Noted.seen[-1]
-    assert whole.shape[1] == anchor.shape[1] == 16 and len(whole) == 16 + len(anchor)
-    assert torch.allclose(whole[16:], negative + 0.01)
-    codes = whole[:16].detach()
+    reference, classes = Recorder.seen[-1]
+    assert reference.shape[1] == anchor.shape[1] == 16 and len(reference) == 16 + len(anchor)
+    assert torch.allclose(reference[16:], negative + 0.01)
+    codes = reference[:16].detach()
 
     def labels_of(rows: Tensor) -> Tensor:
         return labels[torch.cdist(rows.detach(), codes).argmin(1)]
@@ -75,7 +76,8 @@ def test_samples_are_embeddings_and_skip_the_head(make, tmp_path):
     assert torch.equal(classes[16:], labels_of(negative))
     assert bool((negative != mate).any(1).all())  # each class has four items
     for part in ("backbone", "head", "generator"):
-        assert any(p.grad is not None and bool(p.grad.any()) for p in of.step.parts[part])
+        gradients = [p.grad for p in trainer.step.parts[part] if p.grad is not None]
+        assert any(bool(gradient.any()) for gradient in gradients)
 
 
 def test_two_processes_train_as_one(make, trains_as_one):
@@ -89,7 +91,7 @@ def test_two_processes_train_as_one(make, trains_as_one):
     trains_as_one({name: make(**tables, **case) for name, case in cases.items()})
 
 
-def test_another_space_is_refused():
+def test_an_unknown_space_is_refused():
     generator = Shifted()
     generator.space = "pixels"
     with pytest.raises(PluginError, match=r"mine.shifted has space = 'pixels'; it must be \"feat"):
@@ -100,22 +102,20 @@ ONTO = {"name": "toolbox.onto"}
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
-def test_the_generator_is_bound_once_to_the_models_own_head(make, tmp_path, combiner):
-    run = build_run(tmp_path, make(generator=ONTO, combiner=combiner))
-    (head,) = run.objective.generator.heads
-    assert head is run.model.head
-
-
-def test_a_bound_head_is_neither_saved_nor_trained_twice(make, tmp_path):
-    trainer = trainer_of(tmp_path, make(generator=ONTO))
-    assert not trainer.objective.generator.state_dict()
+def test_a_generator_is_bound_once_to_the_models_head_which_is_neither_saved_nor_trained_twice(
+    make, tmp_path, combiner
+):
+    trainer = trainer_of(tmp_path, make(generator=ONTO, combiner=combiner))
+    generator, model = trainer.objective.generator, trainer.run.model
+    (head,) = generator.heads
+    assert head is model.head and not generator.state_dict()
     assert trainer.step.parts["generator"] == []
-    optimizers = trainer.step.optimizers.values()
-    trained = [id(p) for o in optimizers for g in o.param_groups for p in g["params"]]
-    assert sorted(trained) == sorted(map(id, trainer.run.model.parameters()))
+    groups = [group for o in trainer.step.optimizers.values() for group in o.param_groups]
+    trained = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(trained) == sorted(map(id, model.parameters()))
 
 
-def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_path):
+def test_a_generator_that_registers_the_head_is_refused(make, tmp_path):
     says = r"Onto\.bind\(head\) registers .* in a tuple instead: self\._head = \(head,\)\.$"
     with pytest.raises(PluginError, match=says):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))

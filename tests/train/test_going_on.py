@@ -1,4 +1,4 @@
-"""Going on with a run: changed plugins, more epochs, the weights of another run."""
+"""Resume a run with changed plugins or more epochs, and start from the weights of another run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ loss.name = "mine.scaled"
 train = { epochs = 2, device = "cpu" }
 """
 PLUGIN = '''
-"""A loss and its neighbour."""
+"""A loss that uses another module of its package."""
 from pytorch_metric_learning import losses
 from retrieval.plugin import hookimpl
 from .factors import FACTOR
@@ -46,7 +46,7 @@ retrieval_losses = hookimpl(lambda: {"scaled": Scaled})
 
 
 def train(folder: Path, name: str, *words: str) -> str:
-    """Train with options and with changes of the recipe (KEY=VALUE)."""
+    """Run `retrieval train` with options and changes (KEY=VALUE), and return its output."""
     options = [x for word in words for x in ([] if word.startswith("--") else ["--set"]) + [word]]
     return ran("train", folder / "recipe.toml", "--output", folder / name, *options)
 
@@ -70,16 +70,15 @@ def mine(tmp_path):
     return tmp_path
 
 
-def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
+def test_a_run_continues_with_its_own_copy_of_a_changed_or_missing_plugin(mine):
     train(mine, "run", "train.epochs=1")
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
-    said = train(mine, "run", "--resume")
+    output = train(mine, "run", "--resume")
     says = "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
-    assert says in said
-    assert "with its own copies" in said and "--replace-plugins" in said
+    assert says in output
+    assert "with its own copies" in output and "--replace-plugins" in output
     assert same(mine / "run", mine / "whole")
-    # on the way to the next experiment
     (mine / "mine" / "__init__.py").write_text("def broken(:\n")
     assert "__init__.py" in train(mine, "run", "--resume", "train.epochs=3")
     shutil.rmtree(mine / "run" / "plugins" / "mine" / "__pycache__", ignore_errors=True)
@@ -89,7 +88,7 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
     ran("evaluate", mine / "run")
 
 
-# right in the look ahead, which would refuse to begin, and NaN in training
+# 2 in the trial batch before training, then NaN
 LATE = """
 class Late:
     uses = 0
@@ -102,7 +101,7 @@ FACTOR = Late()
 """
 
 
-def test_replace_plugins_goes_on_with_the_mended_files(mine):
+def test_replace_plugins_resumes_with_the_corrected_files(mine):
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text(LATE)
     refused(mine, "run", says="loss is nan")
@@ -117,23 +116,23 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine):
     assert "Leave --replace-plugins out without --resume" in alone
 
 
-def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine):
+def test_a_run_that_is_extended_ends_like_one_that_was_as_long_from_the_start(mine):
     schedule = ("schedule.name=StepLR", "schedule.options={step_size=1, gamma=0.5}")
     train(mine, "whole", *schedule, "train.epochs=4")
     train(mine, "run", *schedule)
     assert "is complete already" in train(mine, "run", *schedule, "--resume")
     ran("evaluate", mine / "run")
-    said = train(mine, "run", *schedule, "--resume", "train.epochs=4")
-    assert "train.epochs: 2 → 4" in said and "epoch 3" in said and "epoch 2:" not in said
+    output = train(mine, "run", *schedule, "--resume", "train.epochs=4")
+    assert "train.epochs: 2 → 4" in output and "epoch 3" in output and "epoch 2:" not in output
     run, whole = mine / "run", mine / "whole"
     assert same(run, whole) and same(run, whole, "best")
     assert log(run) == log(whole) and summary(run) == summary(whole)
     assert "epochs = 4" in (run / "recipe.toml").read_text()
-    assert not (run / "evaluation-test.json").exists()  # it was of other weights
+    assert not (run / "evaluation-test.json").exists()  # it measured other weights
     assert changes(run) == [{"step": 8, "what": ["train.epochs: 2 → 4"]}]
 
 
-def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
+def test_only_the_last_phase_can_be_extended(mine):
     phases = '[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n'
     phases += '[[phase]]\nname = "all"\nepochs = 1\n'
     (mine / "recipe.toml").write_text(RECIPE + phases)
@@ -153,7 +152,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
-def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
+def test_other_changes_are_refused_by_name_and_no_file_changes(mine):
     train(mine, "run")
     before = files(mine / "run")
     rate = r"optimizer\.lr was 0\.001, and is 0\.5"
@@ -167,7 +166,7 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
     assert files(mine / "run") == before
 
 
-def test_a_run_that_stopped_early_needs_more_patience_too(mine):
+def test_a_run_that_stopped_early_is_extended_only_with_more_patience(mine):
     train(mine, "run", "train.epochs=9", "optimizer.lr=1e-9", "train.patience=1")
     assert len(log(mine / "run")) < 9
     longer = ["--resume", "optimizer.lr=1e-9", "train.epochs=12"]
@@ -177,14 +176,11 @@ def test_a_run_that_stopped_early_needs_more_patience_too(mine):
     assert len(log(mine / "run")) == 12
 
 
-def learner(mine: Path) -> None:
-    """Put a learner in the place of the recipe's loss."""
-    text = RECIPE.replace("loss.name", "learner.name").replace("mine.scaled", "core.lda")
-    (mine / "recipe.toml").write_text(text)
+LEARNER = RECIPE.replace("loss.name", "learner.name").replace("mine.scaled", "core.lda")
 
 
 def test_a_learner_has_no_epochs_to_add(mine):
-    learner(mine)
+    (mine / "recipe.toml").write_text(LEARNER)
     train(mine, "run")
     refused(mine, "run", "--resume", "train.epochs=4", says=r"a \[learner\] is fitted once")
 
@@ -194,12 +190,12 @@ def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
     train(mine, "a")
     still = ["optimizer.lr=1e-12", "optimizer.options={weight_decay=0.0}", "seed=5"]
     train(mine, "b", *still, "train.start_from=a")
-    one, other = load(mine / "a", "best")["model"], load(mine / "b")["model"]
-    for name, value in one.items():
+    source, weights = load(mine / "a", "best")["model"], load(mine / "b")["model"]
+    for name, value in source.items():
         if value.is_floating_point() and "running" not in name:
-            torch.testing.assert_close(other[name], value, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-6)
     assert f'start_from = "{mine / "a"}"' in (mine / "b" / "recipe.toml").read_text()
-    shutil.rmtree(mine / "a")  # a run that began needs it no more
+    shutil.rmtree(mine / "a")  # no longer needed
     train(mine, "b", *still, "train.start_from=a", "--resume", "train.epochs=3")
     ran("evaluate", mine / "b")
     says = "start_from: .*a is neither a checkpoint nor a run with a checkpoint"
@@ -234,9 +230,9 @@ def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(mi
     train(mine, "run", *frozen)
     train(mine, "run", *frozen, "--resume", "train.epochs=3")
     assert same(mine / "run", mine / "whole")
-    learner(mine)
+    (mine / "recipe.toml").write_text(LEARNER)
     train(mine, "learned", source)
-    theirs = load(mine / "a", "best")["model"]
-    for ours in (load(mine / "run")["model"], load(mine / "learned", "best")["model"]):
-        kept = [torch.equal(ours[k], v) for k, v in theirs.items() if k.startswith("backbone.")]
-        assert kept and all(kept)
+    source_weights = load(mine / "a", "best")["model"].items()
+    backbone = {k: v for k, v in source_weights if k.startswith("backbone.")}
+    for weights in (load(mine / "run")["model"], load(mine / "learned", "best")["model"]):
+        assert backbone and all(torch.equal(weights[k], v) for k, v in backbone.items())

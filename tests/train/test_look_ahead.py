@@ -1,9 +1,8 @@
-"""What `check` and the start of `train` see: what cannot learn, fit or open."""
+"""The checks of `check`, which `train` makes before it writes: gradients, batches, files, notes."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,25 +25,25 @@ from .conftest import BASE
 
 
 def test_a_loss_without_gradient_is_refused_before_anything_is_written(make, tmp_path):
-    made = make(loss={"name": "toolbox.deaf"})
-    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
+    recipe = make(loss={"name": "toolbox.deaf"})
+    for attempt in (lambda: run_one_batch(recipe), lambda: train(tmp_path / "run", recipe)):
         with pytest.raises(PluginError, match=r"toolbox\.deaf gave [\d.]+ without a gradient"):
             attempt()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gradient_of_zero_is_warned_of(make, tmp_path):
-    made = make(loss={"name": "toolbox.deaf", "zero": True})
-    lines = run_one_batch(made)
-    assert any("no weight would change in 5 sampled batches" in line for line in lines)
-    assert lines[-1].endswith("The recipe runs; read the warnings.")
-    _, said = reported(tmp_path / "run", made)
-    assert any("no weight would change" in line for line in said)
+def test_a_gradient_of_zero_is_a_warning(make, tmp_path):
+    recipe = make(loss={"name": "toolbox.deaf", "zero": True})
+    checked = run_one_batch(recipe)
+    assert any("no weight would change in 5 sampled batches" in line for line in checked)
+    assert checked[-1].endswith("The recipe runs; read the warnings.")
+    _, lines = reported(tmp_path / "run", recipe)
     notes = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]
-    assert any("no weight would change" in note for note in notes)
+    for messages in (lines, notes):
+        assert any("no weight would change" in message for message in messages)
 
 
-def test_batches_without_a_pair_and_batches_beyond_the_data(make):
+def test_batches_without_pairs_and_batches_larger_than_the_data_are_warnings(make):
     miner = {"name": "pml.multi_similarity"}
     lines = run_one_batch(make(sampler={"classes": 4, "items": 1}, miner=miner))
     says = "toolbox.deadly compares items of the same class, but a batch has"
@@ -56,10 +55,10 @@ def test_batches_without_a_pair_and_batches_beyond_the_data(make):
     assert any(says in line for line in lines)
 
 
-def test_looking_ahead_changes_nothing(make):
+def test_looking_ahead_changes_nothing(make, tmp_path):
     recipe = make(backbone={"name": "toolbox.net", "dropout": 0.5})
     checkpoint.seed_everything(0)
-    run = build_run(Path("nowhere"), recipe)
+    run = build_run(tmp_path / "run", recipe)
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     before = torch.get_rng_state()
     check.look_ahead(run, make_accelerator(recipe))
@@ -71,11 +70,11 @@ def test_looking_ahead_changes_nothing(make):
 def test_files_are_opened_before_training(make, tmp_path):
     photos = digit_photos(tmp_path / "photos", 12, classes=10)
     data = {"name": "core.image_folder", "folder": str(photos)}
-    made = make(data=data, split={"by": "item", "validation": 0.0})
-    assert run_one_batch(made)[-1].endswith("The recipe is fine.")
+    recipe = make(data=data, split={"by": "item", "validation": 0.0})
+    assert run_one_batch(recipe)[-1].endswith("The recipe is fine.")
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
-    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
+    for attempt in (lambda: run_one_batch(recipe), lambda: train(tmp_path / "run", recipe)):
         says = r"64 files were opened\) has \d+ problems:\n  - .*skip_bad = true"
         with pytest.raises(DataError, match=says):
             attempt()
@@ -84,22 +83,22 @@ def test_files_are_opened_before_training(make, tmp_path):
 
 def test_a_recipe_with_nothing_to_train_is_a_run(make, tmp_path, monkeypatch):
     frozen = {"name": "toolbox.net", "frozen": True}
-    made = make(backbone=frozen, head={"identity": True}, train={"epochs": 1})
-    assert run_one_batch(made)[-1].startswith("The model has nothing to train")
-    with monkeypatch.context() as patch:  # no feature is computed to find that out
-        patch.setattr("retrieval.data.cache._fill", lambda *_: pytest.fail("it was computed"))
-        _, said = reported(tmp_path / "run", made)
-    assert "its weights are random" in said[0]
+    recipe = make(backbone=frozen, head={"identity": True}, train={"epochs": 1})
+    assert run_one_batch(recipe)[-1].startswith("The model has nothing to train")
+    with monkeypatch.context() as patch:  # the check needs no features
+        patch.setattr("retrieval.data.cache._fill", lambda *_: pytest.fail("features computed"))
+        _, lines = reported(tmp_path / "run", recipe)
+    assert "its weights are random" in lines[0]
     says = "The model has nothing to train: the backbone's features are used as they are."
-    assert said[1:] == [says]
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said[1:]
+    assert lines[1:] == [says]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == [says]
     run = Run.open(tmp_path / "run")
-    figures = evaluate(run, baseline=True).metrics
-    assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
+    metrics = evaluate(run, baseline=True).metrics
+    assert 0 < metrics["trained"]["recall_at_1"] <= 1 and "raw pixels" in metrics
     assert export(run).bundle.manifest.vector == 16
 
 
-def test_principal_components_pass_where_training_would(make, tmp_path):
+def test_a_learner_that_refuses_few_items_is_fitted_on_more(make, tmp_path):
     features = np.random.default_rng(0).normal(size=(400, 200)).astype(np.float32)
     labels = np.repeat(np.arange(4), 100).astype(str)
     np.savez(tmp_path / "f.npz", features=features, labels=labels)
@@ -109,15 +108,14 @@ def test_principal_components_pass_where_training_would(make, tmp_path):
         "split": {"by": "item", "validation": 0.0},
         **dict.fromkeys(("loss", "sampler", "head", "train")),
     }
-    made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
-    # 32 of them refuse 128 components
-    assert "fitted 200 items. The recipe is fine." in run_one_batch(made)
+    # the first 32 items are too few for 128 components
+    recipe = make(learner={"name": "core.pca", "n_components": 128}, **tables)
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(recipe)
     with pytest.raises(DataError, match="pca cannot be fitted on 200 items"):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 
-def test_tags_count_in_evaluation_only(make, tmp_path):
-    """The check and the run say so, for nothing else would."""
+def test_a_note_says_that_tags_affect_evaluation_only(make, tmp_path):
     columns = [{"colours": "red;blue"}] * 80
     data = ArrayDataset(np.zeros((80, 8, 8), np.uint8), list("abcdefgh") * 10, metadata=columns)
     table = {**BASE, "evaluate": {"tags": "colours"}}
@@ -126,8 +124,10 @@ def test_tags_count_in_evaluation_only(make, tmp_path):
     assert not any("tags" in note for note in build_run(tmp_path, make()).splits.notes)
 
 
-def test_principal_components_of_few_features():
+def test_principal_components_default_to_at_most_64():
     from retrieval_core import PCA
 
-    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(50, 10))).shape == (50, 10)
-    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
+    random = np.random.default_rng(0)
+    for features, components in ((10, 10), (100, 64)):
+        codes = PCA().fit_transform(random.normal(size=(90, features)))
+        assert codes.shape == (90, components)

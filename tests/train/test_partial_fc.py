@@ -1,4 +1,4 @@
-"""Partial FC: the known loss, with shares of the classes, saved and resumed by processes."""
+"""Partial FC: equal to known losses, divided over processes, saved and resumed by any number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from retrieval import create
-from retrieval.errors import RecipeError
 from retrieval.model.shards import Shard
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
@@ -33,13 +32,13 @@ def test_it_is_the_known_loss(name, theirs, ours):
     loss = create("loss", "core.partial_fc", **sizes, **ours).double()
     loss.weight.data = known.W.data.T.clone()
     codes = nn.functional.normalize(torch.randn(20, 6, dtype=torch.float64))
-    codes[0] = -2 * loss.weight.data[0]  # the far side of its class
+    codes[0] = -2 * loss.weight.data[0]  # opposite to its class
     labels = torch.arange(20) % 9
-    one, other = codes.clone().requires_grad_(), codes.clone().requires_grad_()
-    expected, found = known(one, labels), loss(other, labels)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-    expected.backward(), found.backward()
-    torch.testing.assert_close(other.grad, one.grad, rtol=1e-8, atol=1e-10)
+    x, x_known = codes.clone().requires_grad_(), codes.clone().requires_grad_()
+    actual, expected = loss(x, labels), known(x_known, labels)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+    expected.backward(), actual.backward()
+    torch.testing.assert_close(x.grad, x_known.grad, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(loss.weight.grad, known.W.grad.T, rtol=1e-8, atol=1e-10)
 
 
@@ -72,25 +71,22 @@ RECIPE: dict[str, Any] = {
 
 def state(folder: Path) -> dict[str, Tensor]:
     """A run's weights, with the rows of all classes and their momentum."""
-    kept = load(folder)
-    (momentum,) = (
-        entry["momentum_buffer"]
-        for entry in kept["optimizers"]["metric"]["state"].values()
-        if entry["momentum_buffer"].shape == (5, 16)
-    )
-    rows = kept["modules"]["loss"]["weight"]
+    saved = load(folder)
+    states = saved["optimizers"]["metric"]["state"].values()
+    rows, buffers = saved["modules"]["loss"]["weight"], [s["momentum_buffer"] for s in states]
+    (momentum,) = (buffer for buffer in buffers if buffer.shape == (5, 16))
     assert rows.shape == momentum.shape
-    return {**kept["model"], "rows": rows, "momentum": momentum}
+    return {**saved["model"], "rows": rows, "momentum": momentum}
 
 
 def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, processes, tmp_path):
-    made = make(**RECIPE)
+    recipe = make(**RECIPE)
     for name in ("two", "cut", "half", "four"):
-        (tmp_path / f"{name}.toml").write_text(to_toml(made))
+        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
     halves = [f"{name}@train.epochs=1" for name in ("cut", "half")]
-    said = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
-    assert [answer["error"] for answer in answers(said)] == [""] * 4
-    train(tmp_path / "alone", made)
+    output = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
+    assert [answer["error"] for answer in answers(output)] == [""] * 4
+    train(tmp_path / "alone", recipe)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
     assert difference(two, alone) < 2e-5
     assert difference(state(tmp_path / "cut"), two) == 0  # bit for bit
@@ -98,12 +94,12 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
         shutil.copytree(tmp_path / "half", tmp_path / name)
     processes(4, "train_process.py", str(tmp_path), "four+")
     assert difference(state(tmp_path / "four"), alone) < 2e-5
-    train(tmp_path / "one", made, resume=True)
+    train(tmp_path / "one", recipe, resume=True)
     assert difference(state(tmp_path / "one"), alone) < 2e-5
     assert summary(tmp_path / "one")["steps"] == 6
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's figures")
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 def test_a_process_reads_only_its_rows_into_memory(tmp_path):
     def memory() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -118,11 +114,13 @@ def test_a_process_reads_only_its_rows_into_memory(tmp_path):
     assert memory() - before < rows.nbytes / 2
     assert torch.equal(half, rows[len(rows) // 4 : len(rows) // 2])
     del state["rows"]
-    assert str(path) not in Path("/proc/self/maps").read_text(), "the file is let go"
+    assert str(path) not in Path("/proc/self/maps").read_text(), "the file is unmapped"
     assert torch.equal(state["model"], torch.ones(3))
 
 
-def test_what_it_cannot_do_is_refused(make):
-    for part, name in (("miner", "pml.multi_similarity"), ("generator", "toolbox.mover")):
-        with pytest.raises(RecipeError, match=rf"\[{part}\]"):
-            make(**RECIPE, **{part: {"name": name}})
+def test_phases_that_train_only_or_never_divided_rows_train_as_one(make, trains_as_one):
+    recipes = {}
+    for part in ("loss", "head"):
+        phase = [{"epochs": 1, "train": [part]}]
+        recipes[part] = make(**{**RECIPE, "train": {"clip_norm": 1.0}}, phase=phase)
+    trains_as_one(recipes)

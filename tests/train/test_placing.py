@@ -1,4 +1,4 @@
-"""How a run lies on its device: precision, memory format, compiled kernels, determinism."""
+"""A run on its device: precision, memory format, compiled kernels, deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import PluginError, RecipeError
-from retrieval.training import trainer
-from retrieval.training.trainer import train
+from retrieval.training.trainer import Trainer, train
 from trained_weights import apart, same, weights
 
 PLAIN = {
-    "backbone": {"name": "toolbox.net", "dropout": 0.0},  # a compiled one draws other numbers
+    "backbone": {"name": "toolbox.net", "dropout": 0.0},  # compiled, it would draw other numbers
     "sampler": {"classes": 4, "items": 4, "batches": 4},
     "loss": {"name": "pml.arc_face"},
-    "optimizer": {"name": "SGD", "lr": 0.01},  # Adam makes a step of a gradient's last digit
+    "optimizer": {"name": "SGD", "lr": 0.01},  # Adam would turn rounding errors into whole steps
 }
 
 
 def test_precision_and_memory_format_train_nearly_the_same(make, tmp_path):
-    ways = {"plain": {}, "bf16": {"precision": "bf16"}, "last": {"channels_last": True}}
+    options = {"plain": {}, "bf16": {"precision": "bf16"}, "last": {"channels_last": True}}
     tables = {**PLAIN, "sampler": {"classes": 4, "items": 4, "batches": 2}}
-    for name, options in ways.items():
-        train(tmp_path / name, make(**tables, train={"epochs": 1, "device": "cpu", **options}))
-    one, bf16, last = (tmp_path / name for name in ways)
-    assert apart(one, last) < 1e-4 and 1e-7 < apart(one, bf16) < 0.05
+    for name, option in options.items():
+        train(tmp_path / name, make(**tables, train={"epochs": 1, "device": "cpu", **option}))
+    plain, bf16, last = (tmp_path / name for name in options)
+    assert apart(plain, last) < 1e-4 and 1e-7 < apart(plain, bf16) < 0.05
     assert weights(bf16)["model.head.0.weight"].dtype == torch.float32
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++, and there is none")
 def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, process, tmp_path):
-    """The process has torch's real compiler, which is kept out where nothing is compiled."""
+    """In a process that keeps torch's compiler out until a recipe needs it."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
     words = (script, tmp_path / "plain" / "recipe.toml", tmp_path / "compiled")
-    done = process(*words, seconds=600, OMP_NUM_THREADS="1")
-    assert done.code == 0, done.err
-    said = json.loads(done.out.splitlines()[-1])
-    assert said["graphs"] >= 1 and said["plain"]
+    outcome = process(*words, seconds=600, OMP_NUM_THREADS="1")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert result["graphs"] >= 1 and result["plain"]
     assert apart(tmp_path / "compiled", tmp_path / "plain") < 1e-4
 
 
-def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
+def test_a_missing_compiler_is_named(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
     says = r"compile: on a CPU, torch\.compile needs a C\+\+ compiler, but .*no-g"
     with pytest.raises(RecipeError, match=says):
@@ -54,34 +53,18 @@ def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("tables", "sentence"),
-    [
-        ({"backbone": {"name": "toolbox.net", "frozen": True}}, r"frozen = true its features"),
-        ({"loss": None, "learner": {"name": "core.pca"}}, r"with a \[learner\] its features"),
-        (
-            {"train": {"compile": True, "sync_batch_norm": True}},
-            r"sync_batch_norm = .*Remove one of",
-        ),
-    ],
-)
-def test_what_is_not_compiled_is_refused(make, tables, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(**{"train": {"compile": True}, **tables})
-
-
 def test_deterministic_algorithms_are_on_in_training_and_off_after(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seen: list[bool] = []
-    real = trainer.Trainer._train_batch
+    real = Trainer._train_batch
 
-    def noted(self: Any, *given: Any) -> Any:
+    def recorded(self: Any, *batch: Any) -> Any:
         benchmark = torch.backends.cudnn.benchmark
         seen.append(torch.are_deterministic_algorithms_enabled() and not benchmark)
-        return real(self, *given)
+        return real(self, *batch)
 
-    monkeypatch.setattr(trainer.Trainer, "_train_batch", noted)
+    monkeypatch.setattr(Trainer, "_train_batch", recorded)
     train(tmp_path / "one", make(**PLAIN, train={"epochs": 1, "deterministic": True}))
     assert seen == [True] * 4 and not torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

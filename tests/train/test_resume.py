@@ -40,24 +40,25 @@ name = "both"
 epochs = 2
 """
 STEPS = 24
-# one process imports torch; each run is a fork of it, so that ten kills cost seconds
+# Every run is a fork of one process, which imports all modules and plugins, so that a kill costs
+# seconds.
 DRIVER = """
-import json, os, sys, time, signal, random
-import torch, torch._dynamo, sklearn.datasets, torch.utils.tensorboard, torchvision.transforms.v2  # once, not in every fork
+import json, os, random, signal, sys, time
+import sklearn.datasets, torch, torch._dynamo, torch.utils.tensorboard, torchvision.transforms.v2
 torch.set_num_threads(1)
 from pathlib import Path
 from retrieval.recipe.read import read_recipe
 from retrieval.training.trainer import train
 
-read_recipe(Path(sys.argv[1]))  # finds and imports the plugins once, not in every fork
+read_recipe(Path(sys.argv[1]))
 
-def child(folder, resume, kill_at=0):
+def start(folder, resume=False, kill_at=0):
     pid = os.fork()
     if pid == 0:
         os.environ["KILL_AT"] = str(kill_at)
         try:
-            made = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
-            train(Path(folder), made, resume=resume)
+            recipe = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
+            train(Path(folder), recipe, resume=resume)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
@@ -69,23 +70,23 @@ def wait(pid):
 
 base = Path(sys.argv[2])
 began = time.time()
-assert wait(child(base / "whole", False)) == 0
-took = time.time() - began
+assert wait(start(base / "whole")) == 0
+seconds = time.time() - began
 random.seed(int(sys.argv[3]))
 for i, kill_at in enumerate(json.loads(sys.argv[4])):
     folder = base / f"step{i}"
-    assert wait(child(folder, False, kill_at)) == -9, "was not killed"
-    assert wait(child(folder, True)) == 0
+    assert wait(start(folder, kill_at=kill_at)) == -9, "was not killed"
+    assert wait(start(folder, resume=True)) == 0
 for i in range(int(sys.argv[5])):
     folder = base / f"time{i}"
-    pid = child(folder, False)
+    pid = start(folder)
     while not (folder / "checkpoints" / "last.safetensors").exists():
         time.sleep(0.001)
-    time.sleep(random.random() * took * 0.7)
+    time.sleep(random.random() * seconds * 0.7)
     os.kill(pid, signal.SIGKILL)
     wait(pid)
-    assert wait(child(folder, True)) == 0
-"""  # noqa: E501
+    assert wait(start(folder, resume=True)) == 0
+"""
 
 
 def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path, process):
@@ -94,8 +95,8 @@ def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path, process):
     kills = json.dumps(random.Random(seed).sample(range(1, STEPS + 1), 10))
     settings = {"OMP_NUM_THREADS": "1", "RETRIEVAL_CACHE": str(tmp_path / "cache")}
     arguments = [tmp_path / "recipe.toml", tmp_path, str(seed), kills, "3"]
-    done = process("-c", DRIVER, *arguments, seconds=600, **settings)
-    assert done.code == 0, done.err
+    outcome = process("-c", DRIVER, *arguments, seconds=600, **settings)
+    assert outcome.code == 0, outcome.err
     whole = load(tmp_path / "whole")
     assert len(log(tmp_path / "whole")) == 4
     for name in [*(f"step{i}" for i in range(10)), *(f"time{i}" for i in range(3))]:

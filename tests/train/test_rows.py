@@ -1,4 +1,4 @@
-"""Losses that are divided by rows: the sums make the whole batch's loss and gradients."""
+"""Losses that are divided by rows: the sums add up to the whole batch's loss and gradients."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ MINERS: list[tuple[str, dict[str, Any]] | None] = [
 PROXIES = [*ITEMWISE, "proxy_anchor"]
 
 
-def made(name: str, options: dict[str, Any] | None = None) -> Any:
+def loss_of(name: str, options: dict[str, Any] | None = None) -> Any:
     torch.manual_seed(5)
     sizes = {"embedding_size": SIZE, "classes": CLASSES} if name in PROXIES else {}
     return create("losses", f"pml.{name}", **sizes, **(options or {})).double()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Codes with near neighbours of another class, in no order; one class has a single item."""
+    """Shuffled codes and labels of overlapping classes; one class has a single item."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(CLASSES).repeat_interleave(ITEMS)[: -ITEMS + 1]
     labels = labels[torch.randperm(len(labels), generator=generator)]
@@ -54,19 +54,20 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def by_rows(loss: Any, kind: Rows, batch: Any, indices: Any, size: int) -> Tensor:
-    """The loss, from `size` rows at a time."""
+    """Compute the loss from blocks of `size` rows."""
     codes, labels = batch
-    parts = [
-        row_sums(loss, kind, codes[at : at + size], labels[at : at + size], batch, at, indices)
-        for at in range(0, len(codes), size)
-    ]
+    parts = []
+    for start in range(0, len(codes), size):
+        rows = slice(start, start + size)
+        parts.append(row_sums(loss, kind, codes[rows], labels[rows], batch, start, indices))
     total, count = (torch.stack(column).sum(0) for column in zip(*parts, strict=True))
     means = [is_mean(loss, name) for name in loss.sub_loss_names()]
-    over = [max(1, int(n)) if mean else 1 for mean, n in zip(means, count, strict=True)]
-    return (total / torch.tensor(over)).sum()
+    divisors = [max(1, int(n)) if mean else 1 for mean, n in zip(means, count, strict=True)]
+    return (total / torch.tensor(divisors)).sum()
 
 
 def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
+    """Compare the loss by rows to the whole loss; return the largest entry of its gradients."""
     codes, labels = batch(seed)
     parameters = [codes.requires_grad_(), *loss.parameters()]
     whole = loss(codes, labels, indices) if indices is not None else loss(codes, labels)
@@ -74,18 +75,18 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
     for size in (1, 3, 7, len(codes)):
         value = by_rows(loss, kind, (codes, labels), indices, size)
         torch.testing.assert_close(value, whole, rtol=1e-9, atol=1e-12)
-        for one, other in zip(torch.autograd.grad(value, parameters), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11)
-    return float(max(each.abs().max() for each in expected))
+        for actual, gradient in zip(torch.autograd.grad(value, parameters), expected, strict=True):
+            torch.testing.assert_close(actual, gradient, rtol=1e-7, atol=1e-11)
+    return float(max(gradient.abs().max() for gradient in expected))
 
 
 @pytest.mark.parametrize("miner", MINERS, ids=lambda miner: miner[0] if miner else "all")
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=NUMBERED)
-def test_anchors_sums_make_the_whole_loss(name, options, miner):
-    loss = made(name, options)
+def test_sums_over_anchors_give_the_whole_loss(name, options, miner):
+    loss = loss_of(name, options)
     kind = rows_of(loss, miner is not None)
     if miner is not None and name == "sup_con":
-        # it is 0 where no pair of the batch is negative, which rows cannot know
+        # the loss is 0 if the batch has no negative pair, which a block of rows cannot tell
         assert kind is None
         return
     assert kind == "anchors"
@@ -99,9 +100,9 @@ def test_anchors_sums_make_the_whole_loss(name, options, miner):
 
 
 @pytest.mark.parametrize("name", ITEMWISE)
-def test_items_sums_make_the_whole_loss(name):
-    loss = made(name)
-    assert rows_of(loss, mined=True) is None  # its weights are relative to the whole batch's
+def test_sums_over_items_give_the_whole_loss(name):
+    loss = loss_of(name)
+    assert rows_of(loss, mined=True) is None  # a miner's weights are relative to the whole batch
     kind = rows_of(loss, mined=False)
     assert kind == "items" and compare(loss, kind, None, 0) > 1e-4
 
@@ -111,18 +112,18 @@ def test_what_cannot_be_divided_is_computed_whole():
     drawn = {"triplets_per_anchor": 2}
     weighted = {"reducer": {"name": "pml.class_weighted", "weights": [1.0] * CLASSES}}
     for loss in (
-        made("lifted_structure"),
-        made("proxy_anchor"),
-        made("contrastive", regularised),
-        made("multi_similarity", weighted),
-        made("triplet_margin", drawn),
+        loss_of("lifted_structure"),
+        loss_of("proxy_anchor"),
+        loss_of("contrastive", regularised),
+        loss_of("multi_similarity", weighted),
+        loss_of("triplet_margin", drawn),
         upstream.ContrastiveLoss(),
         nn.Linear(2, 2),
     ):
         assert rows_of(loss, mined=False) is None
 
 
-def test_a_loss_that_says_rows_and_is_not_of_them_is_refused():
+def test_a_wrong_attribute_rows_is_refused():
     class Odd(upstream.ContrastiveLoss):
         rows = "columns"
 

@@ -11,7 +11,6 @@ import pytest
 import retrieval
 import torch
 from numpy.typing import NDArray
-from retrieval.data.loading import TrainBatches
 from retrieval.data.samplers import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
@@ -19,7 +18,7 @@ from retrieval.plugin import BatchSampler, TrainingItems
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.training.trainer import Trainer, train
 from torch.utils import data as torch_data
-from trained_weights import STEADY, same
+from trained_weights import STEADY, same, trainer_of
 
 from .conftest import BASE
 
@@ -33,69 +32,65 @@ def items(**changes: Any) -> TrainingItems:
     return TrainingItems(**{**vars(TrainingItems(LABELS, columns, 4, 3, 8)), **changes})
 
 
-def drawn(sampler: Any, of: TrainingItems | None = None, epoch: int = 0) -> list[NDArray[np.int64]]:
-    of = of or items()
-    return drawn_batches(sampler, of, 7, epoch, of.embeddings)
+def drawn(
+    sampler: Any, training: TrainingItems | None = None, epoch: int = 0
+) -> list[NDArray[np.int64]]:
+    training = training or items()
+    return drawn_batches(sampler, training, 7, epoch, training.embeddings)
 
 
-class TestRandom:
-    def test_each_item_comes_once_before_any_comes_again(self):
-        batches = drawn(create("sampler", "core.random"), items(batches=25))
-        assert [len(batch) for batch in batches] == [12] * 25
-        order = np.concatenate(batches)
-        assert sorted(order[:120]) == sorted(order[120:240]) == list(range(120))
+def test_random_draws_all_items_before_it_draws_one_again():
+    batches = drawn(create("sampler", "core.random"), items(batches=25))
+    assert [len(batch) for batch in batches] == [12] * 25
+    order = np.concatenate(batches)
+    assert sorted(order[:120]) == sorted(order[120:240]) == list(range(120))
 
 
-class TestHierarchical:
-    def test_a_batch_holds_classes_of_few_groups(self):
-        sampler = create("sampler", "core.hierarchical", level="genus", groups=2)
-        for batch in drawn(sampler):
-            assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
-            assert len({GENERA[row] for row in batch}) == 2
-        assert {GENERA[row] for batch in drawn(sampler) for row in batch} == set(GENERA)
-
-    def test_further_groups_fill_a_batch(self):
-        sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
-        for batch in drawn(sampler, items(classes=6)):
-            assert sorted(Counter(GENERA[row] for row in batch).values()) == [2 * 3, 4 * 3]
-
-    def test_a_class_of_two_groups_is_refused(self):
-        columns = [{"genus": genus} for genus in GENERA]
-        columns[3] = {"genus": "genus 2"}
-        columns[15] = {}
-        sampler = create("sampler", "core.hierarchical", level="genus")
-        with pytest.raises(DataError, match=r"2 of 12 classes.*'genus'.*nothing"):
-            sampler.batches(items(metadata=columns))
+def test_a_hierarchical_batch_holds_classes_of_few_groups():
+    sampler = create("sampler", "core.hierarchical", level="genus", groups=2)
+    for batch in drawn(sampler):
+        assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
+        assert len({GENERA[row] for row in batch}) == 2
+    assert {GENERA[row] for batch in drawn(sampler) for row in batch} == set(GENERA)
+    # one group of four classes is too small for six classes
+    sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
+    for batch in drawn(sampler, items(classes=6)):
+        assert sorted(Counter(GENERA[row] for row in batch).values()) == [2 * 3, 4 * 3]
 
 
-class TestHardClasses:
-    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self):
-        random = np.random.default_rng(0)
-        embeddings = random.normal(size=(120, 5)).astype(np.float32)
-        sampler = create("sampler", "core.hard_classes")
-        for batch in drawn(sampler, items(embeddings=embeddings)):
-            order = list(dict.fromkeys(LABELS[batch].tolist()))
-            means = {c: embeddings[c == LABELS].astype(np.float64).mean(0) for c in range(12)}
-            for size in range(1, 4):
-                rest = [c for c in means if c not in order[:size]]
-                chosen = [means[c] for c in order[:size]]
-                gaps = [min(((means[c] - mean) ** 2).sum() for mean in chosen) for c in rest]
-                best = rest[int(np.argmin(gaps))]
-                assert order[size] == best
+def test_a_class_of_two_groups_is_refused():
+    columns = [{"genus": genus} for genus in GENERA]
+    columns[3] = {"genus": "genus 2"}
+    columns[15] = {}
+    sampler = create("sampler", "core.hierarchical", level="genus")
+    with pytest.raises(DataError, match=r"2 of 12 classes.*'genus'.*nothing"):
+        sampler.batches(items(metadata=columns))
+
+
+def test_hard_classes_takes_the_class_that_is_nearest_to_a_class_of_the_batch():
+    embeddings = np.random.default_rng(0).normal(size=(120, 5)).astype(np.float32)
+    sampler = create("sampler", "core.hard_classes")
+    means = {c: embeddings[c == LABELS].astype(np.float64).mean(0) for c in range(12)}
+    for batch in drawn(sampler, items(embeddings=embeddings)):
+        order = list(dict.fromkeys(LABELS[batch].tolist()))
+        for size in range(1, 4):
+            rest = [c for c in means if c not in order[:size]]
+            chosen = [means[c] for c in order[:size]]
+            gaps = [min(((means[c] - mean) ** 2).sum() for mean in chosen) for c in rest]
+            assert order[size] == rest[int(np.argmin(gaps))]
 
 
 def test_an_epoch_follows_from_seed_and_epoch_alone():
-    for name, more in (("random", {}), ("hierarchical", {"level": "genus"})):
-        sampler = create("sampler", f"core.{name}", **more)
-        first, second = drawn(sampler, epoch=0), drawn(sampler, epoch=1)
-        assert any((one != other).any() for one, other in zip(first, second, strict=True))
-        again = drawn(create("sampler", f"core.{name}", **more), epoch=1)
-        for one, other in zip(second, again, strict=True):
-            np.testing.assert_array_equal(one, other)
+    for name, options in (("random", {}), ("hierarchical", {"level": "genus"})):
+        sampler = create("sampler", f"core.{name}", **options)
+        first, second = np.stack(drawn(sampler, epoch=0)), np.stack(drawn(sampler, epoch=1))
+        assert (first != second).any()
+        again = drawn(create("sampler", f"core.{name}", **options), epoch=1)
+        np.testing.assert_array_equal(second, again)
 
 
-class Counting:
-    """A batch sampler with a state of its own: it goes on where the last epoch ended."""
+class Stateful:
+    """A batch sampler that continues where the last epoch ended."""
 
     def __init__(self, wrong: Any = None) -> None:
         self.generator, self.wrong = torch.Generator().manual_seed(1), wrong
@@ -113,12 +108,12 @@ def of_torch(kind: str) -> Any:
         order = torch_data.RandomSampler(range(100), generator=torch.Generator().manual_seed(3))
     else:
         order = torch_data.RandomSampler(range(100))  # draws from torch's global generator
-    return Counting() if kind == "state" else torch_data.BatchSampler(order, 10, drop_last=True)
+    return Stateful() if kind == "state" else torch_data.BatchSampler(order, 10, drop_last=True)
 
 
 @pytest.mark.parametrize("kind", ["state", "own generator", "global generator"])
 def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
-    """Batches of unequal sizes too; the second epoch differs from the first."""
+    """Also batches of unequal sizes; the epochs differ."""
 
     def recipe() -> Recipe:
         tables = {**BASE, **CONTRASTIVE, "train": {"epochs": 3, "checkpoint_every": 2}}
@@ -129,26 +124,26 @@ def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
 
     def stop(self: Any, inputs: Any, labels: Any) -> Any:
         sizes.append(len(inputs))
-        if len(sizes) == stop_at:
+        if len(sizes) == last:
             raise KeyboardInterrupt
         return real(self, inputs, labels)
 
     monkeypatch.setattr(Trainer, "_train_batch", stop)
-    stop_at = 0
+    last = 0
     train(tmp_path / "whole", recipe())
     assert sizes[:3] == ([8, 8, 4] if kind == "state" else [10] * 3)
-    stop_at, count = len(sizes) - 1, len(sizes)
+    last, count = len(sizes) - 1, len(sizes)
     sizes.clear()
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "stopped", recipe())
-    stop_at = 0
+    last = 0
     train(tmp_path / "stopped", recipe(), resume=True)
-    assert len(sizes) > count  # from a checkpoint within the last epoch
+    assert len(sizes) > count  # a checkpoint within the last epoch was used
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_hard_classes_resume_within_an_epoch(make, resumes):
-    # the batches follow from the weights at the start of the epoch, which are gone by then
+    # the batches depend on the weights at the start of the epoch, which are overwritten
     sampler = {"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5}
     options = {"train": {"epochs": 2, "checkpoint_every": 2}}
     resumes(make(sampler=sampler, **CONTRASTIVE, **options), 8)
@@ -160,30 +155,12 @@ def test_two_processes_train_as_one(make, trains_as_one):
     trains_as_one({n: make(**{**tables, "sampler": {"name": n, **sampler}}) for n in names})
 
 
-def test_a_plugin_offers_one(make, tmp_path, monkeypatch):
+def test_a_plugins_sampler_draws_the_batches(make, tmp_path):
     sampler = {"name": "toolbox.forwards", "first": 4}
     recipe = make(sampler=sampler, **CONTRASTIVE, train={"epochs": 1})
-    seen, real = [], TrainBatches.draw
-    monkeypatch.setattr(
-        TrainBatches, "draw", lambda self, *a: seen.append(real(self, *a)) or seen[-1]
-    )
-    train(tmp_path / "run", recipe)
+    batches = trainer_of(tmp_path, recipe).batches
     expected = [list(range(i, i + 8)) for i in range(4, 60, 8)]
-    assert [batch.tolist() for batch in seen[-1]] == expected
-
-
-@pytest.mark.parametrize(
-    ("sampler", "sentence"),
-    [
-        ({"name": "core.hierarchical"}, "level: is required"),
-        ({"name": "core.clas_balanced"}, "Did you mean 'core.class_balanced'"),
-        ({"classes": 4, "itms": 3}, "itms.*Did you mean 'items'"),
-        ({"classes": 1}, "classes.*2"),
-    ],
-)
-def test_a_wrong_table_is_refused(make, sampler, sentence):
-    with pytest.raises(RecipeError, match=sentence):
-        make(sampler=sampler)
+    assert [batch.tolist() for batch in batches.draw(0)] == expected
 
 
 @pytest.mark.parametrize(
@@ -191,14 +168,14 @@ def test_a_wrong_table_is_refused(make, sampler, sentence):
     [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
 )
 def test_what_is_no_batch_is_refused(wrong, sentence):
-    with pytest.raises(PluginError, match=f"Counting.*{sentence}"):
-        drawn(as_batch_sampler(Counting(wrong), "object.Counting", 0))
+    with pytest.raises(PluginError, match=f"Stateful.*{sentence}"):
+        drawn(as_batch_sampler(Stateful(wrong), "object.Stateful", 0))
     with pytest.raises(PluginError, match=r"must be a retrieval.plugin.BatchSampler"):
         as_batch_sampler(7, "mine.seven", 0)
 
 
 class Short(BatchSampler):
-    """Draws less than it says."""
+    """Draws one batch, whatever its length."""
 
     def draw(self, of: TrainingItems, epoch: int, random: Any) -> list[list[int]]:
         return [[1, 2]]
@@ -209,7 +186,7 @@ def test_another_number_of_batches_is_refused():
         drawn(Short())
 
 
-def test_python_takes_one_and_asks_for_it_again(make, tmp_path):
+def test_a_run_with_a_sampler_object_is_loaded_only_with_the_object(tmp_path):
     table = {**BASE, **CONTRASTIVE, "train": {"epochs": 1}}
     sampler = of_torch("own generator")
     retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)

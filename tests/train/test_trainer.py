@@ -1,4 +1,4 @@
-"""The trainer: the two sides and their phases, NaN, early stopping, seeds, processes, learners."""
+"""The trainer: two sides and their phases, NaN, early stopping, seeds, several processes."""
 
 from __future__ import annotations
 
@@ -32,27 +32,23 @@ from trained_weights import (
 )
 
 
-def changed_by(tmp_path: Path, made: Any) -> set[str]:
+def changed_by(tmp_path: Path, recipe: Any) -> set[str]:
     """The weights that a run changes."""
-    return moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    return moved(start(tmp_path, recipe), weights(fit(tmp_path, recipe)))
 
 
 def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(make, tmp_path):
-    made = make(phase=[{"name": "head", "epochs": 1, "train": ["head"]}])
-    assert changed_by(tmp_path / "a", made) == {"model.head.0.weight", "model.head.0.bias"}
-    phase = {"name": "generator", "epochs": 1, "train": ["generator"]}
-    changed = changed_by(tmp_path / "b", make(generator=GENERATOR, phase=[phase]))
-    assert changed and all(name.startswith("generator.") for name in changed)
+    for part, layer in (("head", "model.head.0"), ("generator", "generator.map")):
+        phase = {"name": part, "epochs": 1, "train": [part]}
+        changed = changed_by(tmp_path / part, make(generator=GENERATOR, phase=[phase]))
+        assert changed == {f"{layer}.weight", f"{layer}.bias"}
 
 
 def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make, tmp_path):
     parts = ["backbone", "head", "combiner", "generator"]
-    made = make(
-        generator=GENERATOR,
-        combiner={"name": "toolbox.local"},
-        phase=[{"name": part, "epochs": 1, "train": [part]} for part in parts],
-    )
-    trainer = trainer_of(tmp_path, made)
+    phases = [{"name": part, "epochs": 1, "train": [part]} for part in parts]
+    combiner = {"name": "toolbox.local"}
+    trainer = trainer_of(tmp_path, make(generator=GENERATOR, combiner=combiner, phase=phases))
     model = trainer.run.model
     modules = [model.backbone, model.head, model.combiner, trainer.objective.generator]
     for number, part in enumerate(parts):
@@ -60,28 +56,28 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make, tmp_
         trainer._enter_phase()
         step = trainer.step
         step.set_modes()
-        assert [module.training for module in modules] == [each == part for each in parts]
+        assert [module.training for module in modules] == [name == part for name in parts]
         grads = {name for name, group in step.parts.items() for p in group if p.requires_grad}
         assert grads == {part}
 
 
 def test_a_closed_form_generator_needs_no_optimiser(make, tmp_path):
-    made = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
-    line = log(fit(tmp_path, made))[0]
+    recipe = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
+    line = log(fit(tmp_path, recipe))[0]
     assert list(line["lr"]) == ["backbone", "head"]
     assert line["triplets"] > 0 and "generator_loss" not in line
 
 
 def test_a_losss_own_parameters_train_and_take_their_rates_factor(make, tmp_path):
     for factor in (10.0, 0.0):
-        made = make(loss={"name": "toolbox.proxies"}, optimizer={"lr_factor": {"loss": factor}})
-        assert ("loss.proxies" in changed_by(tmp_path / str(factor), made)) == (factor > 0)
+        recipe = make(loss={"name": "toolbox.proxies"}, optimizer={"lr_factor": {"loss": factor}})
+        assert ("loss.proxies" in changed_by(tmp_path / str(factor), recipe)) == (factor > 0)
 
 
 SGD = {"name": "SGD", "lr": 1e-2}
 OTHERS = {"head": 2.0, "combiner": 3.0, "generator": 4.0}
 OWN = {"generator_optimizer": SGD | {"lr_factor": {"generator": 5.0}}}
-# tables, and how many times the plain rate backbone, head, combiner and generator then have
+# tables, and the rates of backbone, head, combiner and generator as multiples of the plain rate
 RATES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"phase": [{"lr": 1e-1}]}, (10, 10, 10, 10)),
     ({"phase": [{"generator_lr": 2e-1}]}, (1, 1, 1, 20)),
@@ -93,26 +89,27 @@ RATES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 
 
 def test_rates_and_factors_reach_what_they_name(make, tmp_path):
-    """One step of plain gradient descent: so many times the rate, so many times the way."""
+    """In one step of plain gradient descent, weights move in proportion to their rate."""
 
-    def ways(tables: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
+    def step(tables: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
         phase = {"epochs": 1, **tables.get("phase", [{}])[0]}
         parts = {"generator": GENERATOR, "combiner": {"name": "toolbox.local"}, "optimizer": SGD}
         sampler = {"classes": 4, "items": 4, "batches": 1}
-        made = make(**{**STILL, **parts, "sampler": sampler, **tables, "phase": [phase]})
-        before, after = start(tmp_path, made), weights(fit(tmp_path, made, name))
+        recipe = make(**{**STILL, **parts, "sampler": sampler, **tables, "phase": [phase]})
+        before, after = start(tmp_path, recipe), weights(fit(tmp_path, recipe, name))
         return {item: after[item].double() - before[item].double() for item in moved(before, after)}
 
-    def length(way: dict[str, torch.Tensor], part: str) -> float:
-        return float(torch.cat([way[n].flatten() for n in way if n.startswith(part)]).norm())
+    def length(step: dict[str, torch.Tensor], part: str) -> float:
+        return float(torch.cat([step[n].flatten() for n in step if n.startswith(part)]).norm())
 
-    plain = ways({}, "plain")
+    plain = step({}, "plain")
     parts = ("model.backbone", "model.head", "model.combiner", "generator")
-    for number, (tables, times) in enumerate(RATES):
-        way = ways(tables, f"run{number}")
-        assert plain.keys() == way.keys()
-        for part, factor in zip(parts, times, strict=True):
-            assert length(way, part) / length(plain, part) == pytest.approx(factor, rel=1e-3), part
+    for number, (tables, factors) in enumerate(RATES):
+        moves = step(tables, f"run{number}")
+        assert plain.keys() == moves.keys()
+        for part, factor in zip(parts, factors, strict=True):
+            ratio = length(moves, part) / length(plain, part)
+            assert ratio == pytest.approx(factor, rel=1e-3), part
 
 
 def test_a_figure_is_the_mean_of_the_batches_that_have_it(make, tmp_path, monkeypatch):
@@ -125,21 +122,21 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(make, tmp_path, monkey
 
     monkeypatch.setattr(Step, "losses", every_other)
     (line,) = log(fit(tmp_path, make(generator=GENERATOR, train={"epochs": 1})))
-    had = [value for value in seen[2:] if value is not None]  # the look ahead tried two before
+    had = [value for value in seen[2:] if value is not None]  # the first two are trial batches
     assert len(seen) == 7 and len(had) == 2
     assert line["generator_loss"] == pytest.approx(sum(had) / 2)
 
 
 def test_an_epoch_without_triplets_is_warned_of(make, tmp_path):
-    said: list[str] = []
+    reports: list[str] = []
     for items in (1, 2):
-        made = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
-        train(tmp_path / str(items), made, report=said.append)
-        lines = run_one_batch(made)
-        noted = any("has no triplet for the generator to work on" in line for line in lines)
+        recipe = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
+        train(tmp_path / str(items), recipe, report=reports.append)
+        lines = run_one_batch(recipe)
+        noted = any("has no triplet for the generator" in line for line in lines)
         assert noted == (items == 1)
-    warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
-    assert len(warnings) == 2  # one an epoch of the first
+    warnings = [line for line in reports if line.startswith("warning: no batch had a triplet")]
+    assert len(warnings) == 2  # in both epochs of the first run
     assert all("[sampler] items to 2" in line["warnings"][0] for line in log(tmp_path / "1"))
 
 
@@ -147,8 +144,8 @@ def test_an_epoch_without_triplets_is_warned_of(make, tmp_path):
 @pytest.mark.parametrize("real_weight", [0.0, 0.5])
 def test_without_triplets_the_real_samples_count_as_ever(make, tmp_path, synthetic, real_weight):
     phase = [{"epochs": 1, "synthetic": synthetic}]
-    made = make(**STILL, generator=GENERATOR, train={"real_weight": real_weight}, phase=phase)
-    trainer = trainer_of(tmp_path, made)
+    recipe = make(**STILL, generator=GENERATOR, train={"real_weight": real_weight}, phase=phase)
+    trainer = trainer_of(tmp_path, recipe)
     inputs, labels = next(iter(trainer.batches.epoch(0)))
     one_class = torch.zeros_like(labels)
     loss = trainer.step.losses(inputs, one_class).metric
@@ -169,12 +166,12 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make, tmp_path):
 
 def test_weights_that_become_nan_are_never_kept_as_the_best(make, tmp_path):
     optimizer = {"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}}
-    made = make(**STILL, sampler={"classes": 4, "items": 4, "batches": 1}, optimizer=optimizer)
+    recipe = make(**STILL, sampler={"classes": 4, "items": 4, "batches": 1}, optimizer=optimizer)
     says = r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"
     with pytest.raises(DataError, match=says):
-        fit(tmp_path, made)
-    first = start(tmp_path / "again", made)
-    for file in ("last", "best"):  # the weights before the first step are the best so far
+        fit(tmp_path, recipe)
+    first = start(tmp_path / "again", recipe)
+    for file in ("last", "best"):  # both hold the weights before the first step
         assert not moved(weights(tmp_path / "run", file), first)
     assert evaluate(Run.open(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
 
@@ -211,30 +208,25 @@ MINED = {"optimizer": {"name": "SGD", "lr": 0.05}, "miner": {"name": "pml.triple
 
 
 def test_two_processes_train_two_sides_as_one(make, trains_as_one, tmp_path):
-    made = make(**STILL, **MINED, generator=GENERATOR, combiner={"name": "toolbox.local"})
-    trains_as_one({"two": made}, within=1e-4)
-    changed = moved(start(tmp_path, made), weights(tmp_path / "two"))
+    recipe = make(**STILL, **MINED, generator=GENERATOR, combiner={"name": "toolbox.local"})
+    trains_as_one({"two": recipe}, within=1e-4)
+    changed = moved(start(tmp_path, recipe), weights(tmp_path / "two"))
     assert {name.partition(".")[0] for name in changed} >= {"model", "generator"}
 
 
 def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
-    made = make(**STILL, **MINED)
-    (tmp_path / "recipe.toml").write_text(to_toml(made))
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train"]
-    words += [tmp_path / "recipe.toml", "--output", tmp_path / "two"]
-    settings = {"seconds": 300, "OMP_NUM_THREADS": "1"}
-    done = process("-m", "torch.distributed.run", *words, **settings)
+    recipe = make(**STILL, **MINED)
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [
+        "-m",
+        "retrieval.cli",
+        "train",
+        tmp_path / "recipe.toml",
+        "--output",
+        tmp_path / "two",
+    ]
+    done = process(*words, seconds=300, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
-    assert moved(start(tmp_path, made), weights(tmp_path / "two"))
-    assert apart(fit(tmp_path, made, "one"), tmp_path / "two") < 1e-4
-
-
-@pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
-def test_a_learner_trains_saves_and_loads(make, tmp_path, learner):
-    table: dict[str, Any] = {"name": learner, "n_components": 4}
-    if learner == "core.nca":
-        table["max_iter"] = 10
-    run = Run.open(fit(tmp_path, make(loss=None, learner=table, split={"by": "item"})))
-    codes = encode(run.model, run.dataset, run.splits.query)
-    assert codes.shape[1] == 4 and torch.isfinite(codes).all()
-    assert summary(run.path)["validation"]["map_at_r"] > 0.2
+    assert moved(start(tmp_path, recipe), weights(tmp_path / "two"))
+    assert apart(fit(tmp_path, recipe, "one"), tmp_path / "two") < 1e-4

@@ -17,14 +17,12 @@ from retrieval.training.trainer import all_finite, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained_weights import load, log, same
 
-# what has to be known on the CPU before it goes on
+# operations that copy a tensor's values to the CPU
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would wait for a device; CPU tensors of torch's optimisers, their step counts,
-    never are on one.
-    """
+    """Records the operations that would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +37,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """The trainer as it is on a device, whose numbers are not there yet."""
+    """The trainer behaves as on a GPU, whose values are not yet known."""
     for module in (trainer, step, loss):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
 
@@ -49,7 +47,7 @@ PLAIN = {
     "sampler": {"classes": 4, "items": 4, "batches": 5},
     "backbone": {"name": "toolbox.net"},
     "optimizer": {"name": "SGD", "lr": 0.05, "options": {"momentum": 0.9}},
-    "train": {"epochs": 2, "clip_norm": 1.0},
+    "train": {"epochs": 2, "clip_norm": 1.0, "checkpoint_every": 2},
 }
 
 
@@ -65,25 +63,25 @@ PLAIN = {
 def test_a_step_reads_nothing(make, tmp_path, elsewhere, tables, mixed):
     recipe = make(**PLAIN, **tables)
     run = build_run(tmp_path, recipe)
-    made = Step(run.model, run.objective, recipe, recipe.phases[0], 5, Accelerator(cpu=True))
-    made.set_modes()
+    trial = Step(run.model, run.objective, recipe, recipe.phases[0], 5, Accelerator(cpu=True))
+    trial.set_modes()
     inputs = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8)
     own = torch.arange(4).repeat_interleave(4)
     labels = MixedLabels(own, own.flip(0), 0.3) if mixed else own
     with Waits() as waits:
-        losses = made(inputs, labels)
-    drawn = ["nonzero"] if "generator" in tables else []  # as many triplets as there are: a shape
-    assert waits.seen == drawn
+        losses = trial(inputs, labels)
+    # the number of triplets is a shape, so a generator waits once
+    assert waits.seen == (["nonzero"] if "generator" in tables else [])
     with Waits() as waits:
         losses.refuse()
-    assert waits.seen  # so it counts
+    assert waits.seen, "the mode records reads"
 
 
 def test_figures_and_weights_read_late_are_the_same_also_resumed(make, tmp_path, request, resumes):
-    made = make(**{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}}, **MOVED)
-    train(tmp_path / "at once", made)
+    recipe = make(**PLAIN, **MOVED)
+    train(tmp_path / "at once", recipe)
     request.getfixturevalue("elsewhere")
-    resumes(made, 8)
+    resumes(recipe, 8)
     assert same(tmp_path / "at once", tmp_path / "whole")
     assert log(tmp_path / "at once") == log(tmp_path / "whole")
 
@@ -95,16 +93,18 @@ def test_nan_names_its_step_and_leaves_a_good_checkpoint(
     if late:
         request.getfixturevalue("elsewhere")
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
-        train(tmp_path / "made", make(generator={"name": "toolbox.mover", "explode_at": 3}))
+        train(tmp_path / "moved", make(generator={"name": "toolbox.mover", "explode_at": 3}))
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
         train(tmp_path / "run", make())
-    kept = load(tmp_path / "run")
-    assert kept["progress"]["total"] == 5
-    assert all(torch.isfinite(v).all() for v in kept["model"].values())
+    checkpoint = load(tmp_path / "run")
+    assert checkpoint["progress"]["total"] == 5
+    assert all(torch.isfinite(value).all() for value in checkpoint["model"].values())
 
 
-def test_nan_is_said_where_a_part_fails_because_of_it(make, tmp_path, elsewhere, monkeypatch):
+def test_nan_of_an_earlier_step_is_blamed_if_a_part_fails_on_it(
+    make, tmp_path, elsewhere, monkeypatch
+):
     monkeypatch.setenv("NAN_AT", "4")
     real, calls = Step._mined, [0]
 

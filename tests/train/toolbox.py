@@ -1,4 +1,4 @@
-"""Small real parts, and a loss that kills the process at a chosen step."""
+"""A plugin of small real parts, and of a loss that kills the process at a chosen step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Net(Backbone):
 
 
 class Mover(Generator):
-    """A negative moved by a linear map of the triplet, with noise."""
+    """Moves the negative by a linear map of the triplet and noise; NaN in call `explode_at`."""
 
     def __init__(self, features: int, explode_at: int = 0) -> None:
         super().__init__()
@@ -76,15 +76,16 @@ class Mover(Generator):
 
 
 class Midpoint(Generator):
-    """Half-way from the anchor to the negative: a closed form, without parameters."""
+    """Returns the middle of anchor and negative, without parameters."""
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         return (anchor + negative) / 2
 
 
 class Onto(Generator):
-    """The negative, moved onto the anchor where the head it was given puts them more than `far`
-    apart.
+    """Returns the anchor if its code is farther than `far` from the negative's, else the negative.
+
+    With `keep`, `bind` registers the head, which is not allowed.
     """
 
     def __init__(self, far: float = 0.5, keep: bool = False) -> None:
@@ -104,7 +105,7 @@ class Onto(Generator):
 
 
 class Local(Combiner):
-    """The mean distance over several unit embeddings: not the order of their concatenation."""
+    """The mean distance over several unit embeddings, in another order than their concatenation."""
 
     exact = False
 
@@ -133,7 +134,7 @@ class Local(Combiner):
 
 
 class Deadly(nn.Module):
-    """The contrastive loss, which kills the process the moment it computes step `KILL_AT`."""
+    """The contrastive loss; call `KILL_AT` kills the process, and call `NAN_AT` returns NaN."""
 
     def __init__(self, distance: nn.Module | None = None) -> None:
         super().__init__()
@@ -141,12 +142,12 @@ class Deadly(nn.Module):
         self.calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deadly:
-        """A copy is made to look ahead, which is not a step: it never kills."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        made.calls = -1_000_000
-        return made
+        """Return a copy that never kills; trial batches before training use it."""
+        loss = type(self).__new__(type(self))
+        memo[id(self)] = loss
+        loss.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        loss.calls = -1_000_000
+        return loss
 
     def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         self.calls += 1
@@ -169,14 +170,14 @@ class Deaf(nn.Module):
 
 
 class Put(nn.Module):
-    """A loss that writes to a place twice, in no order."""
+    """A loss whose result depends on the order of two writes to one place."""
 
     def forward(self, embeddings, labels):
         return torch.zeros(2).put_(torch.tensor([0, 0]), embeddings.sum(1)[:2]).sum()
 
 
 class Missed:
-    """The share of queries whose first hit is of another class; smaller is better."""
+    """Share of queries whose first hit has another class; smaller is better."""
 
     depth, larger_is_better = 1, False
 

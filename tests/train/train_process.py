@@ -1,9 +1,9 @@
-"""One process of several: trains recipes one after another, so that all is imported once.
+"""One process of a group: trains recipes one after another.
 
-Arguments: a folder, and names; NAME.toml in it is the recipe, NAME the run. `NAME+` goes on with
-it; `NAME@KEY=VALUE` changes the recipe. All processes but the first come to `NAME~` a second late.
-Prints a line of JSON for each: how wide the tensors were that processes gathered from one another,
-and the error's sentence, if there was one.
+Arguments: a folder, and names of recipes. NAME.toml in the folder is a recipe, NAME its run.
+`NAME+` resumes the run, `NAME@KEY=VALUE` changes the recipe. In `NAME~`, all processes but the
+first begin a second late. Prints a line of JSON per recipe: the widths of the tensors that the
+processes gathered from one another, and the message of an error.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ folder = Path(sys.argv[1])
 all_gather, widths = distributed.all_gather, set()
 
 
-def noted(rows: list[Tensor], own: Tensor, **options: Any) -> Any:
+def recorded(rows: list[Tensor], own: Tensor, **options: Any) -> Any:
     if own.ndim > 1:
         widths.add(own[0].numel())
     return all_gather(rows, own, **options)
 
 
-distributed.all_gather = noted
-for each in sys.argv[2:]:
-    name, _, change = each.rstrip("+~").partition("@")
-    more = "+" in each
-    if each.endswith("~") and os.environ["RANK"] != "0":
+distributed.all_gather = recorded
+for word in sys.argv[2:]:
+    name, _, change = word.rstrip("+~").partition("@")
+    resume = "+" in word
+    if word.endswith("~") and os.environ["RANK"] != "0":
         time.sleep(1)
-    file, said = folder / f"{name}.toml", ""
+    file, message = folder / f"{name}.toml", ""
     widths.clear()
     try:
-        changes = [change] if change else []
-        made = read_given(folder / name, file)[1] if more else read_recipe(file, changes)
-        train(folder / name, made, resume=more)
+        if resume:
+            recipe = read_given(folder / name, file)[1]
+        else:
+            recipe = read_recipe(file, [change] if change else [])
+        train(folder / name, recipe, resume=resume)
     except RetrievalError as error:
-        said = str(error)
-    print(json.dumps({"run": each, "widths": sorted(widths), "error": said}))
+        message = str(error)
+    print(json.dumps({"run": word, "widths": sorted(widths), "error": message}))

@@ -27,7 +27,7 @@ from retrieval.training.tracking import failures, full_name
 
 MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
-"""Backbone of frozen features, if it is installed and the recipe's own has no weights."""
+"""Default pretrained backbone, if its weights are installed and the recipe's backbone has none."""
 
 
 @shown
@@ -66,29 +66,29 @@ def compare(
 
     Args:
         recipes: TOML files, dictionaries of tables, `Recipe`s, or runs, whose recipes are used.
-            Parts of a recipe may be Python objects. A single recipe is measured over its seeds,
-            or over the settings of `grid`.
+            Parts of a recipe may be Python objects. One recipe alone is allowed.
         output: the comparison's folder.
-        seeds: runs of each recipe on each split, at least 2 if there is one split.
+        seeds: number of runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.
         grid: values by key of the recipe, such as `{"loss.margin": [0.1, 0.2]}`. Each combination
             of values is a row of the table.
-        against: the name of the recipe or baseline with which all recipes are compared, instead of
-            with one another.
-        test_baselines: also test the recipes against the baselines.
+        against: the name of a recipe or baseline; all recipes are compared with it. By default they
+            are compared with one another.
+        test_baselines: whether to compare recipes with the baselines too.
         search: number of settings to try for each recipe, from its `[search]`; 0 tunes nothing.
-        folds: number of folds of the training side; each is held out once to judge a setting.
+        folds: number of folds of the training side. A setting is trained once per fold, and
+            measured on this fold.
         repeats: number of times that the training side is divided into folds.
         fold_by: "class" holds out whole classes; "item" holds out items of every class, for data
             with few classes.
         workers: number of processes that train at the same time.
         ray: train on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. `output`
             and the data must be in folders that all nodes share.
-        pretrained: the backbone of the baseline of frozen, pretrained features; "none" leaves this
-            baseline out. `None` uses the recipes' own backbone if it has pretrained weights, else
-            `INSTALLED`.
-        allow_different: compare recipes although they differ in data, backbone or budget; the
-            table says so.
+        pretrained: the backbone of a baseline that measures frozen, pretrained features; "none"
+            leaves this baseline out. By default, the recipes' own backbone if it has pretrained
+            weights, else `INSTALLED`.
+        allow_different: whether to compare recipes that differ in data, backbone or budget; the
+            tables then list the differences.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
         track: trackers of each training with a seed: "tensorboard", "wandb", "mlflow", or a
@@ -108,7 +108,7 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
-    _refuse_too_few(seeds, splits, search=(search, 0), folds=(folds, 2), repeats=(repeats, 1))
+    _refuse_too_few(seeds, splits, search, folds, repeats)
     if not 1 <= workers <= MOST_WORKERS or (ray is not None and workers != 1):
         raise DataError(f"Use 1 to {MOST_WORKERS} workers here, or ray on a cluster; not both.")
     if search and find_spec("optuna") is None:
@@ -168,14 +168,9 @@ def compare(
 
 @dataclass(frozen=True)
 class Jobs:
-    """The tasks of a comparison: each measures rows of the table, and lets `do` run its jobs.
+    """Measures the rows of the table; `do` runs the jobs.
 
-    Attributes:
-        base: the recipe whose data and net the baselines use.
-        titles: the baselines' names, by kind.
-        folder: the comparison's folder.
-        plan: what is compared, and how often.
-        track: trackers of each training with a seed.
+    The baselines use the data and the net of `base`; `titles` has their names, by kind.
     """
 
     base: Recipe
@@ -185,7 +180,7 @@ class Jobs:
     track: tuple[str, ...]
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
-        """Return for each split the prefix of its files' names and its `[split]` table."""
+        """Return one pair per split: a prefix for names of files, and the `[split]` table."""
         count = self.plan.splits
         drawn = drawn_splits(recipe, space.table_of(recipe), count)
         return [
@@ -193,7 +188,7 @@ class Jobs:
         ]
 
     def baselines(self, do: Do) -> list[Contestant]:
-        """Measure the baselines; those without randomness are measured once for all seeds."""
+        """Measure the baselines: the untrained net with each seed, the others once."""
         base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
 
@@ -211,6 +206,7 @@ class Jobs:
                     for seed in range(seeds if "untrained" in metrics else 1)
                 ]
             )
+            # the job with seed 0 measures the raw items too, "raw pixels" or "raw vectors"
             raw = next(row for name, row in untrained[0].items() if name != "untrained")
             metrics["raw"] += [raw] * seeds
             if "untrained" in metrics:
@@ -218,7 +214,7 @@ class Jobs:
             if backbone is not None:
                 table = {**_frozen_table(base, backbone), "split": split}
                 (frozen,) = do([job("frozen", f"{prefix}frozen", table)])
-                metrics["frozen"] += list(frozen.values()) * seeds
+                metrics["frozen"] += [frozen["frozen"]] * seeds
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
@@ -249,14 +245,14 @@ class Jobs:
         return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
 
 
-def _refuse_too_few(seeds: int, splits: int, **options: tuple[int, int]) -> None:
-    """Refuse too few seeds or splits, and an option, given as (number, least), below its least."""
+def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: int) -> None:
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs at least two seeds or two splits for its intervals, and five to say"
             f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
         )
-    for option, (number, least) in options.items():
+    limits = (("search", search, 0), ("folds", folds, 2), ("repeats", repeats, 1))
+    for option, number, least in limits:
         if number < least:
             raise DataError(f"{option} is {number}, and must be at least {least}.")
 
@@ -272,9 +268,9 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return the backbone of the baseline of frozen features, or `None` and why there is none.
+    """Return the `[backbone]` of the baseline of frozen features, or `None` and why it is missing.
 
-    The name "none" leaves the baseline out; `None` means the recipe's own backbone or `INSTALLED`.
+    `name` is the argument `pretrained` of `compare`.
 
     Raises:
         RecipeError: the named backbone does not exist.
@@ -314,7 +310,7 @@ def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, s
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a recipe that measures a backbone's features without training."""
+    """Return the table of a recipe that only measures a backbone's features."""
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
     table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
     return {

@@ -1,4 +1,4 @@
-"""Jobs of a comparison: each trains or measures, and writes the metrics to a file."""
+"""Jobs of a comparison: a job trains or measures one model, and writes its metrics to a file."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Job:
     """One training or measurement of a comparison.
 
     Attributes:
-        kind: "fold" trains on a part of the training side and measures the rest; "seed" trains and
-            measures the test side; "untrained" measures the untrained net; "frozen" measures the
-            backbone's features.
+        kind: "fold" trains on all folds but one and measures that one; "seed" trains on the
+            training side and measures the test side; "untrained" measures the untrained net, and
+            with seed 0 also the raw items; "frozen" measures the backbone's features.
         table: the recipe's table.
         folder: the folder of the run, which is deleted afterwards unless the kind is "seed".
         result: the file for the metrics.
-        fold: a fold's number, and the number of folds in one division of the training side. Numbers
-            continue over repeated divisions: with 5 folds, the second division has 5 to 9.
+        fold: the fold's number, and the number of folds per division of the training side. If the
+            side is divided again, the numbers go on: with 5 folds, the second division has 5 to 9.
         fold_by: "class" holds out whole classes, "item" items of every class.
         track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
@@ -71,9 +71,9 @@ def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
 
 
 Metrics = dict[str, dict[str, float]]
-"""Metrics by what was measured, such as "trained"; empty for a fold whose training diverged."""
+"""Metrics by name of the measured model, such as "trained"; empty for a fold that diverged."""
 Do = Callable[[Sequence[Job]], list[Metrics]]
-"""Runs jobs, in this process or in workers, and returns their metrics in order."""
+"""Runs jobs, in this process or in others, and returns their metrics in the order of the jobs."""
 
 
 def known(job: Job) -> Metrics | None:
@@ -97,11 +97,11 @@ def known(job: Job) -> Metrics | None:
 
 
 def perform(job: Job) -> Metrics:
-    """Run or resume a job, and write its metrics.
+    """Run or resume a job, and write its metrics. A finished job is not run again.
 
     Raises:
         RetrievalError: the job failed.
-        Interrupted: the job was stopped; a training has written its checkpoint before.
+        Interrupted: the job was stopped; its checkpoint is written.
     """
     before = known(job)
     if before is not None:
@@ -152,7 +152,9 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
 
 
 def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list[list[str]]:
-    """Return the classes of the training side in `folds` parts of about the same size.
+    """Return the names of the training side's classes, divided at random into `folds` parts.
+
+    `repeat` is the number of the division, from 0.
 
     Raises:
         DataError: a part would have fewer than two classes.
@@ -170,11 +172,10 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
 
 
 def fold_recipe(job: Job) -> Recipe:
-    """Return a fold's recipe, whose dataset is only the training side of the comparison.
+    """Return the recipe of a "fold" job. Its dataset is the comparison's training side.
 
-    The fold's test side are its classes, or its share of each class's items. If fewer classes than
-    a batch needs remain for training, a batch takes more items of each class, so that its size
-    stays about the same.
+    Its test side is the fold. If the other folds have fewer classes than a batch takes, a batch
+    takes more items of each class, so that its size stays about the same.
     """
     inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
@@ -189,7 +190,8 @@ def fold_recipe(job: Job) -> Recipe:
     if recipe.learner is None:
         sampler = recipe.sampler
         labels = make_splits(inner, recipe.split).train_labels
-        by_item = recipe.augmentation.positives == "item"  # then each item is its own class
+        # with positives = "item", each item is a class
+        by_item = recipe.augmentation.positives == "item"
         classes = len(labels) if by_item else len(np.unique(labels))
         if sampler.classes > classes:
             fitting = {
@@ -202,7 +204,7 @@ def fold_recipe(job: Job) -> Recipe:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side that this process opened last, which all folds of a search share."""
+"""The last result of `_training_items`, which all folds of a search share."""
 
 
 def _training_items(
@@ -228,7 +230,7 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
 def _trained(recipe: Recipe, folder: Path) -> Run:
     if not is_complete(folder):
         return train(folder, recipe, resume=is_run(folder))
-    # The run's copies of plugin files are allowed to run if they equal the recipe's plugin files.
+    # The user has allowed the recipe's plugin files, so equal copies in the run are allowed too.
     copies = read_table(folder / "recipe.toml")[0].get("plugins", [])
     with answering(None, allowed=not changed_plugins(recipe.plugins, copies)):
         return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
@@ -251,7 +253,7 @@ def _fold(job: Job) -> Metrics:
 def _seed(job: Job) -> Metrics:
     recipe = recipe_of(job.table, job.objects)
     called = f"{recipe.name} seed {recipe.seed}"
-    # a worker cannot report a tracker's failure; the run's folder records it
+    # a worker process cannot report a tracker's failure; `failures` reads it from the run's folder
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
         tracker.retrieval_run_start(run)  # for a run that was already trained
@@ -261,7 +263,7 @@ def _seed(job: Job) -> Metrics:
 
 
 def _measured(job: Job) -> Metrics:
-    """Measure an untrained net, with seed 0 also the raw items, or a backbone's features."""
+    """Measure an untrained net or a backbone's features; see `Job.kind`."""
     recipe = recipe_of(job.table, job.objects)
     untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)

@@ -1,4 +1,4 @@
-"""The plan of a comparison, and the check that its recipes share data, net and budget."""
+"""Plan of a comparison, and checks that its recipes share data, backbone and budget."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of `plan.json`.
+    """What a comparison trains and measures; the content of `plan.json`.
 
     Attributes:
-        recipes: each recipe's table, by name.
+        recipes: the recipes' tables, by name.
         trials: number of settings to try for each recipe; 0 tunes nothing.
         folds: number of folds of the training side.
         pretrained: the backbone of the baseline of frozen features; `None` means no such baseline.
@@ -67,15 +67,9 @@ def read_recipes(
     search: bool,
     grid: Mapping[str, Sequence[Any]],
 ) -> list[list[Recipe]]:
-    """Return one list per source, with one recipe for each setting of the grid.
+    """Return one list of recipes per source, with one recipe for each combination of the grid.
 
-    Args:
-        sources: TOML files, tables, recipes, or runs or their folders.
-        overrides: changes to each recipe.
-        plugins: further plugins of each recipe.
-        search: whether each recipe must have a `[search]`.
-        grid: values by key; each combination is a setting. An empty grid leaves the recipes as they
-            are.
+    The other arguments are those of `compare`. If `search` is set, recipes need a `[search]`.
 
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
@@ -111,7 +105,7 @@ def read_recipes(
 
 
 def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
-    """Return a source of `compare`, or a run's recipe or recipe file in place of the run."""
+    """Return a source of `compare`; in place of a run, its recipe or recipe file."""
     if isinstance(source, Run):
         return source.recipe
     if isinstance(source, str | os.PathLike) and is_run(Path(source)):
@@ -120,7 +114,7 @@ def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
 
 
 def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
-    """Return by name each recipe's table, including a description of its Python objects.
+    """Return the recipes' tables by name, with a description of their Python objects.
 
     Raises:
         DataError: a recipe has Python objects, but other processes would train it.
@@ -137,7 +131,10 @@ def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, A
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
-    """Return the overrides for each combination of a grid's values, with a name built from them."""
+    """Return a list of overrides for each combination of a grid's values.
+
+    The last override sets the recipe's name: `prefix` and the values.
+    """
     if not grid:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
@@ -194,9 +191,10 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         actual = same(recipe)
         for place in dict.fromkeys([*expected, *actual]):
             a, b = expected.get(place), actual.get(place)
-            # A learner has no head to compare. It has no epochs either, but this is reported.
-            headless = place.startswith("[head]") and not (place in expected and place in actual)
-            if a != b and not headless:
+            # A learner has no head, so heads are compared only if both recipes have one.
+            if place.startswith("[head]") and not (place in expected and place in actual):
+                continue
+            if a != b:
                 sentences.append(
                     f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
                 )
@@ -231,12 +229,12 @@ def settle(folder: Path, plan: Plan) -> None:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
-    options = {"search": "trials"} | {k: k for k in ("folds", "repeats", "fold_by", "pretrained")}
-    changed = [
-        f"{option} was {shown(getattr(before, key))} and is {shown(getattr(plan, key))} now."
-        for option, key in options.items()
-        if getattr(before, key) != getattr(plan, key)
-    ]
+    changed = []
+    for key in ("trials", "folds", "repeats", "fold_by", "pretrained"):
+        old, new = getattr(before, key), getattr(plan, key)
+        if old != new:
+            option = "search" if key == "trials" else key
+            changed.append(f"{option} was {shown(old)} and is {shown(new)} now.")
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")

@@ -1,10 +1,10 @@
-"""The result of a comparison: its table, its tests, and conclusions in words."""
+"""Result of a comparison: metrics, tests of their differences, and conclusions in words."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ class Contestant:
     Attributes:
         name: the name of the recipe or baseline.
         kind: "net" or "learner" for a recipe; "raw", "untrained" or "frozen" for a baseline.
-        metrics: metrics on the test side: one dictionary per seed on the first split, then those
-            on the next split, and so on.
-        searches: the search on each split, if there was one.
+        metrics: metrics on the test side, one dictionary per run: the seeds on the first split,
+            then the seeds on the second split, and so on.
+        searches: the search on each split; empty without a search.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Comparison:
     """The result of `compare`.
 
     Attributes:
-        contestants: baselines, then recipes.
-        plan: seeds, splits, trials and folds.
+        contestants: the baselines, then the recipes.
+        plan: the comparison's plan.
         different: one sentence for each allowed difference between the recipes.
-        missing: which baseline is missing and why, as the end of a sentence, or `None`.
+        missing: the baseline that is missing and why, as the end of a sentence, or `None`.
         base: the name of the recipe whose data and net the baselines use.
         against: the contestant that all recipes are compared with; `None` compares all pairs.
-        test_baselines: whether recipes are also compared with baselines.
+        test_baselines: whether recipes are compared with baselines too.
     """
 
     contestants: list[Contestant]
@@ -64,18 +64,14 @@ class Comparison:
         wide = max(len(row.name) for row in self.contestants)
         means = ((row.name, self.mean(row, PRIMARY)) for row in self.contestants)
         rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
-        return "\n".join(
-            [f"{'':{wide}}  {PRIMARY} over {self.plan.seeds} seeds", *rows, self.conclusion]
-        )
+        head = f"{'':{wide}}  {PRIMARY} over {self.plan.blocks}"
+        return "\n".join([head, *rows, self.conclusion])
 
     @property
     def metrics(self) -> list[str]:
         """The metrics that all contestants have, MAP@R first."""
-        shared = [
-            m
-            for m in self.contestants[0].metrics[0]
-            if all(m in c.metrics[0] for c in self.contestants)
-        ]
+        first, *rest = (row.metrics[0] for row in self.contestants)
+        shared = [name for name in first if all(name in metrics for metrics in rest)]
         return [PRIMARY, *(name for name in shared if name != PRIMARY)]
 
     @property
@@ -84,12 +80,12 @@ class Comparison:
         return [row.name for row in self.contestants if row.recipe]
 
     def values(self, contestant: Contestant, metric: str) -> list[float]:
-        """Return a metric's value for each seed or, with several splits, each split's mean."""
+        """Return a metric's value in each block: of each seed, or the mean of each split."""
         table = np.array([row[metric] for row in contestant.metrics]).reshape(self.plan.splits, -1)
         return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:
-        """Return a metric's mean and its interval over seeds or, if there are several, splits."""
+        """Return a metric's mean over the blocks, with its interval."""
         return mean_of(self.values(contestant, metric))
 
     @cached_property
@@ -103,24 +99,25 @@ class Comparison:
         return statistics.compare(self.primary, self.recipes, self._pairs())
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of contestants to test, by name."""
-        names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
-        pairs = list(combinations(names, 2))
-        if self.against is not None:
-            pairs = [(name, self.against) for name in names if name != self.against]
-            if self.against not in names:
-                return list(dict.fromkeys(self._fair(*pair) for pair in pairs))
-            names = [self.against]
-        if self.test_baselines:
-            pairs += [self._fair(name, row.name) for name in names for row in baselines]
-        return list(dict.fromkeys(pairs))
+        """Return the pairs of contestants to test, by name.
 
-    def _fair(self, name: str, baseline: str) -> tuple[str, str]:
-        """Return a pair to test; for a learner, raw items replace the untrained net as baseline."""
+        A learner has no untrained net, so it is compared with the raw items instead.
+        """
+        names, baselines = self.recipes, [row.name for row in self.contestants if not row.recipe]
+        if self.against is None:
+            pairs = list(combinations(names, 2))
+        else:
+            pairs = [(name, self.against) for name in names if name != self.against]
+            names = [self.against] if self.against in names else []
+        if self.test_baselines:
+            pairs += product(names, baselines)
         kinds = {row.name: row.kind for row in self.contestants}
-        if kinds[name] == "learner" and kinds[baseline] == "untrained":
-            baseline = next(row.name for row in self.contestants if row.kind == "raw")
-        return name, baseline
+        raw = next((name for name in baselines if kinds[name] == "raw"), "")
+        fair = (
+            (name, raw if (kinds[name], kinds[other]) == ("learner", "untrained") else other)
+            for name, other in pairs
+        )
+        return list(dict.fromkeys(fair))
 
     @property
     def conclusion(self) -> str:
@@ -131,7 +128,7 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """The conclusions about pairs of contestants."""
+        """The conclusions about the pairs of contestants."""
         return statistics.sentences(self.differences, self.plan.blocks)
 
     @property

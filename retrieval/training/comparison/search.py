@@ -1,8 +1,8 @@
-"""The search for a recipe's settings: Optuna proposes them, folds of the training side judge them.
+"""Search for a recipe's best settings: Optuna proposes them, cross-validation scores them.
 
-Each trial has a folder. All trials of a recipe share one Optuna sampler and its random state. A
-resumed search first replays the finished trials and their scores, so that it continues exactly as
-if it had not been interrupted. The trials do not depend on the number of workers.
+A resumed search gives the finished trials and their scores to a new Optuna sampler with the same
+seed. The search therefore continues exactly as if it had not been interrupted, with any number of
+workers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Trial:
     """One tried setting.
 
     Attributes:
-        values: the values by key of the recipe.
-        score: mean MAP@R over the folds; `None` if a training diverged.
-        folds: MAP@R on each fold; `None` for a training that diverged.
+        values: values by key of the recipe.
+        score: mean MAP@R over the folds; `None` if training diverged on a fold.
+        folds: MAP@R on each fold; `None` where training diverged.
     """
 
     values: dict[str, Any]
@@ -49,21 +49,21 @@ class Search:
     trials: Sequence[Trial]
 
     def notes(self, name: str) -> list[str]:
-        """Return sentences on whether the folds agree, and which best values are at a range's edge.
+        """Return sentences on whether the folds agree, and on best values at the edge of a range.
 
-        Edges are reported only if the folds agree and at least three different values were tried,
-        because each of two values is at an edge.
+        If the folds disagree, the edges say nothing. An edge takes at least three tried values,
+        because of two values, both are at an edge.
         """
-        folds = agreement(self.trials)
-        if folds is not None and not folds[1]:
-            return [
-                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}), so the search could not tell"
-                " trials apart. Use more repeats or, with few classes, hold out items"
-                " (fold_by=item)."
-            ]
-        lines = []
+        lines, folds = [], agreement(self.trials)
         if folds is not None:
-            lines.append(f"{name}: the folds agree (ρ = {folds[0]:.2f}).")
+            rho, agree = folds
+            if not agree:
+                return [
+                    f"{name}: the folds do not agree (ρ = {rho:.2f}), so the search could not tell"
+                    " trials apart. Use more repeats or, with few classes, hold out items"
+                    " (fold_by=item)."
+                ]
+            lines.append(f"{name}: the folds agree (ρ = {rho:.2f}).")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
@@ -76,10 +76,7 @@ class Search:
 class Proposals:
     """Proposes settings with the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
-    Args:
-        name: the recipe's name, which seeds the sampler.
-        ranges: the ranges to search, by key of the recipe.
-        own: the recipe's own values, which are tried first.
+    The recipe's name seeds the sampler. The recipe's own values are tried first.
     """
 
     def __init__(self, name: str, ranges: Mapping[str, Range], own: Mapping[str, Any]) -> None:
@@ -102,8 +99,9 @@ class Proposals:
     def tell(self, values: Mapping[str, Any], score: float | None) -> None:
         """Record the values that were tried and their score; `None` means that training diverged.
 
-        The values may differ from those drawn, if another version of Optuna drew them before an
-        interruption. They are therefore a trial of their own, and the drawn one is void.
+        A resumed search tells the values of earlier trials. If another version of Optuna drew them,
+        they differ from the values that `next` returned. This method therefore adds a new trial,
+        and marks the trial of `next` as failed.
         """
         from optuna.trial import TrialState, create_trial
 
@@ -129,33 +127,29 @@ def _distribution(values: Range) -> Any:
     return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> Search:
-    """Try settings of a recipe, or resume an earlier search.
+def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> Search:
+    """Try settings from a recipe's `[search]`, or resume an earlier search in `folder`.
 
-    Args:
-        recipe: a recipe with a `[search]`.
-        own: the recipe's table, with the current split.
-        plan: the numbers of trials, folds and repeats, and what a fold holds out.
-        folder: the folder for the trials.
-        do: runs the jobs of a trial.
+    `table` is the recipe's table, with the split to use; `do` runs the trials' jobs.
 
     Raises:
-        DataError: every training diverged, or a file of a trial is damaged.
+        DataError: training diverged in every trial, or a file of a trial is damaged.
     """
     trials: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
-        drawn, known = proposals.next(), _values(place / "values.json")
-        values = drawn if known is None else known
+        values = proposals.next()
+        known = _values(place / "values.json")
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "values.json", values, DataError)
-        table = space.changed(own, values)
+        else:
+            values = known
         jobs = [
             Job(
                 "fold",
-                table,
+                space.changed(table, values),
                 place / f"fold-{k}",
                 place / f"fold-{k}.json",
                 (k, plan.folds),
@@ -175,17 +169,17 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
             f"{recipe.name}: in each of the {plan.trials} trials, the loss became NaN or infinite."
             " Narrow the ranges of [search], above all the learning rate's."
         )
-    best = max(scored, key=lambda trial: trial.score or 0.0)  # of equal scores, the first
+    best = max(scored, key=lambda trial: trial.score or 0.0)  # the first of those with equal scores
     return Search(best.values, trials)
 
 
 def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
-    """Return how well the folds agree on the order of trials, and whether that is enough.
+    """Return how well the folds agree on the order of trials, and whether they agree enough.
 
-    The first is ρ, the mean over pairs of folds of Spearman's rank correlation of the trials'
-    scores. It is enough if the mean score of K folds can rank trials: if its reliability
-    Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. The result is `None` for
-    fewer than three trials or two folds.
+    The agreement ρ is Spearman's rank correlation of the trials' scores, averaged over pairs of
+    folds. It is enough if the reliability of the mean over K folds, Kρ / (1 + (K − 1) ρ) (Spearman
+    & Brown, 1910), is at least one half. The result is `None` for fewer than three trials or two
+    folds.
     """
     table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
     if len(table) < 3 or table.shape[1] < 2:

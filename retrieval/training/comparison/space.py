@@ -1,4 +1,4 @@
-"""A recipe's table `[search]`: the values that a comparison tries, and how they are checked."""
+"""A recipe's table `[search]`: checks of the values to try, and changes of the recipe to them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def faults(recipe: Tables) -> list[str]:
-    """Return the problems of a recipe's `[search]`, one sentence for each.
+    """Return the problems of a recipe's `[search]`, one sentence each.
 
-    The recipe is checked with each choice and with both ends of each range.
+    The recipe is checked with each choice of a key, and with both ends of each range.
     """
     if not recipe.search:
         return [
@@ -68,16 +68,16 @@ def faults(recipe: Tables) -> list[str]:
 
 
 def own_values(recipe: Tables) -> dict[str, Any]:
-    """Return by key the recipe's own values of searched keys, if they are in the ranges."""
-    table, values_by_key = table_of(recipe), {}
+    """Return the values that the recipe sets for keys of `[search]`, if they are in the ranges."""
+    inside: dict[str, Any] = {}
     for key, values in recipe.search.items():
-        value: Any = table
+        value: Any = table_of(recipe)
         for step in key.split("."):
             value = value.get(step) if isinstance(value, Mapping) else None
-        inside = value in values.choices
-        if not values.choices and isinstance(value, int | float) and not isinstance(value, bool):
-            assert values.low is not None and values.high is not None
-            inside = values.low <= value <= values.high
-        if value is not None and inside:
-            values_by_key[key] = value
-    return values_by_key
+        if value in values.choices:
+            inside[key] = value
+        elif values.low is not None and values.high is not None:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and values.low <= value <= values.high:
+                inside[key] = value
+    return inside

@@ -1,17 +1,18 @@
-"""Statistics over several seeds: intervals, paired tests, and conclusions in words.
+"""Statistics over several seeds or splits: intervals, paired tests, and conclusions in words.
 
 A *contestant* is a recipe or baseline. A *block* is the unit of a test: a seed or, if there are
-several splits, a split, whose value is the mean over its seeds. All contestants share the blocks.
+several splits, a split. A split's value is the mean over its seeds. All contestants share the
+blocks.
 
 - **Pooled test**: if Bartlett's test finds the variances of R recipes comparable over B blocks, all
   pairs use the residual variance of the two-way ANOVA (recipe, block), with (R − 1)(B − 1) degrees
   of freedom (Montgomery, Design and Analysis of Experiments, §4.1). Otherwise each pair has its own
   paired t test.
 - **Deterministic recipes** have the same value in all blocks. A one-sample t test compares another
-  recipe with a deterministic one. The difference of two deterministic recipes is exact on that
-  split, so there is nothing to test.
-- **Correction**: Holm's step-down method. The interval of a difference has the level at which
-  Holm's method tests the difference, so the interval excludes 0 exactly if the corrected p value is
+  recipe with a deterministic one. The difference of two deterministic recipes is exact on the
+  split, so it is not tested.
+- **Correction**: Holm's step-down method. A difference's interval uses the level at which Holm's
+  method tests the difference. The interval therefore excludes 0 exactly if the corrected p value is
   below .05.
 """
 
@@ -31,8 +32,8 @@ COMPARABLE = 0.25
 """Variances are pooled if the p value of Bartlett's test is at least this.
 
 In simulations with 3 to 5 seeds and standard deviations in the ratio 1 : 3, the rate of false
-alarms is 5 % within one percentage point; a threshold of .05 would give 7 %. If one recipe of eight
-has four times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
+alarms is 4 to 6 %; a threshold of .05 would give 7 %. If one recipe of eight has four times the
+standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
 """
 LEAST_POOLED = 3
 """Smallest number of blocks for Bartlett's test; with fewer, variances are not pooled."""
@@ -64,13 +65,12 @@ class Difference:
     Attributes:
         contestant: name of the first contestant.
         reference: name of the contestant whose value is subtracted.
-        mean: the mean difference and its interval, at the level of Holm's step.
-        test: "pooled", "paired" or "one-sample"; "none" if every block has the same difference, so
-            that there is nothing to test.
+        mean: the mean difference and its interval, at the level at which Holm's method tests it.
+        test: "pooled", "paired" or "one-sample"; "none" if all blocks have the same difference.
         error: standard error of the mean; 0 without a test.
         pooled: number of recipes that share the variance; 2 for a pair.
         p: two-sided p value; `None` without a test.
-        corrected: p value after Holm's correction.
+        corrected: p value after Holm's correction; `None` without a test.
         needed: number of blocks that would decide the difference with probability `POWER`, given
             the observed mean and variance; `MOST_BLOCKS` + 1 means more. Only set for the undecided
             difference with the smallest p value.
@@ -88,14 +88,14 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the corrected p value is below `LEVEL`."""
+        """Whether the corrected p value is below `LEVEL` or, without a test, the values differ."""
         if self.corrected is None:
             return self.mean.value != 0
         return self.corrected < LEVEL
 
     @property
     def ranked(self) -> tuple[str, str]:
-        """The name of the better contestant, then of the worse one."""
+        """The names of the better and of the worse contestant."""
         names = self.contestant, self.reference
         return names if self.mean.value >= 0 else names[::-1]
 
@@ -109,10 +109,10 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return p values after Holm's step-down correction, and the level at which each is tested.
+    """Return p values after Holm's step-down correction, and the levels at which they are tested.
 
-    Source: Holm, Scandinavian Journal of Statistics 6, 1979. After the first step that does not
-    reject, all steps have its level.
+    Source: Holm, Scandinavian Journal of Statistics 6, 1979. The first step that rejects nothing
+    gives its level to all later steps.
     """
     corrected, levels = [0.0] * len(values), [LEVEL] * len(values)
     highest, level = 0.0, LEVEL
@@ -155,10 +155,10 @@ def method(
 
 
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
-    """Return the standard error of a difference, by the residual variance of the two-way ANOVA.
+    """Return the standard error of a difference from the residual variance of the two-way ANOVA.
 
-    The result is `None` for fewer than three recipes or blocks, or if the variances are not
-    comparable. The values of each recipe must vary over the blocks.
+    `None` means that variances are not pooled: there are fewer than three recipes or blocks, or the
+    variances are not comparable. The values of each recipe must vary over the blocks.
     """
     table = np.array(list(values.values()))
     if len(table) < 3 or table.shape[1] < LEAST_POOLED:
@@ -209,25 +209,26 @@ def compare(
 
 
 def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
-    tested = [place for place, test in enumerate(differences) if test.p is not None]
-    corrected, levels = holm([differences[place].p or 0.0 for place in tested])
-    # undecided differences share a level, so the smallest p value is the closest to a decision
-    undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
-    closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
-    for place, p, level in zip(tested, corrected, levels, strict=True):
-        test = differences[place]
-        limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
-        differences[place] = replace(
-            test,
-            mean=Mean(test.mean.value, limit * test.error),
-            corrected=p,
-            needed=_blocks_needed(test, blocks, level) if place == closest else None,
-        )
-    return differences
+    """Return the differences with corrected p values, intervals and the number of needed blocks."""
+    tested = [test for test in differences if test.p is not None]
+    corrected, levels = holm([test.p or 0.0 for test in tested])
+    # undecided differences share a level, so the one with the smallest p value is closest to it
+    undecided = [test for test, p in zip(tested, corrected, strict=True) if p >= LEVEL]
+    closest = min(undecided, key=lambda test: test.p or 0.0, default=None)
+    results, corrections = [], zip(corrected, levels, strict=True)
+    for test in differences:
+        if test.p is not None:
+            p, level = next(corrections)
+            limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
+            mean = Mean(test.mean.value, limit * test.error)
+            needed = _blocks_needed(test, blocks, level) if test is closest else None
+            test = replace(test, mean=mean, corrected=p, needed=needed)
+        results.append(test)
+    return results
 
 
 def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
-    """Return the number of blocks that decides a difference with probability `POWER`."""
+    """Return how many blocks would decide a difference with probability `POWER`."""
     effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
 
     def enough(count: int) -> bool:
@@ -241,7 +242,7 @@ def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
 def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
     """Return one sentence per decided or untested difference, and one for all undecided ones.
 
-    `blocks` is the number and kind of the blocks, such as "5 seeds".
+    `blocks` is the number and kind of blocks, such as "5 seeds".
     """
     count = sum(test.p is not None for test in tests)
     after = f" after Holm's correction for {count} tests" if count > 1 else ""
@@ -279,7 +280,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
 
 
 def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
-    """Return as a sentence which recipe is the best, or which may be."""
+    """Return a sentence that names the best recipe, or those that may be the best."""
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: there is nothing to compare this recipe with."
     tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
@@ -300,7 +301,7 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
 
 
 def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
-    """Return as a sentence which contestants are better and worse than `against`."""
+    """Return a sentence that names the contestants that are better and worse than `against`."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
     for test in tests:
         name = test.reference if test.contestant == against else test.contestant
@@ -311,7 +312,7 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
 
 
 def number(value: float) -> str:
-    """Return a metric as text for tables; a tiny value is "<0.001", not 0."""
+    """Return a metric as text with three decimals; a smaller value is "<0.001", not 0."""
     return "<0.001" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 

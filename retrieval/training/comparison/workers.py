@@ -26,16 +26,16 @@ from retrieval.serving.runtime import quiet_threads
 from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
 
 MOST_CORES = 4
-"""Cores of a training on a cluster; fewer if the smallest node has fewer."""
+"""Number of cores for a training on a cluster; fewer if the smallest node has fewer."""
 PATIENCE = 30.0
 """Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
-"""Number of times that Ray restarts a job whose node or process was lost."""
+"""Number of times that Ray restarts a job whose node or process died."""
 STOPPED = "The comparison was asked to stop."
 Answer: TypeAlias = tuple[Metrics, str, int]
 """A job's metrics, and the message ("" on success) and exit code of its error.
 
-They stand for the error, because not every error can be pickled.
+Another process returns these instead of the error, because not every error can be pickled.
 """
 
 
@@ -56,7 +56,7 @@ class Worker:
         return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Run tasks, each with this worker as the function that runs its jobs.
+        """Run tasks; a task is called with this worker, which runs its jobs.
 
         Raises:
             RetrievalError: the error of the first job that failed.
@@ -69,7 +69,7 @@ class Parallel(Worker, ABC):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
     lost: type[Exception] = BrokenExecutor
-    """The error of a job whose process was lost."""
+    """The error of a job whose process died."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(meter)
@@ -194,10 +194,10 @@ def workers(
 
     Args:
         count: number of processes; 1 means this process.
-        ray: HOST:PORT of the head of a Ray cluster to use instead, or "auto" on one of its nodes.
+        ray: see `compare`.
         device: the `[train] device` of the recipes, which decides whether a job needs a GPU.
         folder: the comparison's folder, with its `plan.json`.
-        meter: the progress bar of the jobs.
+        meter: counts the finished jobs.
 
     Raises:
         MissingDependency: Ray is not installed.
@@ -218,7 +218,10 @@ def workers(
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[Any]:
-    """Context manager that joins a Ray cluster, if this process has not, and yields the module."""
+    """Context manager that yields the module `ray` after joining a cluster.
+
+    If this process has joined a cluster already, that cluster is used and stays joined.
+    """
     try:
         import ray
     except ImportError:
@@ -230,7 +233,7 @@ def _joined(address: str) -> Iterator[Any]:
         yield ray
         return
     try:
-        if address != "auto":  # Ray would try for minutes
+        if address != "auto":  # checked here, because Ray would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -254,11 +257,10 @@ def _answer(job: Job) -> Answer:
 
 
 _stopped: list[str] = []
-"""The message of this worker process if it was stopped; it then starts no further job."""
+"""Message of the stopped job of this worker process, which then starts no further job."""
 
 
 def _perform_in_worker(job: Job) -> Answer:
-    """Run a job in a worker process of this machine."""
     if _stopped:
         return {}, _stopped[0], Interrupted.exit_code
     answer = _answer(job)
@@ -268,10 +270,10 @@ def _perform_in_worker(job: Job) -> Answer:
 
 
 def _begin_worker(threads: int) -> None:
-    """Set up a worker process with `threads` threads, which exits when its parent exits."""
+    """Set up a worker process that computes with `threads` threads and exits with its parent."""
     keep_compiler_out()
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C reaches only the main process, which stops each worker
+        os.setpgid(0, 0)  # so that Ctrl-C reaches only the main process, which stops the workers
     quiet_threads()
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
@@ -285,7 +287,6 @@ def _begin_worker(threads: int) -> None:
 
 
 def _perform_on_node(job: Job, version: str, folder: Path, cpus: int) -> Answer:
-    """Run a job on a node of a cluster."""
     node = socket.gethostname()
     if version != installed_version() or not (folder / "plan.json").is_file():
         sentence = (

@@ -1,4 +1,4 @@
-"""Write a comparison as Markdown, CSV, LaTeX, HTML and JSON."""
+"""Write a comparison's tables as Markdown, CSV, LaTeX, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import Mean, number, probability
 
 Cells = list[list[str]]
+"""Rows of a table; the first row is its header."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 
 
 def metric_table(result: Comparison) -> Cells:
-    """Return the table of metrics; the first row is its header."""
+    """Return the table of metrics."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
     rows = [[f"mean ± 95 % over {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
@@ -67,17 +68,13 @@ def interval(mean: Mean) -> str:
 
 
 def differences(result: Comparison) -> Cells:
-    """Return the table of differences; the first row is its header."""
+    """Return the table of differences; empty if nothing was compared."""
     rows = [["", "minus", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
-        p, corrected = (
-            "" if value is None else probability(value)
-            for value in (difference.p, difference.corrected)
-        )
-        sign = "+" if difference.mean.value >= 0 else "−"
-        apart = f"{sign}{number(abs(difference.mean.value))}" + (
-            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
-        )
+        mean, p_values = difference.mean, (difference.p, difference.corrected)
+        apart = f"{'+' if mean.value >= 0 else '−'}{number(abs(mean.value))}"
+        apart += f" ± {number(mean.half)}" if mean.half else ""
+        p, corrected = ("" if value is None else probability(value) for value in p_values)
         rows.append([difference.contestant, difference.reference, apart, p, corrected])
     return rows if len(rows) > 1 else []
 
@@ -88,13 +85,11 @@ def settings(result: Comparison) -> list[str]:
     for row in result.contestants:
         for split, search in enumerate(row.searches):
             name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
-            values = {
-                k: float(f"{v:.4g}") if isinstance(v, float) else v
-                for k, v in search.values.items()
-            }
-            lines.append(
-                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
-            )
+            values = []
+            for key, value in search.values.items():
+                rounded = float(f"{value:.4g}") if isinstance(value, float) else value
+                values.append(f"{key} = {toml_value(rounded)}")
+            lines.append(f"{name}: {', '.join(values)}")
     return lines
 
 
@@ -151,7 +146,7 @@ LATEX = str.maketrans(
 
 
 def latex(result: Comparison, style: Latex) -> str:
-    """Return the table of metrics in LaTeX (booktabs), in per cent, with each best mean in bold.
+    """Return the table of metrics in LaTeX (booktabs), in per cent, with the best means in bold.
 
     Raises:
         DataError: a column does not exist.
@@ -174,8 +169,9 @@ def latex(result: Comparison, style: Latex) -> str:
             cells.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
         return " & ".join(cells) + r" \\"
 
-    groups = [[line(row) for row in result.contestants if row.recipe == kind] for kind in (0, 1)]
-    rows = "\n\\midrule\n".join("\n".join(group) for group in groups if group)
+    baselines = [line(row) for row in result.contestants if not row.recipe]
+    recipes = [line(row) for row in result.contestants if row.recipe]
+    rows = "\n\\midrule\n".join("\n".join(group) for group in (baselines, recipes) if group)
     caption = style.caption or (
         f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
     ).translate(LATEX)
