@@ -156,7 +156,8 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Result:
 
     At first, W² is √c A⁻¹ # B, GMML's metric. Every `ROUND` iterations, and after a failed line
     search, the search restarts with the current metric as W². Line searches fail for moments of low
-    rank and large α. The search ends when `Result.slope` is at most `tol`.
+    rank and large α. The search ends when `Result.slope` is at most `tol`, after `max_iter`
+    iterations, or when a restart does not lower D(M).
     """
     half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
     iterations = 0
@@ -223,8 +224,9 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Re
     flat, iterations = result.x, int(result.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
-    # Here the line search fails, because a step changes the value by less than its rounding error.
-    # The gradient is still precise, and is the step itself, as all second derivatives are about 1.
+    # At such slopes, the line search fails, because a step changes the value by less than its
+    # rounding error. The gradient is still precise. All second derivatives are about 1, so the
+    # gradient is the step.
     while tol < slope < RESOLVED and iterations < max_iter:
         next_value, next_gradient = loss(flat - gradient)
         next_slope = float(np.abs(next_gradient).max())

@@ -381,9 +381,9 @@ class GMML(PairLearner):
         M = (A + λ M₀⁻¹)⁻¹ #_t (B + λ M₀).
 
     M is always positive definite. Directions in which no pair differs, such as a constant feature,
-    are left out of the fit; M gets the geometric mean of its other eigenvalues there. If only the
-    similar or only the dissimilar pairs never differ in a direction (for fewer items than
-    features), the eigenvalues of their moment are raised to 1e-10 of their mean.
+    are left out of the fit; M gets the geometric mean of its other eigenvalues there. If the pairs
+    of one kind never differ in a direction in which the other kind does, as with fewer items than
+    features, the eigenvalues of their moment are raised to at least 1e-10 of their mean.
 
     Args:
         t: position on the geodesic, from 0 (A⁻¹, whitening within classes) over .5 (the geometric

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -69,7 +70,9 @@ def write_learner(learner: Any, path: Path) -> None:
         "parameters": learner.get_params(),
         "fitted": numbers,
     }
-    content = to_bytes(arrays, metadata={_KEY: json.dumps(about)})
+    # Parameters may be numbers of NumPy, as from a grid search over an array.
+    metadata = {_KEY: json.dumps(about, default=methodcaller("tolist"))}
+    content = to_bytes(arrays, metadata=metadata)
     write_bytes(path, content, DataError, shared=True)
 
 

@@ -37,7 +37,8 @@ class Closure:
     """Groups of similar items, and the pairs of groups known to be dissimilar.
 
     Attributes:
-        contradictions: number of refused triplets, of which earlier triplets imply the opposite.
+        contradictions: number of triplets that were refused because earlier triplets imply the
+            opposite.
     """
 
     def __init__(self) -> None:

@@ -366,8 +366,9 @@ def check_parameters(estimator: Any) -> None:
     Raises:
         ValueError: a parameter does not fit; the message lists every problem.
     """
+    # Numbers of NumPy become Python's. A class, such as np.float32, is no number.
     values = {
-        key: value.tolist() if hasattr(value, "tolist") else value  # NumPy
+        key: value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
         for key, value in estimator.get_params(deep=False).items()
     }
     make: Any = type(estimator)

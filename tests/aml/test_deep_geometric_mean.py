@@ -216,6 +216,16 @@ class TestReachesTheLearnersOptimum:
         expected = AML(alpha=alpha, beta=beta, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-4, atol=1e-5)
 
+    def test_a_free_scale_of_features_that_are_not_white(self):
+        x, y = features()
+        mix = np.array([[2.0, 1, 0, 0], [0, 0.5, 0, 1], [1, 0, 3, 0], [0, 0, 1, 1]])
+        weight = trained(x @ mix.T, y, GeometricMeanLoss(1.0, 1.0, 0.0)).numpy() @ mix
+        actual = weight.T @ weight
+        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(
+            actual / np.trace(actual), expected / np.trace(expected), rtol=1e-4, atol=1e-6
+        )
+
 
 def test_with_a_ridge_directions_that_separate_no_classes_fade():
     """Three classes span a plane, so two of five directions are left."""

@@ -39,6 +39,7 @@ WITH_THRESHOLDS = (DANMLoss, MinedDANMLoss, ImprovedLiftedLoss)
     ("classes", "values", "sentence"),
     [
         (WITH_THRESHOLDS, {"gamma2": 0.0}, ABOVE_0),
+        (WITH_THRESHOLDS, {"gamma2": -1.0}, ABOVE_0),
         (WITH_THRESHOLDS, {"gamma2": math.nan}, ABOVE_0),
         (WITH_THRESHOLDS, {"gamma1": math.nan}, "gamma1 is NaN"),
         (WITH_THRESHOLDS, {"positive_threshold": 0.3, "negative_threshold": 0.7}, ORDER),

@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def written(folder: Path, header: str, form: str, column: Sequence[str] = [""] * 6) -> Path:
-    """Write a CSV file. `form` makes each image's line of its n, path, label and `column` value."""
+    """Write a CSV file with a line per image: `form` with its n, path, label and `column` value."""
     rows = [
         form.format(n=n, path=path, label=path.split("/")[1], value=column[n])
         for n, path in enumerate(PATHS)

@@ -140,8 +140,14 @@ def test_objective_is_the_mean_of_the_papers_term_and_the_balance(metrics):
         median = sorted(gamma[k] for gamma in gammas)[round(0.5 * (len(pairs) - 1))]
         assert logged[f"gamma_{k + 1}_p50"].item() == pytest.approx(median)
     assert not any(value.requires_grad for value in logged.values())
-    with torch.no_grad():  # all the weight on one metric reaches both bounds
+    # even weights reach the upper bound of J_dis; all the weight on one metric reaches the lower
+    # bound of J_dis, and the upper bound of the balance
+    with torch.no_grad():
         combiner.out.weight.zero_()
+        combiner.out.bias.zero_()
+    logged = combiner.objective(codes, torch.arange(6), None)[1]
+    assert logged["j_dis"].item() == pytest.approx(0, abs=1e-12)
+    with torch.no_grad():
         combiner.out.bias.copy_(torch.eye(metrics)[0] * 100)
     logged = combiner.objective(codes, torch.arange(6), None)[1]
     assert logged["j_dis"].item() == pytest.approx(-(1 - 1 / metrics))

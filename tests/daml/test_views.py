@@ -45,7 +45,7 @@ def test_features_that_do_not_divide_into_views_are_refused(name):
 
 
 def damaged_views(rng: np.random.Generator) -> tuple[NDArray[np.float32], list[str]]:
-    """60 classes of 12 items in four views, up to three of which are damaged and look damaged."""
+    """60 classes of 12 items with four views; up to three views of an item look damaged."""
     centres = rng.normal(size=(60, VIEWS, WIDTH))
     labels = np.repeat(np.arange(60), 12)
     x = centres[labels] + 0.5 * rng.normal(size=(len(labels), VIEWS, WIDTH))

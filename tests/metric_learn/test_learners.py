@@ -110,6 +110,8 @@ def test_distances_are_those_of_metric_learns_estimator(learner, wine, monkeypat
         theirs.components_ = theirs.components_[: learner.n_components]
     pairs = np.stack([x[:40], x[60:100]], axis=1)
     np.testing.assert_allclose(learner.pair_score(pairs), theirs.pair_score(pairs), rtol=1e-6)
+    mapped = np.linalg.norm(learner.transform(x[:40]) - learner.transform(x[60:100]), axis=1)
+    np.testing.assert_allclose(mapped, -theirs.pair_score(pairs), rtol=1e-6)
     matrix = theirs.get_mahalanobis_matrix()
     atol = 1e-6 * np.abs(matrix).max()
     np.testing.assert_allclose(learner.get_mahalanobis_matrix(), matrix, atol=atol)

@@ -22,7 +22,8 @@ SMALL: dict[str, Any] = {"depth": 2, "hidden": 8, "embedding": 4, "rule": "linea
 EVERY = {
     **{kind.__name__: kind for kind in ALL},
     "float32": partial(OAHU, **SMALL),
-    "float64": partial(OAHU, **SMALL, dtype="float64"),
+    # a number of NumPy, as from a grid search
+    "float64": partial(OAHU, **SMALL, dtype="float64", seed=np.int64(3)),
 }
 
 
@@ -170,7 +171,7 @@ OUT_OF_RANGE: dict[Any, dict[str, list[Any]]] = {
         "depth": [-1],
         "hidden": [0],
         "rule": ["both"],
-        "dtype": ["float16"],
+        "dtype": ["float16", np.float32],
         "search": ["best"],
     },
 }

@@ -13,12 +13,24 @@ import pytest
 from retrieval_oahu.network import (
     Network,
     bounds_loss,
+    dissimilar_threshold,
     hedge_update,
+    similar_threshold,
     triplet_gradient,
 )
 from retrieval_oahu.online import ROWS, OnlineLearner
 
 TAUS = (0.01, 0.1, 0.5, 2 / 3, 1.0, 1.9)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_thresholds_are_monotone_and_on_the_right_side(tau):
+    d = np.linspace(0, 2, 401)
+    near, far = similar_threshold(d, tau), dissimilar_threshold(d, tau)
+    assert (np.diff(near) > 0).all() and (np.diff(far) > 0).all()  # the paper has d_dis decreasing
+    assert near[0] == 0 and near[-1] == pytest.approx(tau)
+    assert far[0] == pytest.approx(2 - tau) and far[-1] == pytest.approx(2)
+    assert (near <= d + 1e-12).all() and (far >= d - 1e-12).all()
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -50,8 +62,19 @@ def test_hedge_by_loops(rule):
         expected = loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule)
         assert np.allclose(actual, expected, atol=1e-15)
         assert actual.sum() == pytest.approx(1)
-        assert actual.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+        least = (s / 4) / (1 + s * 3 / 4)
+        assert actual.min() >= least - 1e-12
+        # one weight of 1 and no loss reach the guaranteed minimum, which is below s / 4
+        actual = hedge_update(np.eye(4)[0], np.zeros(4), beta, s, rule)
+        assert actual[1:] == pytest.approx([least] * 3) and least < s / 4
     assert kinds == {True, False}  # both branches of Eq 20 were taken
+
+
+def test_the_level_with_the_least_loss_wins():
+    alpha = np.full(5, 0.2)
+    for _ in range(3000):
+        alpha = hedge_update(alpha, np.array([0.1, 0.9, 0.9, 0.9, 0.9]), 0.9, 0.1)
+    assert alpha[0] > 0.9 and np.allclose(alpha[1:], alpha[1])
 
 
 def parts(network: Network) -> tuple[list[Any], list[Any]]:
