@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -20,25 +20,24 @@ class TripletGenerator(Generator):
     """Base class of generators of one synthetic sample x̃ per triplet, by a network 3F → F → F.
 
     Args:
-        preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
-        lambda_reg: λ₁, weight of keeping x̃ near the original sample; overrides the preset.
-        lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
-        margin: α, a squared distance. Use the margin of the loss.
-        residual: whether to add the network's output to the original sample, so that training
-            starts with real samples.
-        normalize: whether to scale x̃ to the length of the original sample, which preserves unit
-            length.
+        features: F, the number of features.
+        preset: name of default values for λ₁ and λ₂.
+        lambda_reg: λ₁, weight of keeping the synthetic sample near the original.
+        lambda_adv: λ₂, weight of fooling the metric.
+        margin: α, a squared distance.
+        residual: whether to add the network's output to the sample that is changed.
+        normalize: whether to scale the result to the length of that sample.
     """
 
     def __init__(
         self,
         features: int,
-        preset: Literal["default", "paper"] = "default",
-        lambda_reg: Weight | None = None,
-        lambda_adv: Weight | None = None,
-        margin: float = 1.0,
-        residual: bool = True,
-        normalize: bool = True,
+        preset: str,
+        lambda_reg: float | None,
+        lambda_adv: float | None,
+        margin: float,
+        residual: bool,
+        normalize: bool,
     ) -> None:
         super().__init__()
         reg, adv = PRESETS[preset]
@@ -87,16 +86,28 @@ class HardNegativeGenerator(TripletGenerator):
     ReLU.
 
     Args:
+        preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
+        lambda_reg: λ₁, weight of keeping x̃ near the original negative; overrides the preset.
+        lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
+        margin: α, a squared distance. Use the margin of the loss.
         form: "triplet", or "contrastive" for losses of pairs.
+        residual: whether to add the network's output to the negative, so that training starts with
+            real negatives.
+        normalize: whether to scale x̃ to the length of its negative, which preserves unit length.
     """
 
     def __init__(
         self,
-        *arguments: Any,
+        features: int,
+        preset: Literal["default", "paper"] = "default",
+        lambda_reg: Weight | None = None,
+        lambda_adv: Weight | None = None,
+        margin: float = 1.0,
         form: Literal["triplet", "contrastive"] = "triplet",
-        **parameters: Any,
+        residual: bool = True,
+        normalize: bool = True,
     ) -> None:
-        super().__init__(*arguments, **parameters)
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
         if form not in ("triplet", "contrastive"):
             raise ValueError(f'form is {form!r} and must be "triplet" or "contrastive"')
         self.form = form
@@ -134,13 +145,31 @@ class HardPositiveGenerator(TripletGenerator):
     The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so
     `normalize = false` with λ₁ ≤ 1 is an error. The paper finds little gain from hard positives
     (Table XIV).
+
+    Args:
+        preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
+        lambda_reg: λ₁, weight of keeping x̃ near the original positive; overrides the preset.
+        lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
+        margin: α, a squared distance. Use the margin of the loss.
+        residual: whether to add the network's output to the positive, so that training starts with
+            real positives.
+        normalize: whether to scale x̃ to the length of its positive, which preserves unit length.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "positive"
 
-    def __init__(self, *arguments: Any, **parameters: Any) -> None:
-        super().__init__(*arguments, **parameters)
-        if not self.normalize and self.lambda_reg <= 1:
+    def __init__(
+        self,
+        features: int,
+        preset: Literal["default", "paper"] = "default",
+        lambda_reg: Weight | None = None,
+        lambda_adv: Weight | None = None,
+        margin: float = 1.0,
+        residual: bool = True,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
+        if not normalize and self.lambda_reg <= 1:
             raise ValueError(
                 f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1:"
                 " otherwise the objective has no minimum, and the positives move away forever"
