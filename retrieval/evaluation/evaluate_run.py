@@ -106,8 +106,8 @@ class RunEvaluation:
             lines.append(f"{contestant}, standard deviation over random galleries: {text}")
         if self.candidates is not None:
             shares = self.candidates.overlap_at_10.items()
-            text = ", ".join(f"{share:.3f} of {count}" for count, share in shares)
-            lines.append(f"share of the ten nearest items that are among the candidates: {text}")
+            text = ", ".join(f"{share:.3f} with {count}" for count, share in shares)
+            lines.append(f"share of the ten nearest items among the candidates: {text} candidates")
         return "\n".join(lines)
 
 

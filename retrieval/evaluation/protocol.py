@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
-"""Keys of `[evaluate]` that no bundle follows, because it is searched as a server searches."""
+"""Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
 
 
 def refuse_side(side: str) -> None:
