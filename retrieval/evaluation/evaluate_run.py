@@ -106,8 +106,8 @@ class RunEvaluation:
             lines.append(f"{contestant}, standard deviation over random galleries: {text}")
         if self.candidates is not None:
             shares = self.candidates.overlap_at_10.items()
-            text = ", ".join(f"{count}: {share:.3f}" for count, share in shares)
-            lines.append(f"share of the ten nearest items, by number of candidates: {text}")
+            text = ", ".join(f"{share:.3f} with {count}" for count, share in shares)
+            lines.append(f"share of the ten nearest items among the candidates: {text} candidates")
         return "\n".join(lines)
 
 
@@ -234,9 +234,10 @@ def _served(
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return a bundle's arrays of items: the "vector" to index, the "query" to search with, "code".
+    """Return a bundle's arrays of items.
 
-    "code" is what the rescorer compares, or `None` without a rescorer.
+    "vector" is to be indexed, "query" is to be searched for, and "code" is what the rescorer
+    compares, or `None` without a rescorer.
     """
     chunks = inputs(run.dataset, indices, run.model.preprocessing, 256)
     parts = [bundle.encode(chunk.numpy()) for chunk in chunks]

@@ -129,9 +129,6 @@ def evaluate(
             codes are not finite.
         RetrievalError: a metric does not exist.
     """
-    chosen = (
-        dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
-    )
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together, but one of them is missing.")
     searched = codes if gallery is None else gallery
@@ -143,13 +140,39 @@ def evaluate(
             )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    return evaluate_search(
+        Search(codes, gallery, hidden, distance, device),
+        query_class,
+        item_class,
+        metrics=metrics,
+        relevance=relevance,
+        by=by,
+        clusters=clusters,
+    )
+
+
+def evaluate_search(
+    search: Search,
+    query_class: Ints,
+    item_class: Ints,
+    *,
+    metrics: Sequence[str] | Mapping[str, Metric],
+    relevance: Relevance | None = None,
+    by: Sequence[Any] | None = None,
+    clusters: bool = False,
+) -> Evaluation:
+    """Return the result of `evaluate` for a search, with class numbers (Q,) and (N,)."""
+    chosen = (
+        dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
+    )
     if by is not None:
-        if len(by) != len(codes):
-            raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
+        if len(by) != len(query_class):
+            raise DataError(
+                f"There are {len(query_class):,} queries and {len(by):,} values to group by."
+            )
         by = read_values(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
-    search = Search(codes, gallery, hidden, distance, device)
     values, relevant = query_values(search, query_class, item_class, relevance, chosen)
     answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
@@ -160,9 +183,9 @@ def evaluate(
             members = answerable[texts[answerable] == value]
             groups[value] = {**means(values, members), "queries": float(len(members))}
     if clusters:
-        values_by_name |= cluster_metrics(codes, query_class)
+        values_by_name |= cluster_metrics(search.queries, query_class)
     singletons = len(query_class) - len(answerable)
-    counts = len(answerable), len(searched), singletons
+    counts = len(answerable), len(item_class), singletons
     return Evaluation(values_by_name, *counts, groups, per_query=values)
 
 

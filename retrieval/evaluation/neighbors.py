@@ -413,7 +413,10 @@ class Exclusion:
 
 
 def group_numbers(queries: Iterable[Any], items: Iterable[Any]) -> tuple[Ints, Ints]:
-    """Return a number for each value; equal values share it, but missing values and "" never do."""
+    """Return a number for each value, the same for equal values of queries and items.
+
+    No query shares a number with an item if its value is missing or "".
+    """
     known: dict[Any, int] = {}
     numbers: tuple[list[int], list[int]] = [], []
     for values, missing, side in ((queries, -1, numbers[0]), (items, -2, numbers[1])):
@@ -526,3 +529,32 @@ class Search:
             items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, apart
             done += len(rows)
         return items, distances
+
+
+@dataclass(frozen=True)
+class RecordedSearch(Search):
+    """A search that records the first `recorded` results of each query, at any depth."""
+
+    recorded: int = 1
+
+    @cached_property
+    def _records(self) -> tuple[Ints, NDArray[np.float32]]:
+        """Rows and distances (Q, recorded); row −1 and distance infinity where there is none."""
+        shape = len(self.queries), self.recorded
+        return np.full(shape, -1), np.full(shape, np.inf, np.float32)
+
+    def blocks(
+        self, query_rows: Ints, depths: Ints
+    ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
+        """Yield the blocks of `Search.blocks`, and record them."""
+        items, distances = self._records
+        for rows, near, apart in super().blocks(query_rows, depths):
+            width = min(self.recorded, near.shape[1])
+            items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
+            yield rows, near, apart
+
+    def first(self, query_rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
+        """Return the first results (B, recorded) of queries; search only if none are recorded."""
+        items, distances = self._records
+        self.nearest(self.recorded, query_rows[items[query_rows, 0] < 0])
+        return items[query_rows], distances[query_rows]

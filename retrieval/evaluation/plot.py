@@ -165,7 +165,7 @@ def _cell(cell: Axes, image: Image.Image | None, title: str, colour: str, width:
 
 
 def small_image(image: ImageLike, side: int = LARGEST) -> Image.Image:
-    """Return an image in grey or RGB, scaled down until its longer side has `side` pixels.
+    """Return an image in grey or RGB, scaled down if a side is longer than `side` pixels.
 
     Raises:
         DataError: the image cannot be read.

@@ -11,8 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation, Levels, Tags, evaluate, relevant_items
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, Exclusion, Search
+from retrieval.evaluation.evaluation import (
+    Evaluation,
+    Levels,
+    Tags,
+    evaluate_search,
+    relevant_items,
+)
+from retrieval.evaluation.neighbors import Exclusion, RecordedSearch
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
-"""Keys of `[evaluate]` that the search of a bundle, which is that of a server, cannot follow."""
+"""Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
 
 
 def refuse_side(side: str) -> None:
@@ -73,7 +79,7 @@ class Protocol:
         """Return the metrics of the queries' and the gallery's codes.
 
         With random galleries, each metric is its mean over these, and the rest is of the first.
-        `further` are arguments of `evaluate`.
+        `further` are arguments of `evaluate_search`.
 
         Raises:
             RecipeError: the data lack a column that `[evaluate]` names.
@@ -83,29 +89,16 @@ class Protocol:
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
             query_class = labels[items]
-            item_class = None if gallery_items is None else labels[gallery_items]
+            item_class = query_class if gallery_items is None else labels[gallery_items]
             arguments = self.arguments(items, gallery_items)
-            evaluation = evaluate(
-                left,
-                query_class,
-                gallery=right,
-                gallery_labels=item_class,
-                distance=distance,
-                **arguments,
-                **further,
-            )
+            exclude = arguments.pop("exclude", None)
+            hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+            search = RecordedSearch(left, right, hidden, distance)
+            evaluation = evaluate_search(search, query_class, item_class, **arguments, **further)
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                rows[-1] |= open_set(
-                    left,
-                    query_class,
-                    right,
-                    query_class if item_class is None else item_class,
-                    fars=rates,
-                    distance=distance,
-                    exclude=arguments.get("exclude"),
-                )
+                rows[-1] |= open_set(search, query_class, item_class, rates)
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
         spread = {}
@@ -179,18 +172,11 @@ def _tags(value: Any) -> list[str]:
     return [text for part in parts if (text := str(part).strip())]
 
 
-FARS = (0.01, 0.1)
-
-
 def open_set(
-    codes: Codes,
+    search: RecordedSearch,
     query_class: NDArray[np.int64],
-    gallery: Codes | None,
     item_class: NDArray[np.int64],
-    *,
-    fars: Sequence[float] = FARS,
-    distance: DistanceBlock | None = None,
-    exclude: Exclusion | None = None,
+    fars: Sequence[float],
 ) -> dict[str, float]:
     """Return the detection and identification rate (DIR) at rank 1 for each false alarm rate.
 
@@ -204,17 +190,13 @@ def open_set(
     Raises:
         DataError: no query is unknown, or none is known.
     """
-    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-    search = Search(codes, gallery, hidden, distance)
-    rows, apart = search.nearest(1)
+    rows, apart = search.first(np.arange(len(query_class)))
     known = relevant_items(search, query_class, item_class) > 0
-    if known.all():
+    if known.all() or not known.any():
+        kind, share = ("unknown", "each") if known.all() else ("known", "none")
         raise DataError(
-            "[evaluate] open_set: no query is unknown, because the class of each is in the gallery."
-        )
-    if not known.any():
-        raise DataError(
-            "[evaluate] open_set: no query is known, because the class of none is in the gallery."
+            f"[evaluate] open_set: no query is {kind}, because the class of {share} is in the"
+            " gallery. Both kinds are needed."
         )
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
     unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])

@@ -44,7 +44,7 @@ _GROUP = 8  # items of the sample per group; `_set_reach` uses the nearest item 
 _RANKS = 2**17  # ranks to settle at once, so that the temporary arrays stay in a core's cache
 _KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
 _MOST = 2**22  # most candidates of a panel
-_DOUBT = 16  # a query is cheaper to search in full if more than one in so many is in doubt
+_DOUBT = 16  # a query with more than one item in so many in doubt is searched in full
 _UNIT = 2.0**-24  # u of float32
 
 

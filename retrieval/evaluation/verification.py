@@ -191,7 +191,7 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300  # pairs of each kind
 ENOUGH = 30
-"""Folds share no class, if each fold then has at least this many pairs of each kind."""
+"""Folds share no class if each fold then has at least this many pairs of each kind."""
 
 
 def draw_pairs(
@@ -303,8 +303,8 @@ def _fewest_pairs(labels: Items) -> int:
 def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) -> Items:
     """Return `count` distinct pairs of rows (count, 2) of one class (`same`) or of two classes.
 
-    There must be so many pairs. Classes are drawn uniformly, so that a large class does not
-    dominate. If this gives too few distinct pairs, the classes of random items follow.
+    At least `count` such pairs must exist. Classes are drawn uniformly, so that no large class
+    dominates. If this gives too few distinct pairs, the classes of random items follow.
     """
     order = np.argsort(labels, kind="stable")
     _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)

@@ -192,7 +192,7 @@ def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows
                 if model is None:
                     a, b = (torch.nn.functional.normalize(rows, dim=1) for rows in (a, b))
                 values = (a - b).square().sum(1).sqrt()
-            distances[part] = values.double().cpu().numpy()
+            distances[part] = values.cpu().double().numpy()
     return distances
 
 

@@ -237,7 +237,7 @@ def python_random_kept() -> Iterator[None]:
     """Context manager that restores the state of Python's random generator at its end.
 
     Some modules (rich, imported by scikit-learn) draw random numbers when they are imported. Only
-    a process's first run imports them, so it would draw other random numbers than later runs.
+    a process's first run imports them, so that run would draw other numbers than later runs.
     """
     state = random.getstate()
     try:

@@ -13,7 +13,7 @@ from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_ite
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.neighbors import Exclusion, Neighbors, Search
+from retrieval.evaluation.neighbors import Exclusion, Neighbors, RecordedSearch, Search
 from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
@@ -74,6 +74,11 @@ def test_as_many_values_as_items_are_needed():
     assert every.queries == 0 and every.singletons == 20
 
 
+def rates_of(codes, labels, gallery, theirs, *fars, exclude=None):
+    hidden = None if exclude is None else exclude.hidden(labels, theirs)
+    return open_set(RecordedSearch(codes, gallery, hidden), labels, theirs, fars)
+
+
 @pytest.mark.parametrize("same_label", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parted", [False, True])
@@ -98,7 +103,7 @@ def test_open_set_by_the_definition(same_label, tied, parted):
         expected[f"dir_at_far_{far:g}"] = max(rates)
     exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
     sides = codes, np.asarray(labels), gallery if parted else None, np.asarray(theirs)
-    found = open_set(*sides, fars=(0.0, 0.1, 0.5), exclude=exclude)
+    found = rates_of(*sides, 0.0, 0.1, 0.5, exclude=exclude)
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -106,17 +111,17 @@ def test_an_open_set_has_known_and_unknown_queries():
     codes, labels, _ = items(6, 60, False)
     for classes, kind in ((labels + 20, "known"), (labels, "unknown")):
         with pytest.raises(DataError, match=f"no query is {kind}"):
-            open_set(codes, classes, codes, labels)
+            rates_of(codes, classes, codes, labels, 0.1)
 
 
 def test_a_query_that_may_see_nothing_is_never_accepted():
     codes, labels = np.array([[0.0], [0.1], [0.2], [5.0]]), np.array([0, 0, 1, 2])
     exclude = Exclusion(["a", "a", "b", "c"], ["x", "x", "b", "b", "c"])
     gallery, theirs = np.array([[0.0], [9.0], [0.2], [0.3], [5.0]]), np.array([0, 0, 1, 1, 2])
-    every = open_set(codes, labels, gallery, theirs, fars=(1.0,), exclude=exclude)
+    every = rates_of(codes, labels, gallery, theirs, 1.0, exclude=exclude)
     assert every == {"dir_at_far_1": 1.0}  # both of class 0, the only ones that see their own
     blind = Exclusion(["a", "a", "b", "b"], ["b"] * 5)
-    rates = open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind)
+    rates = rates_of(codes, labels, gallery, theirs, 0.0, exclude=blind)
     assert rates == {"dir_at_far_0": 1.0}
 
 
@@ -184,7 +189,10 @@ def test_in_a_run(cli, tmp_path, monkeypatch):
 
 
 def check_the_open_set() -> Any:
-    """Open-set rates use the items that a query may see; return the codes of all items."""
+    """Open-set rates use the items that a query may see, and no pair of items is measured twice.
+
+    Return the codes of all items.
+    """
     run = Run.open(Path("runs/r"))
     table = run.recipe.evaluate.model_copy(update={"open_set": [0.5]})
     run.recipe = run.recipe.model_copy(update={"evaluate": table})
@@ -193,10 +201,17 @@ def check_the_open_set() -> Any:
     query, gallery = run.splits.query, run.splits.gallery
     gallery = gallery[labels[gallery] != 7]  # the last class is unknown
     protocol = Protocol(run, query, gallery)
-    row = protocol.measure(codes[query], codes[gallery], metrics=["recall_at_1"])
+    pairs = []
+
+    def counting(a, b):
+        pairs.append(len(a) * len(b))
+        return torch.cdist(a.double(), b.double())
+
+    row = protocol.measure(codes[query], codes[gallery], counting, metrics=["recall_at_1"])
+    assert sum(pairs) == len(query) * len(gallery)
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
     sides = codes[query], labels[query], codes[gallery], labels[gallery]
-    rates = open_set(*sides, fars=(0.5,), exclude=exclude)
+    rates = rates_of(*sides, 0.5, exclude=exclude)
     assert row.values["dir_at_far_0.5"] == rates["dir_at_far_0.5"]
     return codes
 

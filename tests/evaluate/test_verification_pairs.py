@@ -95,7 +95,9 @@ HEADER = "first,second,same"
     ("text", "says"),
     [
         (f"{HEADER}\na,b,1\nb,c,1\n", "all 2 pairs are the same: both kinds are needed."),
+        (f"{HEADER}\na,b,0\nb,c,0\n", "all 2 pairs are different: both kinds are needed."),
         (f"{HEADER},fold\na,b,0,x\nb,c,1,x\n", "all pairs are in one fold ('x')"),
+        (f"{HEADER},fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "the fold 'x' all pairs are different"),
         (f"{HEADER}\n", "it lists no pair."),
         ("", "the header has no column 'first' (it has: none)."),
         ("9" * 5000 + "\n", "the header has no column 'first' (it has: 999"),
@@ -114,6 +116,7 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
     ("changes", "says"),
     [
         ({"2\t2\n": "2\t3\n"}, "line 1 states 2 × 3 same and as many different pairs, 12 lines; 8"),
+        ({"2\t2\n": "2\t0\n"}, "line 1 states 2 × 0 same and as many different pairs, 0 lines; 8"),
         ({"2\t2\n": "1\t4\n"}, "all pairs are in one fold ('1')"),
         (
             {"Cy\t2\t3": "Cy\t2\tBo\t3"},

@@ -180,7 +180,9 @@ def test_the_command(cli, fresh, tmp_path, monkeypatch):
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
     assert Path("plain/verification-validation.json").is_file()
 
+    Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\n")
     for wrong, says in {
+        ("--pairs", "wrong.csv"): "wrong.csv has 2 problems: - line 2: 'digits/1' is paired with",
         ("--pairs", "x.csv", "--draw", "20"): "leave out x.csv or the number to draw",
         ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
         ("--bundle", "b"): "Leave --bundle out with --protocol verification",

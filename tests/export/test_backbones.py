@@ -109,6 +109,12 @@ def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
     assert files[0] == files[1]
 
 
+def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
+    bundle = export_backbone("core.pixels", tmp_path / "b", **SMALL)
+    pixels = pixels_of(bundle, folder)
+    assert np.allclose(bundle.encode(pixels).vector, pixels.reshape(160, -1) / 255, atol=1e-6)
+
+
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
     changes = ["--set", "size=5", "--set", "backbone.channels=3"]
     options = ["--whiten", folder, "--dimensions", 8, "--variant", "int8", "--allow-drift"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import Relevance, query_values
-from retrieval.evaluation.neighbors import Search
+from retrieval.evaluation.neighbors import RecordedSearch
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
 from retrieval.model.metrics import metric
@@ -96,32 +94,6 @@ class Pairs:
     same: NDArray[np.bool_]
 
 
-class RecordedSearch(Search):
-    """A search that records the first `SHOWN` results of each query, at any depth of the search."""
-
-    @cached_property
-    def _records(self) -> tuple[Items, Floats]:
-        """Rows and distances (Q, SHOWN); row −1 and distance infinity where there is none yet."""
-        shape = len(self.queries), SHOWN
-        return np.full(shape, -1), np.full(shape, np.inf)
-
-    def blocks(
-        self, query_rows: Items, depths: Items
-    ) -> Iterator[tuple[Items, Items, NDArray[np.float32]]]:
-        """Yield the blocks of `Search.blocks`, and record them."""
-        items, distances = self._records
-        for rows, near, apart in super().blocks(query_rows, depths):
-            width = min(SHOWN, near.shape[1])
-            items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
-            yield rows, near, apart
-
-    def first(self, query_rows: Items) -> tuple[Items, Floats]:
-        """Return rows and distances (B, SHOWN), padded with −1 and infinity, of queries (B,)."""
-        items, distances = self._records
-        self.nearest(SHOWN, query_rows[items[query_rows, 0] < 0])
-        return items[query_rows], distances[query_rows]
-
-
 def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
@@ -154,7 +126,8 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
         arguments = protocol.arguments(items, gallery_items)
         exclude, relevance = arguments.get("exclude"), arguments.get("relevance")
         hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-        search = RecordedSearch(left, right, hidden, combiner and combiner.compute_mat)
+        distance = combiner and combiner.compute_mat
+        search = RecordedSearch(left, right, hidden, distance, recorded=SHOWN)
         values, relevant = query_values(search, query_class, item_class, relevance, chosen)
         places = np.flatnonzero(relevant > 0)
         for name, column in values.items():
@@ -173,7 +146,7 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
         query=items[places],
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1),
-        distances=distances,
+        distances=distances.astype(np.float64),
         grades=grades.astype(np.float64),
         match=match,
         metrics={name: column[0] for name, column in columns.items()},
@@ -295,7 +268,9 @@ def confusion_matrix(
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
-    """Return the positions of queries whose nearest items all have one other label, closest first.
+    """Return the positions of queries whose `SHOWN` nearest items all have one other label.
+
+    The queries whose nearest items are closest come first.
 
     Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
     SMC 2, 1972.

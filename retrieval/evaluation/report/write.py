@@ -23,6 +23,7 @@ from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
+    SHOWN,
     Measured,
     confusion_matrix,
     hardest,
@@ -260,6 +261,7 @@ def page(sections: Sequence[Section]) -> str:
         thresholds=thresholds,
         zip=zip,
         most_in_legend=LEGEND,
+        nearest=SHOWN,
         style=style,
         script=script,
     )
