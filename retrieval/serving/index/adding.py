@@ -430,6 +430,7 @@ def embed(
             (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
             for item, fault, _ in batch
         ]
+        del batch, inputs  # the next batch is read without this one in memory
 
 
 def _embed_for(
