@@ -240,7 +240,7 @@ def add_images(
 
 
 def _original(name: str, content: Any) -> Original:
-    """Return an image or a row of features from memory as `embed` takes it."""
+    """Convert an image or a row of features in memory to what `embed` takes."""
     if isinstance(content, str | os.PathLike):
         return Path(content)
     if isinstance(content, np.ndarray) and content.ndim == 1:
