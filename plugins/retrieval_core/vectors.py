@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +10,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.plugin import ArrayDataset, Dataset, is_missing_text, refuse, sides, usable
 from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.sources import collect
+from retrieval.serving.index.sources import collect, npz_file
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 
@@ -32,7 +29,13 @@ def features(file: Path) -> Dataset:
         DataError: an array is missing, has a wrong type or length, or is not finite; a label is
             missing; or a key occurs twice. The message lists all problems.
     """
-    arrays = _read(file)
+    if not file.exists():
+        raise DataError(
+            f"[data] file: {file} does not exist. Relative paths start at {Path.cwd()}."
+        )
+    used = ("features", *_COLUMNS)
+    with npz_file(file, used) as archive:
+        arrays = {name: np.asarray(archive[name]) for name in archive if name in used}
     problems = []
     for name in ("features", "labels"):
         if name not in arrays:
@@ -61,41 +64,6 @@ def features(file: Path) -> Dataset:
         roles=columns.get("roles"),
     )
     return usable(dataset, str(file))
-
-
-def _read(file: Path) -> dict[str, NDArray[Any]]:
-    try:
-        # NumPy would not close a damaged file.
-        with file.open("rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, Mapping):
-                raise DataError(
-                    f"{file} holds a single array. Write it with numpy.savez(file, features=…,"
-                    " labels=…)."
-                )
-            return {name: archive[name] for name in archive if name in ("features", *_COLUMNS)}
-    except FileNotFoundError:
-        raise DataError(
-            f"[data] file: {file} does not exist. Relative paths start at {Path.cwd()}."
-        ) from None
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        KeyError,
-        MemoryError,
-        zipfile.BadZipFile,
-        zlib.error,
-        AttributeError,
-    ) as error:
-        if "allow_pickle" in str(error) or "Object arrays" in str(error):
-            reason = (
-                "it has Python objects, which are never read; write text as numpy.array(…,"
-                " dtype=str)"
-            )
-        else:
-            reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
-        raise DataError(f"{file} cannot be read as .npz: {reason}.") from error
 
 
 def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:

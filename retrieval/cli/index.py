@@ -312,7 +312,7 @@ def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: b
 @INDEX
 @WHERE
 @click.option("--after", metavar="ID", help="Start after this id.")
-@click.option("--limit", default=100, type=click.IntRange(1), help="Most items to list.")
+@click.option("--limit", default=100, type=click.IntRange(1, 10**9), help="Most items to list.")
 @JSON
 def list_items(
     path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool

@@ -16,6 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
@@ -300,11 +301,18 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections, and end the thread."""
-        if not self._closed and self._process == os.getpid():
-            self._run(self._client.close())
+        """Close the connections, and end the thread; requests of other threads fail."""
+        closed, self._closed = self._closed, True
+        if not closed and self._process == os.getpid():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             _stop(self._loop)
-        self._closed = True
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.close()
 
     search = _blocking(AsyncClient.search)
     search_batch = _blocking(AsyncClient.search_batch)
@@ -340,6 +348,8 @@ class Client:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise DataError("The client was closed during the request.") from None
         except BaseException:
             future.cancel()
             raise

@@ -308,7 +308,7 @@ SHAPE = "features must have the shape (N, F), not "
                 "splits must have the shape (3,)",
             ],
         ),
-        ({"labels": np.array(["a", None], dtype=object)}, ["Python objects, which are never read"]),
+        ({"labels": np.array(["a", None], dtype=object)}, ["Python objects are never read"]),
     ],
 )
 def test_wrong_features(tmp_path, arrays, sentences):
@@ -325,10 +325,19 @@ def test_damaged_feature_files(tmp_path):
     mangled = whole[:100] + b"\0" * 40 + whole[140:]
     for content in (b"", b"PK", b"text", whole[: len(whole) // 2], mangled):
         file.write_bytes(content)
-        refused("features", r"vectors\.npz cannot be read as \.npz", file=file)
+        refused("features", r"vectors\.npz is damaged, or not an \.npz file", file=file)
     np.save(tmp_path / "one.npy", np.zeros((3, 2)))
-    refused("features", "holds a single array", file=tmp_path / "one.npy")
+    refused("features", "is a single array", file=tmp_path / "one.npy")
     refused("features", "does not exist", file=tmp_path / "none.npz")
+
+
+def test_a_feature_file_that_would_take_too_much_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval.serving.index.sources._ARRAY_BYTES", 100_000)
+    file, labels = tmp_path / "vectors.npz", list("ab") * 50
+    np.savez_compressed(file, features=np.zeros((100, 1000)), labels=labels)
+    refused("features", "would take 800,128 bytes of memory", file=file)
+    np.savez_compressed(file, features=np.eye(100), labels=labels, other=np.zeros((100, 1000)))
+    assert build("features", file=file).arrays.shape == (100, 100)  # `other` is not read
 
 
 def test_parquet_reads_tables_and_folders_of_embeddings(tmp_path):

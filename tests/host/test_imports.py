@@ -41,7 +41,7 @@ INNER = {
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},
     "retrieval.serving.index.embedded": {"in_memory"},
-    "retrieval.serving.index.sources": {"collect"},
+    "retrieval.serving.index.sources": {"collect", "npz_file"},
     "retrieval.serving.store.place": {"retrieval_stores"},
 }
 """Names that plugins import from other modules than `PUBLIC`."""

@@ -219,6 +219,16 @@ def test_a_blocking_client_leaves_no_thread():
     wire.until(lambda: threading.active_count() <= before)
 
 
+def test_closing_a_client_ends_the_requests_of_other_threads():
+    with Server("hang") as server, ThreadPoolExecutor(1) as pool:
+        client = Client(server.url)
+        request = pool.submit(search_id, client)
+        wire.until(lambda: server.seen)
+        client.close()
+        with pytest.raises(DataError, match="closed during the request"):
+            request.result(10)
+
+
 def test_threads_share_a_blocking_client():
     with Server(FINE) as server, Client(server.url, retries=SOON) as client:
         with ThreadPoolExecutor(8) as pool:

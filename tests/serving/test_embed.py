@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tomli_w
 from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding import embedding
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
@@ -116,7 +117,11 @@ def test_bad_jsonl_lists_the_bad_items(photos, bundle_path, tmp_path, capfd):
     assert (done.items, done.bad, len(bad)) == (45, 5, 5)
     assert all(set(item) == {"key", "source", "fault"} for item in bad)
     assert all(len(item["fault"]) <= 500 and output.count(item["fault"]) == 1 for item in bad)
-    assert not {item["key"] for item in bad} & set(whole(out)["key"])
+    columns = whole(out)
+    assert not {item["key"] for item in bad} & set(columns["key"])
+    sound = [folder / key for key in columns["key"]]
+    vectors = Bundle.open(bundle_path, threads=1).encode_images(sound, progress=False)
+    assert np.allclose(columns["vector"], vectors, atol=1e-6)
     assert embedded(bundle_path, [folder], out).bad == 5
 
 

@@ -127,6 +127,7 @@ MISTAKES = [
     (["compact", "nowhere", "--json"], "nowhere is not an index"),
     (["show", "d.index", "nobody"], "has no item 'nobody'"),
     (["list", "d.index", "--after", "\udcff"], "not an id that an item can have"),
+    (["list", "d.index", "--limit", str(2**63)], "--limit"),
     (["list", "d.index", "--where", "prise <"], "expected a value"),
     (["list", "d.index", "--where", "prise < 3"], "No item of this index has a field 'prise'"),
     (["delete", "d.index"], "either ids or --where"),

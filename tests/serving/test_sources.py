@@ -2,6 +2,7 @@
 
 import io
 import os
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import adding
+from retrieval.serving.index.adding import embed
 from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.locations import stamp_of
-from retrieval.serving.index.sources import collect
+from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.store.local import LocalStore
 
 
@@ -37,6 +40,8 @@ def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
     [
         ("paht,file\na.png,b\n", r"has no column 'path' \(it has: paht, file\)\. Rename 'paht'"),
         ("path,label\n", "lists no item"),
+        ("path,label\na.png\n", "line 2: it has 1 value; the header names 2"),
+        ("path,label\n,x\n", "line 2: 'path' is empty"),
     ],
 )
 def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
@@ -100,8 +105,8 @@ def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch)
     path.write_bytes(compressed(path))
     with pytest.raises(DataError, match="would take 800,128 bytes of memory, more than 16 times"):
         collect([path], "features")
-    np.savez(path, features=np.zeros((100, 1000)))
-    assert len(collect([path], "features").items) == 100
+    np.savez(path, features=np.zeros((100, 1000)), vectors=np.array([None]))
+    assert len(collect([path], "features").items) == 100  # the other arrays are not read
 
 
 def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, monkeypatch):
@@ -132,6 +137,22 @@ def test_originals_are_written_before_they_fill_the_memory(
         monkeypatch.setattr(adding, "_BYTES", limit)
         create_index(tmp_path / name, bundle_path, [photos], keep="copy", batch=8, progress=False)
     assert sizes[0] == sum(sizes[1:]) and max(sizes[1:]) == 8
+
+
+def test_at_most_three_batches_are_decoded_at_a_time(photos, bundle_path, monkeypatch):
+    decode, decoded, most = adding._decode_item, [], []
+
+    def counted(*arguments):
+        item, inputs = decode(*arguments)
+        decoded.append(weakref.ref(inputs))
+        most.append(sum(reference() is not None for reference in decoded))
+        return item, inputs
+
+    monkeypatch.setattr(adding, "_decode_item", counted)
+    images = originals(collect([photos], "image").items, None)
+    batches = embed(Bundle.open(bundle_path, threads=1), images, adding.Options(batch=20))
+    assert [len(batch) for batch in batches] == [20] * 10
+    assert max(most) <= 3 * 20
 
 
 def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):

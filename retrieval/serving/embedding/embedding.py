@@ -34,7 +34,7 @@ _PARTS = 1000  # number of parts to aim for
 _FAULTS_SHOWN = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
-_NOTE_KEY = b"retrieval"  # where a Parquet file's metadata name the file's plan and unusable items
+_NOTE_KEY = b"retrieval"  # entry of a Parquet file's metadata: its plan and unusable items
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def hold(
             os.close(handle)
             if time.monotonic() > end:
                 raise error(
-                    f"Another process is {doing}: {_holder(path)} holds {path}. Wait for"
-                    " it, or stop it."
+                    f"Another process is {doing}: {_holder(path)} holds {path}. Wait for it, or"
+                    " stop it."
                 )
             time.sleep(0.05)
     except OSError as fault:
@@ -111,7 +111,8 @@ def _write_holder(handle: int) -> None:
     """Describe this process in the lock file, for error messages of other processes."""
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = f"process {os.getpid()} on {socket.gethostname()} ({command}), since {since},"
+    shown = f" ({command})" if command else ""
+    holder = f"process {os.getpid()} on {socket.gethostname()}{shown}, since {since},"
     with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
         os.pwrite(handle, holder.encode("utf-8", "replace"), 0)

@@ -93,9 +93,9 @@ def to_sql(filter: Filter) -> Sql:
 
     The value of the expression is 1 or 0, never null. The expression reads `items.id` and
     `items.label` (text with binary collation; label may be null), and `items.metadata` (JSON that
-    `metadata_text` wrote). SQLite can use an index for conditions on id and label. A filter is so
-    small that the expression stays below two limits of SQLite: a depth of 1,000, and brackets for
-    the 100 entries of the parser stack in older versions.
+    `metadata_text` wrote). SQLite can use an index for conditions on id and label. The size
+    limits of filters keep the expression below two limits of SQLite: a depth of 1,000, and in older
+    versions a parser stack of 100 entries, which nested brackets fill.
     """
 
     def join(joint: Joint, parts: list[Sql]) -> Sql:

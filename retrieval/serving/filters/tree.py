@@ -211,7 +211,7 @@ Filter = Condition | And | Or | Not
 
 
 def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, list[T]], T]) -> T:
-    """Return a value of a filter: `of(condition)`, or `join("and", values of the parts)`."""
+    """Return `of(filter)` for a condition, else `join(filter.joint, values of its parts)`."""
     if isinstance(filter, Condition):
         return of(filter)
     return join(filter.joint, [fold(part, of, join) for part in filter.parts])
@@ -455,7 +455,7 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
 
 
 def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
-    """Return the filter that joins parts, or the only part; read no part after too many."""
+    """Return the filter that joins parts, or the only part; stop reading at too many parts."""
     filters, conditions = list[Filter](), 0
     for part in parts:
         filters.append(part)

@@ -240,7 +240,7 @@ def add_images(
 
 
 def _original(name: str, content: Any) -> Original:
-    """Return an image or a row of features from memory as `embed` takes it."""
+    """Convert an image or a row of features in memory to what `embed` takes."""
     if isinstance(content, str | os.PathLike):
         return Path(content)
     if isinstance(content, np.ndarray) and content.ndim == 1:
@@ -430,6 +430,7 @@ def embed(
             (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
             for item, fault, _ in batch
         ]
+        del batch, inputs  # the next batch is read without this one in memory
 
 
 def _embed_for(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _PAGE_ITEMS = 256
-# Each item's neighbours are requested first. If all of them are duplicates, four times as many are
-# requested, and so on up to the maximum.
+# The number of neighbours to request for an item. If all of them are duplicates, four times as many
+# are requested, and so on up to the maximum.
 _FIRST_NEIGHBOURS = 8
 _MAX_NEIGHBOURS = 1024
 

@@ -157,7 +157,7 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Embed items by applying the head `bundle` to their features; like `_by_originals`."""
+    """Apply the head `bundle` to the features of items; return the same as `_by_originals`."""
     usable = [item for item in items if FEATURES in item.arrays]
     faults = _no_features(item for item in items if FEATURES not in item.arrays)
     if not usable:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from retrieval.serving.index.locations import Original, Source, Sources, is_tabl
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
 from retrieval.serving.store.items import Floats, Item, Keep
 
-_NPZ_ARRAYS = ("features", "vectors", "labels", "keys")
 _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
 """An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
@@ -199,8 +199,13 @@ def _checked_width(place: Path, width: int, earlier: int) -> int:
     return width
 
 
-def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an `.npz` file that are used, by name; nothing is unpickled."""
+@contextmanager
+def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, NDArray[Any]]]:
+    """Context manager that opens an `.npz` file, to read the arrays `names`; nothing is unpickled.
+
+    Raises:
+        DataError: the file or an array cannot be read, or would take too much memory.
+    """
     try:
         # Open the file here, because np.load does not close a damaged file.
         with path.open("rb") as raw:
@@ -209,36 +214,39 @@ def _npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
                 raise DataError(
                     f"{path} is a single array; save it with np.savez(path, features=array)."
                 )
-            if "features" not in file and "vectors" not in file:
-                raise DataError(
-                    f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
-                )
-            _refuse_huge(path, file.zip)
-            return {name: np.asarray(file[name]) for name in _NPZ_ARRAYS if name in file}
+            _refuse_huge(path, file.zip, names)
+            yield file
     except DataError:
         raise
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
     except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
+        reason = " ".join(str(fault).split()).rstrip(".") or type(fault).__name__
+        if "allow_pickle" in reason:
+            reason = "Python objects are never read; write text as np.array(…, dtype=str)"
         raise DataError(
-            f"{path} is damaged, or not an .npz file of plain arrays: {fault}."
+            f"{path} is damaged, or not an .npz file of plain arrays: {reason}."
         ) from None
 
 
 def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
     """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
     stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
-    columns = _npz_arrays(path)
-    name = "features" if "features" in columns else "vectors"
-    features = columns[name]
+    with npz_file(path, ("features", "vectors", "labels", "keys")) as file:
+        name = next((name for name in ("features", "vectors") if name in file), None)
+        if name is None:
+            raise DataError(
+                f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
+            )
+        features = np.asarray(file[name])  # of an entry that is no array, NumPy returns the bytes
+        columns = {key: np.asarray(file[key]) for key in ("labels", "keys") if key in file}
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
         raise DataError(
             f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
             f" {features.shape}."
         )
     count = len(features)
-    for key in sorted({"labels", "keys"} & columns.keys()):
-        values = columns[key]
+    for key, values in columns.items():
         if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(
                 f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
@@ -260,11 +268,11 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
         return items, features.astype(np.float32, copy=False)
 
 
-def _refuse_huge(path: Path, archive: zipfile.ZipFile) -> None:
+def _refuse_huge(path: Path, archive: zipfile.ZipFile, names: Collection[str]) -> None:
     """Raise a `DataError` if an array is large and compressed so well that it may be an attack."""
     largest = max(_ARRAY_BYTES, _MAX_COMPRESSION * path.stat().st_size)
     for entry in archive.infolist():
-        if entry.file_size > largest:
+        if entry.filename.removesuffix(".npy") in names and entry.file_size > largest:
             raise DataError(
                 f"{path}: '{entry.filename}' would take {entry.file_size:,} bytes of memory, more"
                 f" than {_MAX_COMPRESSION} times the file's size. Save it with np.savez, which does"
