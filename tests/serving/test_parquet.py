@@ -200,6 +200,16 @@ def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path, process):
     assert "row 0: has more than 1,000,000 characters" in done.out, done.err[-500:]
 
 
+def test_a_small_file_of_very_many_rows_is_refused(tmp_path):
+    npz, table, rows = tmp_path / "f.npz", tmp_path / "t.parquet", 2_000_000
+    np.savez_compressed(npz, features=np.zeros((rows, 1), np.uint8))
+    pq.write_table(pa.table({"path": ["a.png"] * rows}), table)
+    for path, kind in ((npz, "features"), (table, "image")):
+        assert path.stat().st_size < 10_000
+        with pytest.raises(DataError, match="has 2,000,000 rows; a file of its size may"):
+            collect([path], kind)
+
+
 def test_a_small_table_of_huge_lists_is_refused(tmp_path, monkeypatch):
     width = 1_000_001  # 4 MB of zeros a row, but some hundred bytes in the file
     lists = pa.ListArray.from_arrays([0, width, 2 * width], np.zeros(2 * width, np.float32))

@@ -24,6 +24,8 @@ MAX_WIDTH = 1_000_000
 """Most numbers per vector."""
 _GROUP_BYTES = 1 << 30  # most bytes of a column in one row group, which pyarrow may read at once
 _GROUP_VALUES = 1 << 28  # most values of a column in one row group
+_ROWS = 1_000_000  # rows that any file may have; a larger file may have more
+_ROWS_PER_BYTE = 4
 _ROWS_AT_A_TIME = 512
 _MAX_PROBLEMS = 100
 _VECTORS = ("features", "vector")
@@ -64,6 +66,16 @@ def holds_vectors(path: Path) -> bool:
     with sentences(path):
         names = arrow.parquet.read_schema(path).names
     return any(name in names for name in _VECTORS) and "path" not in names
+
+
+def refuse_many(path: Path, rows: int) -> None:
+    """Raise a `DataError` if a small file declares so many rows that it may be an attack."""
+    most = max(_ROWS, _ROWS_PER_BYTE * path.stat().st_size)
+    if rows > most:
+        raise DataError(
+            f"{shown(path)} has {rows:,} rows; a file of its size may have {most:,}. Write the"
+            " items to several files."
+        )
 
 
 def vectors_of(
@@ -123,6 +135,7 @@ class Table:
             groups = range(self._file.metadata.num_row_groups)
             counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self.starts: list[int] = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+        refuse_many(path, self.starts[-1])
 
     def close(self) -> None:
         """Close the file."""

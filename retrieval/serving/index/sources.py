@@ -19,7 +19,7 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
-from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table
+from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
 from retrieval.serving.store.items import Floats, Item, Keep
 
 _ARRAY_BYTES = 1 << 30
@@ -246,6 +246,7 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
             f" {features.shape}."
         )
     count = len(features)
+    refuse_many(path, count)
     for key, values in columns.items():
         if values.shape != (count,) or values.dtype.kind not in "iuUb":
             raise DataError(
