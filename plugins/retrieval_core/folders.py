@@ -160,13 +160,14 @@ def manifest(
     r"""Read a CSV file with a header line: `path,label[,split][,role]` and further columns.
 
     `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
-    these columns and the values of `split` and `role` may be in capitals. The file is UTF-8 and
-    separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
+    these four columns and the values of `split` and `role` may be in capitals. The file is UTF-8
+    and separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work
+    too.
 
     Files of OML (open-metric-learning) are read unchanged. If they have the columns `is_query` and
-    `is_gallery`, their validation rows become the test side. Either every test row is both query
-    and gallery, or every test row is only one of them. `x_1`, `x_2`, `y_1` and `y_2` are the left,
-    right, top and bottom of an item's box.
+    `is_gallery`, their validation rows become the test side. Either all test rows must be both
+    query and gallery, or each must be only one of the two. `x_1`, `x_2`, `y_1` and `y_2` are the
+    left, right, top and bottom of an item's box.
 
     Args:
         manifest: the CSV file. A relative path starts at the working directory.
@@ -247,7 +248,7 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
 
 
 def _box(row: Row) -> tuple[Box | None, str]:
-    """Return an OML row's box (`None`: the whole image) and its problem ("": none)."""
+    """Return an OML row's box, or `None` for the whole image, and what is wrong with it or ""."""
     edges = [row[name] for name in BOX]
     if all(is_missing_text(edge) for edge in edges):
         return None, ""
@@ -256,7 +257,9 @@ def _box(row: Row) -> tuple[Box | None, str]:
     except ValueError:
         return None, f"{', '.join(BOX)} must be numbers, not {', '.join(map(repr, edges))}."
     if not (left < right and top < bottom):
-        return None, f"its box is empty: x_1 must be below x_2, and y_1 below y_2, not {edges}."
+        return None, (
+            f"its box is empty: x_1 must be less than x_2, and y_1 less than y_2, not {edges}."
+        )
     return (left, top, right, bottom), ""
 
 

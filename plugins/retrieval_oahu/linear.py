@@ -42,7 +42,7 @@ It is not an attribute, because reading a property must not change an estimator.
 SHARE = 0.9
 """RDML limits the step of a similar pair to this share of the step that makes M singular."""
 REFRESH = 1000
-"""Number of updates of RDML's M⁻¹, whose rounding errors accumulate, before M is inverted again."""
+"""After this many updates of M⁻¹, whose rounding errors accumulate, RDML inverts M again."""
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
@@ -181,8 +181,8 @@ class RDML(MatrixLearner):
 
     Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
     similar pair is learned if its squared distance exceeds the mean, a dissimilar pair if its
-    squared distance is below the mean. The step of a similar pair is limited by the paper's bound
-    1 / (xᵀ M⁻¹ x), which keeps M positive definite without a projection.
+    squared distance is below the mean. The step of a similar pair with difference x stays below
+    the paper's bound 1 / (xᵀ M⁻¹ x), which keeps M positive definite without a projection.
 
     Args:
         learning_rate: λ.
@@ -225,12 +225,13 @@ class RDML(MatrixLearner):
 
 @dataclass(eq=False, repr=False)
 class OPML(MatrixLearner):
-    """OPML (one-pass metric learning): a closed-form step (I + γ A)⁻¹ for each violated triplet.
+    """OPML (one-pass metric learning): a closed-form step for each violated triplet.
 
     Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric
     Learning", Pattern Recognition 2018. `fit` forms triplets in one pass over the items: an item,
-    the latest item of its class and the latest item of another class. γ is reduced to
-    ½ / |x − x⁻|² if it is larger, which keeps I + γ A invertible.
+    the latest item of its class and the latest item of another class. A step replaces the map L by
+    L (I + γ A)⁻¹, with A = u uᵀ − v vᵀ, u = x − x⁺ and v = x − x⁻. γ is reduced to ½ / |v|² if it
+    is larger, which keeps I + γ A invertible.
 
     Args:
         gamma: γ, the size of the step.
@@ -295,7 +296,7 @@ class OPML(MatrixLearner):
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
-    """Yield triplets: an item of `order`, the latest one of its class and of another class."""
+    """Yield triplets: an item of `order`, the latest of its class, and the latest of another."""
     latest: dict[int, int] = {}
     recent: list[int] = []  # the two latest classes, the latest first
     for item in map(int, order):
@@ -313,14 +314,14 @@ class OASIS(OnlineLearner):
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
     Ranking", JMLR 2010. W is neither symmetric nor positive, so S is not a distance. Vectors are
-    scaled to unit length, so that a search by inner product is a search by distance. Queries are
-    then multiplied by Wᵀ.
+    scaled to unit length, and queries are then multiplied by Wᵀ. As all indexed vectors have length
+    1, their distances to a query give the same order as their inner products with it.
 
     Args:
         aggressiveness: C, the largest step.
-        margin: amount by which the similarity of a positive should exceed that of a negative. 0.01
-            for unit vectors corresponds to the paper's 1 for vectors of length 10, such as images
-            of a few hundred pixels.
+        margin: amount by which the similarity of a positive should exceed that of a negative. The
+            paper's margin of 1 for vectors of length 10, such as images of a few hundred pixels,
+            corresponds to 0.01 for unit vectors.
         seeds: number of random triplets that `fit` draws.
         closure: number of implied triplets that `fit` adds to them.
         seed: seed of `fit`'s triplets; 0 by default.

@@ -134,7 +134,7 @@ class _Export:
     def split(self) -> SplitEntry:
         """Add the graphs of backbone and head.
 
-        The backbone's graph does not depend on the head: another head leaves its bytes the same.
+        The bytes of the backbone's graph do not depend on the head.
         """
         backbone = FeatureEncoder(self.model).eval()
         features = verify.torch_outputs(backbone, self.items)
@@ -159,7 +159,10 @@ class _Export:
         return entry
 
     def rescorer(self, codes: Tensor | None) -> RescorerEntry:
-        """Add the rescorer's graph; `codes`, by default the items', decide its `candidates`."""
+        """Add the rescorer's graph, and choose its number of candidates.
+
+        The choice depends on `codes`, by default the codes of the items.
+        """
         combiner = self.model.combiner
         assert combiner is not None
         self.step("exporting the rescorer and comparing it with torch")
@@ -246,19 +249,20 @@ def export_model(
     The graphs of encoder and rescorer run in ONNX Runtime on one item, on an odd number of items,
     and on all items in batches. The largest absolute difference from torch, divided by the mean
     length of the vectors (encoder) or by the mean distance (rescorer), must not exceed `tolerance`.
-    If a combiner declares itself `exact`, the order of its distances is checked. The model is
-    exported in evaluation mode on the CPU; the object itself does not change.
+    If a combiner declares itself `exact`, its distances must order items as the Euclidean distances
+    of their vectors do. The model is exported in evaluation mode on the CPU; the object itself does
+    not change.
 
     Args:
         model: the model to export.
-        items: raw inputs that were not used in training: uint8 (N, channels, H, W) from the
-            backbone's preprocessing, or float (N, F).
+        items: inputs of the model that were not used in training: preprocessed images, uint8 (N,
+            channels, H, W), or feature vectors, float (N, F).
         output: the folder to create; it appears only when the bundle is complete.
         name: the model's name in the manifest.
         labels: (N,), one label per item, for Recall@1 of the variants.
-        calibration: raw inputs from the training set, required for "int8".
-        codes: (N, C), codes of more real items, which decide the number of candidates; by default
-            the codes of `items`.
+        calibration: inputs from the training set, required for "int8".
+        codes: (N, C) codes of real items, from which the combiner chooses the rescorer's number of
+            candidates; by default the codes of `items`.
         evaluation: metrics for the manifest.
         variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
 

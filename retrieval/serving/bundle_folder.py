@@ -44,6 +44,7 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
 
     Raises:
         Unusable: the file is missing, not a regular file, of another size, or unreadable.
+        BundleError: the file does not fit into memory.
     """
     if not is_plain(name):
         raise Unusable("is not a file name that a bundle may contain")
@@ -64,7 +65,7 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
         raise Unusable("is missing") from None
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        if reason.startswith("it is"):  # a text of `open_plain`
+        if reason.startswith("it is"):  # `open_plain` worded this reason
             raise Unusable(reason.removeprefix("it ")) from None
         raise Unusable(f"cannot be read ({reason})") from None
 

@@ -106,7 +106,8 @@ def test_a_scheme_that_is_not_there(shelf):
         retrieval.Index.open("shelv://host/photos", plugins=[shelf])
     for sentence in (
         "There is no store 'shelv' (there are: local://, ",
-        " shelf://, ",
+        " shelf://",
+        "; a folder needs only its path)",
         "Did you mean 'shelf'?",
         "Install the plugin that has shelv://",
         "--plugin",

@@ -67,14 +67,16 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
         {full_name.rpartition(".")[2] for full_name in known} | _built_in_stores().keys()
     )
     raise PluginError(
-        f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
-        f"and folders by their path).{did_you_mean(scheme, names)} Install the plugin that has"
+        f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)};"
+        f" a folder needs only its path).{did_you_mean(scheme, names)} Install the plugin that has"
         f" {scheme}://, or name the plugin's file with --plugin (in Python plugins=[…])."
     )
 
 
 def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
-    """Return the place of an index, which can then be opened or created; connects to nothing.
+    """Return the place of an index, without connecting to it.
+
+    The methods of the place open or create the index.
 
     Args:
         place: a folder or an address.
@@ -94,12 +96,12 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     if factory.takes("plugins"):
         values = values | {"plugins": plugins}
     try:
-        opened = factory.build(values | {"address": address})
+        built = factory.build(values | {"address": address})
     except RecipeError as fault:
         raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
-    if not isinstance(opened, StorePlace):
+    if not isinstance(built, StorePlace):
         raise PluginError(
-            f"The factory of the store '{factory.name}' returned a {type(opened).__name__}, not a"
+            f"The factory of the store '{factory.name}' returned a {type(built).__name__}, not a"
             " retrieval.plugin.stores.StorePlace. Report this to the plugin's author."
         )
-    return opened
+    return built

@@ -34,7 +34,7 @@ class Plan:
         recipes: the recipes' tables, by name.
         trials: number of settings to try for each recipe; 0 tunes nothing.
         folds: number of folds of the training side.
-        pretrained: the backbone of the baseline of frozen features; `None` means no such baseline.
+        pretrained: the `[backbone]` whose frozen features are a baseline; `None`: no such baseline.
         seeds: number of runs of each recipe on each split.
         splits: number of random splits; 1 means the recipes' own split.
         repeats: number of times that the training side is divided into folds.
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def blocks(self) -> str:
-        """The number and kind of blocks, the units of the tests, such as "5 seeds"."""
+        """Number and kind of the blocks, which `statistics` defines, such as "5 seeds"."""
         return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
@@ -69,7 +69,7 @@ def read_recipes(
 ) -> list[list[Recipe]]:
     """Return one list of recipes per source, with one recipe for each combination of the grid.
 
-    The other arguments are those of `compare`. If `search` is set, recipes need a `[search]`.
+    If `search` is set, each recipe needs a `[search]`. See `compare` for the other arguments.
 
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
@@ -77,7 +77,7 @@ def read_recipes(
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
     origin: dict[str, str] = {}
-    for number, source in enumerate(map(_written, sources)):
+    for number, source in enumerate(map(_readable, sources)):
         path = str(source) if isinstance(source, str | os.PathLike) else f"recipes[{number}]"
         try:
             recipe = read_recipe(source, overrides, plugins)
@@ -104,8 +104,8 @@ def read_recipes(
     return recipes
 
 
-def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
-    """Return a source of `compare`; in place of a run, its recipe or recipe file."""
+def _readable(source: Source) -> StrPath | Mapping[str, Any] | Tables:
+    """Return a run's recipe or recipe file, and any other source unchanged."""
     if isinstance(source, Run):
         return source.recipe
     if isinstance(source, str | os.PathLike) and is_run(Path(source)):
@@ -199,11 +199,11 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
                     f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
                 )
     if sentences and not allowed:
-        what = "These recipes cannot be compared fairly: what should be the same"
         raise DataError(
-            listed(what, sentences, shown=50)
-            + "\nMake the recipes the same in this, or accept the differences with"
-            " `allow_different`; the tables then list them."
+            listed("The comparison", sentences, shown=50)
+            + "\nA fair comparison needs the same settings in all recipes. Make them the same, or"
+            " accept the differences with --allow-different (in Python allow_different=True); the"
+            " comparison then lists them."
         )
     return sentences
 
@@ -239,6 +239,6 @@ def settle(folder: Path, plan: Plan) -> None:
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")
     if changed:
-        lines = changed[0] if len(changed) == 1 else "\n  - ".join(["", *changed]) + "\n"
-        raise DataError(f"{folder} holds another comparison: {lines} Choose another output.")
+        lines = f" {changed[0]} " if len(changed) == 1 else "\n  - ".join(["", *changed]) + "\n"
+        raise DataError(f"{folder} holds another comparison:{lines}Choose another output.")
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)
