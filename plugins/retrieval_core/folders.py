@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 from retrieval.errors import DataError, did_you_mean
@@ -213,7 +214,7 @@ def manifest(
         [root / row[path] for row in rows],
         [row[label] for row in rows],
         [
-            row[path] if box is None else f"{row[path]} {','.join(f'{edge:g}' for edge in box)}"
+            row[path] if box is None else f"{row[path]} {','.join(f'{edge:.15g}' for edge in box)}"
             for row, box in zip(rows, boxes, strict=True)
         ],
         splits=[row["split"] for row in rows] if "split" in columns else None,
@@ -253,9 +254,11 @@ def _box(row: Row) -> tuple[Box | None, str]:
     if all(is_missing_text(edge) for edge in edges):
         return None, ""
     try:
-        left, right, top, bottom = map(float, edges)
+        left, right, top, bottom = numbers = [float(edge) for edge in edges]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError
     except ValueError:
-        return None, f"{', '.join(BOX)} must be numbers, not {', '.join(map(repr, edges))}."
+        return None, f"{', '.join(BOX)} must be finite numbers, not {', '.join(map(repr, edges))}."
     if not (left < right and top < bottom):
         return None, (
             f"its box is empty: x_1 must be less than x_2, and y_1 less than y_2, not {edges}."

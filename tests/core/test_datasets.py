@@ -431,7 +431,12 @@ def test_csv_of_oml(tmp_path):
     file.write_text(head + train + both.replace("True,True", ",", 1))
     refused("csv", "line 4: is_query or is_gallery must be true", manifest=file)
     file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
-    refused("csv", r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is", manifest=file)
+    refused("csv", r"(?s)line 2: x_1, .*must be finite .*line 3: its box is", manifest=file)
+    file.write_text(head + train.replace("1,3,0,2", "1,inf,0,2"))
+    refused("csv", r"line 3: x_1, .*must be finite numbers, not '1', 'inf'", manifest=file)
+    near = train.replace("1,3,0,2", "0,1000.001,0,2") + "0,1.png,train,,,cat,0,1000.002,0,2,\n"
+    file.write_text(head + near + both)
+    assert build("csv", manifest=file).keys[1:3] == ["1.png 0,0,1000.001,2", "1.png 0,0,1000.002,2"]
 
 
 def test_a_check_of_a_recipe_prints_the_notes_on_its_data(tmp_path):

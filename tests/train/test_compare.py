@@ -416,6 +416,8 @@ def test_wrong_recipes_and_options_are_refused_before_anything_runs(write, tmp_p
     refused(tmp_path / "a.toml", right, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
+    for grid in ({"loss.margin": [0.1, 0.1]}, {"train.device": ["a/b", "a:b"]}):
+        refused(right, out=out, grid=grid, says=r"grid: two settings are called '.*'\. Give")
     says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. "
     says += r"Change the `name` in one of them\.$"
     refused(right, write("triplet", "other"), out=out, says=says)

@@ -134,16 +134,25 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     """Return a list of overrides for each combination of a grid's values.
 
     The last override sets the recipe's name: `prefix` and the values.
+
+    Raises:
+        DataError: two combinations get the same name.
     """
     if not grid:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
     short = [name if last.count(name) == 1 else key for name, key in zip(last, grid, strict=True)]
-    overrides = []
+    overrides, names = [], set()
     for values in itertools.product(*grid.values()):
         name = ", ".join(f"{key}={value}" for key, value in zip(short, values, strict=True))
         # the name of a recipe is also the name of a folder
         name = prefix + "".join("_" if c in '/\\<>:"|?*' else c for c in name)
+        if name in names:
+            raise DataError(
+                f"grid: two settings are called '{name}'. Give each value once; in names, the"
+                " characters that no file name may have become '_'."
+            )
+        names.add(name)
         changes = [f"{key}={toml_value(value)}" for key, value in zip(grid, values, strict=True)]
         overrides.append([*changes, f"name={toml_value(name)}"])
     return overrides
