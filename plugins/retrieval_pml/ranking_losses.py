@@ -25,22 +25,25 @@ from retrieval_pml.offers import (
 
 
 class SmoothAPLoss(losses.SmoothAPLoss):
-    """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
+    """Smooth-AP: 1 − average precision, with a sigmoid for each comparison of similarities.
 
     Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image
     Retrieval, ECCV 2020. Batches may have any order and any class sizes. pytorch-metric-learning
     confuses the number of classes with that of items per class, and requires sorted classes of
-    equal size. An item that is alone in its class is left out. As in the authors' code, a query is
-    one of its positives.
+    equal size. An item that is alone in its class is left out. As in the authors' code, each query
+    counts as one of its own positives.
 
     Args:
-        temperature: temperature of the sigmoid. The smaller it is, the closer to the true ranks.
+        temperature: temperature of the sigmoid. A lower one approximates the true ranks better.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the queries' losses by name; the memory grows with positive pairs × N."""
+        """Return the queries' losses, in the format of pytorch-metric-learning's reducers.
+
+        The memory grows with the number of positive pairs times the number of items.
+        """
         mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
         query, item = torch.where(same)
         # (pairs, N): whether each item ranks before this positive for the query, as a sigmoid
@@ -59,8 +62,9 @@ class PNPLoss(losses.PNPLoss):
     """Penalises the negatives that rank before a positive, and nothing else.
 
     Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only
-    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022. The negatives before
-    each positive are counted; pytorch-metric-learning counts them before each item (N³).
+    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022. Negatives are counted
+    before each positive only. pytorch-metric-learning counts them before every item, which takes
+    memory for N³ numbers.
 
     Args:
         b: base of variant Ib.
@@ -73,20 +77,23 @@ class PNPLoss(losses.PNPLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name; the memory grows with positive pairs × N."""
+        """Return the loss, in the format of pytorch-metric-learning's reducers.
+
+        The memory grows with the number of positive pairs times the number of items.
+        """
         mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
-        query, item = torch.where(same)  # a query is one of its positives
+        query, item = torch.where(same)  # a query counts as its own positive
         before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
-        rank = (before * ~same[query]).sum(1)
+        cost = negatives = (before * ~same[query]).sum(1)  # before each positive
         if self.variant == "Ds":
-            rank = torch.log(1 + rank)
+            cost = torch.log(1 + negatives)
         elif self.variant == "Dq":
-            rank = 1 / (1 + rank) ** self.alpha
+            cost = 1 / (1 + negatives) ** self.alpha
         elif self.variant == "Iu":
-            rank = (1 + rank) * torch.log(1 + rank)
+            cost = (1 + negatives) * torch.log(1 + negatives)
         elif self.variant == "Ib":
-            rank = (self.b * rank - torch.log(1 + self.b * rank)) / self.b**2
-        loss = (mat.new_zeros(len(mat)).index_add(0, query, rank) / same.sum(1)).mean()
+            cost = (self.b * negatives - torch.log(1 + self.b * negatives)) / self.b**2
+        loss = (mat.new_zeros(len(mat)).index_add(0, query, cost) / same.sum(1)).mean()
         return reduced(1 - loss if self.variant == "Dq" else loss)
 
 
@@ -99,13 +106,13 @@ class HistogramLoss(losses.HistogramLoss):
 
     Args:
         n_bins: number of bins that divide the cosines from −1 to 1; 100 if `delta` is not set.
-        delta: width of a bin, 2 / n_bins, instead of `n_bins`.
+        delta: width of a bin, to be set instead of `n_bins`; it equals 2 / n_bins.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in the format of pytorch-metric-learning's reducers."""
+        """Return the loss, in the format of pytorch-metric-learning's reducers."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
         if len(a1) == 0 or len(a2) == 0:
             return self.zero_losses()
@@ -115,7 +122,10 @@ class HistogramLoss(losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,), shared by the ends of a bin."""
+        """Return the soft histogram of cosines (N,): a weight for each edge of a bin, (bins + 1,).
+
+        Each cosine is divided between the two edges of its bin, in proportion to nearness.
+        """
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
         low = place.detach().floor().clamp(0, bins - 1).long()
@@ -137,9 +147,9 @@ class InstanceLoss(losses.InstanceLoss):
 
     Zheng, Zheng, Garrett, Yang, Xu & Shen, Dual-Path Convolutional Image-Text Embeddings with
     Instance Loss, ACM TOMM 2020. Items that share a label count together: the loss of an item is
-    −log of Σ exp(γ cos) over the items of its label, divided by the sum over all items.
-    pytorch-metric-learning mistakes the rank of a label for the position of an item, which pulls
-    items towards other classes.
+    −log(S / T), where S is the sum of exp(γ cos) over the items of its label, and T the sum over
+    all items. pytorch-metric-learning takes a label's place among the sorted labels for the
+    position of an item in the batch, which pulls items towards other classes.
 
     Args:
         gamma: γ, by which cosines are multiplied.
@@ -148,7 +158,7 @@ class InstanceLoss(losses.InstanceLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the items' losses by name, in the format of pytorch-metric-learning's reducers."""
+        """Return the items' losses, in the format of pytorch-metric-learning's reducers."""
         logits = self.distance(embeddings) * self.gamma
         same = labels.unsqueeze(1) == labels.unsqueeze(0)
         same_logits = logits.masked_fill(~same, -torch.inf)
@@ -176,7 +186,7 @@ class NCALoss(losses.NCALoss):
         reference_labels: Tensor,
         indices_tuple: Any,
     ) -> Any:
-        """Return −log of the probability of a neighbour of the query's class, by name."""
+        """Return the queries' losses, in the format of pytorch-metric-learning's reducers."""
         same_items = query is reference
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, query_labels, dtype=query.dtype, using_ref=not same_items
@@ -249,7 +259,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         Args:
             margin: distance between the two spheres.
             Tn: temperature that weights negatives by their violation; 0 weights them equally.
-            imbalance: weight of negatives against positives.
+            imbalance: weight of the negatives' loss; the positives' has weight 1 − imbalance.
             alpha: radius of the outer sphere; by default 1 + margin / 2.
             Tp: temperature that weights positives by their violation; 0 weights them equally.
             reducer: reduces the queries' losses to one number; the mean by default.

@@ -109,7 +109,7 @@ class FilePlugin:
         entry, inner = self.path, None
         if self.is_folder:
             entry, inner = self.path / "__init__.py", [str(self.path)]
-            # `_Loader` also imports the modules inside the folder.
+            # These finders make Python import the modules inside the folder with `_Loader` too.
             for folder in {str(file.parent) for file in self.files.values()}:
                 finder = importlib.machinery.FileFinder(folder, (_Loader, [".py"]))
                 sys.path_importer_cache[folder] = finder
@@ -134,10 +134,10 @@ class FilePlugin:
         home = self.path if self.is_folder else self.path.parent
         beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
         if top and (beside or top == self.name):
-            first = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
+            write = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
             raise PluginError(
-                f"The plugin {self.path} imports '{error.name}', its neighbour, absolutely."
-                f" {'Write' if self.is_folder else first} `from . import {top}`."
+                f"The plugin {self.path} imports its neighbour '{error.name}' as a top-level"
+                f" module. {'Write' if self.is_folder else write} `from . import {top}`."
             ) from error
 
     def copy(self, folder: Path) -> Path:
@@ -186,7 +186,7 @@ class PluginSource:
 
 
 def source_of(item: str) -> PluginSource:
-    """Return where a plugin comes from that is named as a file, folder or module."""
+    """Return the source of a plugin that is named as a file, folder or module."""
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")
@@ -238,7 +238,7 @@ def import_extra(item: str) -> ModuleType:
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     """Raise a `PluginError` for an unknown hook, or a function named like a hook but not marked.
 
-    A plugin that is not installed must mark at least one hook.
+    A plugin that is named as a file, folder or module must also mark at least one hook.
     """
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     marks = {

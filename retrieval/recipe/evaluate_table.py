@@ -15,8 +15,8 @@ class Evaluate(Section):
     metrics: list[str | dict[str, Any]] = Field(
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
     )
-    """Names of metrics. A plugin's metric is `PLUGIN.NAME`, or with parameters `{ name =
-    "core.recall_at", k = 5 }`.
+    """Names of metrics. A plugin's metric has the name `PLUGIN.NAME`. A table sets parameters:
+    `{ name = "core.recall_at", k = 5 }`.
     """
     clusters: bool = False
     """Adds NMI and F1 of k-means clusters, where k is the number of classes."""
@@ -30,9 +30,9 @@ class Evaluate(Section):
     protocols of Market-1501 and VeRi-776).
     """
     levels: list[str] = Field([])
-    """Columns of metadata with coarser classes than the label, finest first, such as `genus`,
-    `family`. `ndcg_at_K` then grades an item by the finest level that it shares with the query.
-    The label is the finest level.
+    """Columns of metadata with coarser classes than the label, from fine to coarse, such as
+    `genus`, `family`. `ndcg_at_K` then grades an item by the finest class that it shares with the
+    query: the label, or else the first such column.
     """
     tags: str | None = None
     """A column of metadata with several labels per item, separated by `;`. Items match if they
@@ -44,14 +44,14 @@ class Evaluate(Section):
     gallery_items: Count | None = None
     """Number of random test items of each class that form the gallery; the others are queries.
     Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID. By default the
-    data's own roles decide.
+    roles in the data (query or gallery) decide.
     """
     repetitions: Count = 10
     """Number of random galleries that `gallery_items` draws."""
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field([])
-    """False acceptance rates. Each adds DIR@FAR: the share of known queries that are
-    identified, at a threshold that accepts this share of unknown queries. A query is unknown if
-    its class is not in the gallery.
+    """False acceptance rates. Each rate f adds DIR@FAR: the share of known queries that are
+    identified, at a threshold that accepts at most the share f of the unknown queries. A query is
+    unknown if its class is not in the gallery.
     """
     batch: Count = 256
     """Number of images encoded at a time."""

@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 TWELVE = Sampler(classes=4, items=3)
 NOTHING = Augmentation()
-CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
+CROP_AND_MIRROR = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +86,21 @@ def test_epochs_and_seeds_differ_and_repeat(digits):
 
 
 TRANSFORMS = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
-CHANGED = {
+AUGMENTATIONS = {
     "nothing": NOTHING,
     "mirror": Augmentation(horizontal_flip=0.5),
-    "crop": CHANGES,
+    "crop": CROP_AND_MIRROR,
     "transforms": Augmentation(transforms=TRANSFORMS),
     "crop and transforms": Augmentation(crop_scale=(0.5, 1.0), transforms=TRANSFORMS),
     "mixup": Augmentation(mix="mixup", horizontal_flip=0.5),
 }
 
 
-@pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
-def test_an_epoch_resumes_at_any_batch_and_shares_make_up_the_batch(digits, photos, changes):
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+def test_an_epoch_resumes_at_any_batch_and_processes_share_each_batch(digits, photos, augmentation):
     def epoch(dataset, preprocessing, **options) -> list[list[Tensor]]:
         sampler = Sampler(classes=4, items=3, batches=25 if dataset is digits else 3)
-        loader = batches(dataset, preprocessing, sampler, changes)
+        loader = batches(dataset, preprocessing, sampler, augmentation)
         rows = []
         for x, y in loader.epoch(3, **options):
             mixed = isinstance(y, MixedLabels)
@@ -124,8 +124,8 @@ def test_an_epoch_resumes_at_any_batch_and_shares_make_up_the_batch(digits, phot
 
 
 def test_worker_processes_give_the_same_batches(photos):
-    alone = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES)
-    helped = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES, workers=2)
+    alone = batches(photos, Preprocessing((12, 10)), augmentation=CROP_AND_MIRROR)
+    helped = batches(photos, Preprocessing((12, 10)), augmentation=CROP_AND_MIRROR, workers=2)
     try:
         torch.manual_seed(7)
         state = torch.get_rng_state()
@@ -146,8 +146,8 @@ def test_nothing_touches_the_global_generators(digits, photos):
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     of_library = common_functions.NUMPY_RANDOM
     few = Sampler(classes=4, items=3, batches=3)
-    list(batches(digits, sampler=few, augmentation=CHANGES).epoch(0))
-    list(batches(photos, Preprocessing((12, 10)), augmentation=CHANGES).epoch(0))
+    list(batches(digits, sampler=few, augmentation=CROP_AND_MIRROR).epoch(0))
+    list(batches(photos, Preprocessing((12, 10)), augmentation=CROP_AND_MIRROR).epoch(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()
     assert before[2] == random.getstate()
@@ -156,10 +156,10 @@ def test_nothing_touches_the_global_generators(digits, photos):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 def test_the_draw_is_pytorch_metric_learnings(monkeypatch, dtype):
-    random = np.random.default_rng(5)
+    generator = np.random.default_rng(5)
     for p, m, number, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
         labels = np.repeat(np.array([7, 2, 90, 5, 41, 3], dtype), [1, 30, 4, 12, 3, 5])
-        labels = random.permutation(labels)
+        labels = generator.permutation(labels)
         count = number or len(labels) // (p * m)
         sequence = np.random.SeedSequence([seed % 2**64, epoch])
         own = np.random.RandomState(np.random.MT19937(sequence))
@@ -170,7 +170,7 @@ def test_the_draw_is_pytorch_metric_learnings(monkeypatch, dtype):
         np.testing.assert_array_equal(drawn, np.reshape(theirs, (count, p * m)))
 
 
-def test_slices_are_what_preprocessing_gives(digits):
+def test_raw_inputs_are_what_preprocessing_gives(digits):
     indices = np.array([5, 3, 3, 1000])
     for pre in (
         GREY8,
@@ -180,7 +180,7 @@ def test_slices_are_what_preprocessing_gives(digits):
     ):
         expected = np.stack([pre(digits[i]) for i in indices])
         raw = RawInputs(digits, pre)
-        for _ in range(2):  # made, then kept
+        for _ in range(2):  # the second time from memory
             np.testing.assert_array_equal(raw.batch(indices), expected)
         assert raw.ready(indices)
         np.testing.assert_array_equal(RawInputs(digits, pre, budget=0).batch(indices), expected)

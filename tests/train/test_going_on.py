@@ -88,7 +88,7 @@ def test_a_run_continues_with_its_own_copy_of_a_changed_or_missing_plugin(mine):
     ran("evaluate", mine / "run")
 
 
-# 2 in the trial batch before training, then NaN
+# The factor is 2 in the trial batch that precedes training, and NaN in all later batches.
 LATE = """
 class Late:
     uses = 0

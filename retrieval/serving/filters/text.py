@@ -152,7 +152,8 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     if {"NOT", "NAME"} <= tokens:
         expected = _CONDITION
     else:
-        if "DOT" in tokens and "OP" in tokens:  # a field has ended; a dot would extend it
+        if "DOT" in tokens and "OP" in tokens:
+            # A field has just ended. Lark may list `)` too, which fits only in `exists(field)`.
             tokens = {"OP", "IN"}
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

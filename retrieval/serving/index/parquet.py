@@ -19,10 +19,10 @@ from retrieval.serving.index.locations import Source, shown, stamp_of
 from retrieval.serving.store.items import check_id
 
 ITEM_CHARACTERS = 1_000_000
-"""Most characters of all text of one item; an index stores no longer text."""
+"""Most characters in all of an item's text; an index refuses items with more."""
 MAX_WIDTH = 1_000_000
 """Most numbers per vector."""
-_GROUP_BYTES = 1 << 30  # most bytes of a column in one row group, which pyarrow may read at once
+_GROUP_BYTES = 1 << 30  # most bytes of a column in one row group; pyarrow may read all at once
 _GROUP_VALUES = 1 << 28  # most values of a column in one row group
 _ROWS = 1_000_000  # rows that any file may have; a larger file may have more
 _ROWS_PER_BYTE = 4
@@ -61,7 +61,7 @@ def sentences(path: Path) -> Iterator[None]:
 
 
 def holds_vectors(path: Path) -> bool:
-    """Return whether a Parquet table has a column of vectors and none of paths."""
+    """Return whether a Parquet table has a column of vectors and no column `path`."""
     arrow = pyarrow()
     with sentences(path):
         names = arrow.parquet.read_schema(path).names
@@ -221,7 +221,7 @@ class Table:
     def sources(self, first: int = 0) -> Iterator[tuple[list[Source], NDArray[np.float32]]]:
         """Yield all rows in blocks: their items, and their features (n, F).
 
-        F is 0 in a table of images. In a table of features, `first` is the first `Source.row`.
+        F is 0 in a table of images. In a table of features, `Source.row` counts from `first`.
 
         Raises:
             DataError: some rows cannot be used. The message lists the first ten.
@@ -265,7 +265,7 @@ class Table:
         return values
 
     def _source(self, number: int, cells: dict[str, Any], first: int) -> Source | str:
-        """Return a row as an item, or what is wrong with the row, to end "row 3: …"."""
+        """Return a row as an item, or its problem: the words that follow "row 3: "."""
         path = cells.get(self._content)
         stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
         key = cells[self._key] if self._key else path or f"{stem}/{number}"
@@ -288,7 +288,7 @@ class Table:
 
 
 def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be stored, to end "row 3: …", or `None` if it can be stored."""
+    """Return why an item cannot be stored (the words that follow "row 3: "), or `None`."""
     if fault := check_id(key):
         return fault
     try:
