@@ -92,9 +92,10 @@ def frozen_features(
     except OSError as error:
         full = error.errno == errno.ENOSPC
         reason = "the disk is full" if full else error.strerror or str(error)
+        folder, variable = (place, "RETRIEVAL_CACHE") if place else ("a temporary folder", "TMPDIR")
         raise DataError(
-            f"Features cannot be kept in {place or tempfile.gettempdir()}: {reason}. Make room, or"
-            " set RETRIEVAL_CACHE to another folder."
+            f"Features cannot be kept in {folder}: {reason}. Make room, or set {variable} to"
+            " another folder."
         ) from error
 
 

@@ -107,7 +107,7 @@ def is_missing(value: Any) -> bool:
         return True
     try:
         return bool(value != value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # arrays have no truth value
         return False
 
 

@@ -185,6 +185,8 @@ def test_a_hugging_face_dataset(files):
         ((5, LABELS), "images cannot be read: 'int' object is not iterable"),
         (([1.5, 2.5], LABELS[:2]), "item 0 is an object of type float, not an image"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
+        (([*PIXELS], [np.array([0, 1])] * 6), r"a label must be text or an integer, not \[0 1\]"),
+        (Torch(lambda index: (PIXELS[index], torch.ones(2))), "an integer, not tensor"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
         (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
         (Torch(lambda index: ([5], 1)), "item 0 is an object of type list, not an image"),
