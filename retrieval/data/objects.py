@@ -372,11 +372,11 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     columns: dict[str, Any] = {"labels": [], "keys": [], "splits": [], "roles": [], "metadata": []}
     for side, part in parts.items():
         split, role = SIDES.get(str(side).lower(), (str(side), ""))
-        columns["labels"] += part.labels
+        columns["labels"].extend(part.labels)  # += would add an array's values
         columns["keys"] += [f"{side}/{key}" for key in part.keys]
         columns["splits"] += [split] * len(part)
         columns["roles"] += [role] * len(part)
-        columns["metadata"] += part.metadata or ()
+        columns["metadata"].extend(() if part.metadata is None else part.metadata)
     if not any(columns["roles"]):
         columns["roles"] = None
     if any(part.metadata is None for part in parts.values()):

@@ -154,7 +154,7 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
 
 
 def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
-    """Return a column as text, and add to `faults` which entries are no text or whole numbers."""
+    """Return a column as text; add to `faults` if entries are neither text nor whole numbers."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from retrieval.data.datasets import ArrayDataset
 from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -76,6 +77,9 @@ def test_the_values_of_a_dictionary_are_joined_as_sides():
     roles = as_dataset(parts)
     assert roles.splits == ["train"] * 6 + ["test"] * 12
     assert roles.roles == [""] * 6 + ["query"] * 6 + ["gallery"] * 6
+    own = ArrayDataset(PIXELS, TEXTS)
+    own.labels = np.array(TEXTS)  # as in a dataset of the user's
+    assert as_dataset({"train": own, "test": own}).labels == TEXTS * 2
     arrays = as_dataset({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)})
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 
