@@ -36,7 +36,7 @@ _READ_LOCK = threading.RLock()
 The lock is reentrant: a joined dataset holds it while one of its parts reads the item.
 """
 _MAX_FLOAT_BYTES = 1 << 28
-"""Up to this size, images of floats become one array; larger images are converted one by one."""
+"""Largest array of images, in bytes, that is converted at once; a larger one, image by image."""
 _READINGS = 3
 """How often item 0 is read again. A random flip goes unnoticed with probability 1/8."""
 

@@ -83,8 +83,8 @@ class Splits:
 def make_splits(dataset: Dataset, split: Split) -> Splits:
     """Divide a dataset according to a recipe's `[split]`.
 
-    - `given` uses the dataset's own "train", "validation" and "test". In a
-      dataset with roles, items may have no side: those with a role are tested, the others train.
+    - `given` uses the dataset's own "train", "validation" and "test". In a dataset with roles,
+      items may have no side: those with a role are on the test side, the others train.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
       a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
       via Lifted Structured Feature Embedding", CVPR 2016, §6). The dataset's own split is ignored.
