@@ -184,7 +184,7 @@ class Mix:
     def drawn(
         cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
     ) -> Mix | None:
-        """Draw the mix of a batch of `size` images (H, W); return None if the table mixes none.
+        """Draw the mix of a batch of `size` images; return None if the table asks for none.
 
         `key` holds seed, epoch and batch number, `shape` is (H, W).
         """

@@ -92,15 +92,16 @@ def frozen_features(
     except OSError as error:
         full = error.errno == errno.ENOSPC
         reason = "the disk is full" if full else error.strerror or str(error)
+        where, variable = (place, "RETRIEVAL_CACHE") if place else ("a temporary folder", "TMPDIR")
         raise DataError(
-            f"Features cannot be kept in {place or tempfile.gettempdir()}: {reason}. Make room, or"
-            " set RETRIEVAL_CACHE to another folder."
+            f"Features cannot be kept in {where}: {reason}. Make room, or set {variable} to"
+            " another folder."
         ) from error
 
 
 @contextmanager
 def _entry(place: Path | None) -> Iterator[Path]:
-    """Context manager that locks an entry's folder, or makes a temporary folder without `place`."""
+    """Context manager: an entry's locked folder, or a temporary folder if `place` is None."""
     if place is None:
         log.warning("The dataset has no arrays or files, so features are kept for this run only.")
         with tempfile.TemporaryDirectory(

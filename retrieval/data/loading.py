@@ -228,7 +228,7 @@ class _Work(torch_data.Dataset[Any]):
 class Workers:
     """Worker processes that make batches, started in the first epoch and kept until `close`.
 
-    The processes are spawned, because a forked one hangs once FAISS or OpenMP has run before.
+    The processes are spawned, because a forked one hangs if FAISS or OpenMP ran in the parent.
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:

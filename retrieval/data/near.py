@@ -22,7 +22,7 @@ SIDE, COLOURS = 16, 4
 """Height and width of a picture's brightness channel, and of each of its two colour channels."""
 WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
 _EVEN = 2.0
-"""An image has even brightness below this standard deviation, of 255 levels."""
+"""Brightness, from 0 to 255, with a smaller standard deviation than this counts as even."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _READ_LOCK = threading.RLock()
 The lock is reentrant: a joined dataset holds it while one of its parts reads the item.
 """
 _MAX_FLOAT_BYTES = 1 << 28
-"""Up to this size, images of floats become one array; larger images are converted one by one."""
+"""Largest array of images, in bytes, that is converted at once; a larger one, image by image."""
 _READINGS = 3
 """How often item 0 is read again. A random flip goes unnoticed with probability 1/8."""
 
@@ -372,11 +372,11 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     columns: dict[str, Any] = {"labels": [], "keys": [], "splits": [], "roles": [], "metadata": []}
     for side, part in parts.items():
         split, role = SIDES.get(str(side).lower(), (str(side), ""))
-        columns["labels"] += part.labels
+        columns["labels"].extend(part.labels)  # += would add an array's values
         columns["keys"] += [f"{side}/{key}" for key in part.keys]
         columns["splits"] += [split] * len(part)
         columns["roles"] += [role] * len(part)
-        columns["metadata"] += part.metadata or ()
+        columns["metadata"].extend(() if part.metadata is None else part.metadata)
     if not any(columns["roles"]):
         columns["roles"] = None
     if any(part.metadata is None for part in parts.values()):

@@ -83,8 +83,8 @@ class Splits:
 def make_splits(dataset: Dataset, split: Split) -> Splits:
     """Divide a dataset according to a recipe's `[split]`.
 
-    - `given` uses the dataset's own "train", "validation" and "test". An item without one of these
-      is on the test side if it has a role, else on the training side.
+    - `given` uses the dataset's own "train", "validation" and "test". In a dataset with roles,
+      items may have no side: those with a role are on the test side, the others train.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
       a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
       via Lifted Structured Feature Embedding", CVPR 2016, §6). The dataset's own split is ignored.
@@ -97,7 +97,7 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 
     Raises:
         DataError: sides or classes do not exist, a side is empty, or no class has two items. The
-            message lists every problem.
+            message lists every problem of the columns, or else of the split.
     """
     labels, classes = _classes(dataset)
     notes: list[str] = []

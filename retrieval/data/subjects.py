@@ -46,9 +46,9 @@ class Subjects:
 def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
     """Return the items of files, folders and tables, collected as for an index.
 
-    An item of a table has the side in the columns `split` and `role`. An item of a folder has the
-    side that its subfolder names, if all subfolders with images have names such as `train`,
-    `validation`, `test`, `query` or `gallery`; its label is then the name of the folder below.
+    The columns `split` and `role` name the side of a table's item. The subfolder names the side of
+    a folder's item, if all subfolders with images have names such as `train`, `validation`, `test`,
+    `query` or `gallery`; the item's label is then the name of the next folder below.
 
     Args:
         sources: the result of `collect` for each named file, folder or table.

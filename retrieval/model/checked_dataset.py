@@ -139,10 +139,9 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
             faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
         else:
             lengths[field] = len(column)
-            # Lists, because pandas columns and tensors are indexed differently.
             if field == "arrays":
                 columns[field] = column
-            else:
+            else:  # a list, because pandas columns and tensors are indexed differently
                 is_array = isinstance(column, np.ndarray | Tensor)
                 columns[field] = column.tolist() if is_array else list(column)
     if "labels" in lengths and len(dataset) != lengths["labels"]:
@@ -154,7 +153,7 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
 
 
 def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
-    """Return a column as text, and add to `faults` which entries are no text or whole numbers."""
+    """Return a column as text; add to `faults` if entries are neither text nor whole numbers."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:

@@ -364,8 +364,8 @@ class Metric(Protocol):
     """A retrieval metric with one value per query, so that any number of queries fits in memory.
 
     A metric for graded relevance has an additional method `graded(gains, ideal)`, which the host
-    calls if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the items at
-    each rank, `ideal` (Q, k) the gallery's largest grades, largest first.
+    calls instead if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the
+    items at each rank, `ideal` (Q, k) the gallery's largest grades, largest first.
 
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has

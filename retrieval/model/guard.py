@@ -19,7 +19,7 @@ from retrieval.model.contracts import Combiner, TripletIndices
 
 
 def shown(value: Any) -> str:
-    """Describe a value for an error message: an array by shape and type, an object by type."""
+    """Describe a value for an error message: an array by shape and type, most others by type."""
     if isinstance(value, Tensor):
         return (
             f"a tensor of shape {tuple(value.shape)} and type"

@@ -54,7 +54,7 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     """Return values (N,) as an array without converting them; see `read_labels` for the arguments.
 
     Raises:
-        LabelsError: values are missing (None, NaN, NaT, NA or masked), are both text and numbers,
+        LabelsError: values are missing (None, NaN, NaT, NA or masked), mix text with other types,
             or are not one-dimensional.
     """
     array = _unchanged(values)
@@ -107,7 +107,7 @@ def is_missing(value: Any) -> bool:
         return True
     try:
         return bool(value != value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # arrays have no truth value
         return False
 
 

@@ -53,8 +53,8 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return the similarity (P,) of each pair (P, 2, F); larger is more alike.
 
-        The score is the negative of `pair_distance`, unless the learner learns a similarity. The
-        errors are the same.
+        The score is the negative of `pair_distance`, unless the learner learns a similarity. Errors
+        are as in `pair_distance`.
         """
         return -self.pair_distance(pairs)
 

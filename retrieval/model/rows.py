@@ -195,7 +195,7 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets whose anchors are `count` rows from `start`, now anchor 0."""
+    """Return the pairs or triplets of the `count` anchors from `start`, now counted from 0."""
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     picked: list[Tensor] = []
     for anchors, *partners in groups:

@@ -96,7 +96,8 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
     reserved = {"optimizer", "last_epoch"}
     if section.name == "ReduceLROnPlateau":
         reserved.add("mode")
-    make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
+    with optimizing():
+        make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
     problems = _option_problems(make, section.options, reserved, where)
     if section.warmup:
         problems.append(

@@ -131,7 +131,8 @@ def read_table(
         return table, []
     from_caller = [_beside(Path(), item) for item in plugins]
     places = {item: _beside(path, item) for item in named if isinstance(item, str)}
-    table["plugins"] = [*(places.get(item, item) for item in named), *from_caller]
+    located = [places[item] if isinstance(item, str) else item for item in named]
+    table["plugins"] = located + from_caller
     brought = [place for item, place in places.items() if item in own and place not in from_caller]
     return table, brought
 
@@ -252,7 +253,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
 
 def _valid(table: Mapping[Any, Any], wrong: Iterable[Place]) -> dict[Any, Any]:
-    """Return a copy of a table without its wrong entries, and without lists of a wrong value."""
+    """Return a copy of a table without its wrong entries; a list of values counts as one entry."""
     kept: dict[Any, Any] = {}
     for key, value in table.items():
         inside = {place[1:] for place in wrong if str(place[0]) == str(key)}
@@ -305,9 +306,9 @@ def apply_overrides(
 ) -> None:
     """Apply `key.path=value` texts to a recipe's table, in place.
 
-    `key.path=none` removes a key that the recipe sets, so that its default applies. Of the tables
-    in `components`, a new name such as `loss.name=…` first removes the old component's parameters,
-    and `loss=none` removes the table. Removing the loss also removes miner and generator.
+    `key.path=none` removes a key that the recipe sets, so that its default applies. `components`
+    are the tables of parts: a new name, such as `loss.name=…`, first removes the parameters of the
+    old part, and `loss=none` removes the table. Without a loss, miner and generator go too.
 
     Raises:
         RecipeError: the message lists the texts that cannot be applied.

@@ -1,4 +1,5 @@
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_a_changed_file_is_another_content(tmp_path):
         compute(Net(), data)
 
 
-def test_unknown_content_is_not_kept(cache, caplog):
+def test_unknown_content_is_not_kept(cache, caplog, monkeypatch):
     class Unknown(Dataset):
         labels = keys = ("a", "b")
 
@@ -184,6 +185,9 @@ def test_unknown_content_is_not_kept(cache, caplog):
         assert net.items == 2
     assert "for this run only" in caplog.text
     assert not cache.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(cache))
+    with pytest.raises(DataError, match="set TMPDIR to another folder"):
+        compute(Net(), Unknown())
 
 
 def test_features_must_be_finite_rows(data):

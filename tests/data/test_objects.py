@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from retrieval.data.datasets import ArrayDataset
 from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -76,6 +77,9 @@ def test_the_values_of_a_dictionary_are_joined_as_sides():
     roles = as_dataset(parts)
     assert roles.splits == ["train"] * 6 + ["test"] * 12
     assert roles.roles == [""] * 6 + ["query"] * 6 + ["gallery"] * 6
+    own = ArrayDataset(PIXELS, TEXTS)
+    own.labels = np.array(TEXTS)  # as in a dataset of the user's
+    assert as_dataset({"train": own, "test": own}).labels == TEXTS * 2
     arrays = as_dataset({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)})
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 
@@ -185,6 +189,8 @@ def test_a_hugging_face_dataset(files):
         ((5, LABELS), "images cannot be read: 'int' object is not iterable"),
         (([1.5, 2.5], LABELS[:2]), "item 0 is an object of type float, not an image"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
+        (([*PIXELS], [np.array([0, 1])] * 6), r"a label must be text or an integer, not \[0 1\]"),
+        (Torch(lambda index: (PIXELS[index], torch.ones(2))), "an integer, not tensor"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
         (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
         (Torch(lambda index: ([5], 1)), "item 0 is an object of type list, not an image"),

@@ -223,6 +223,9 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(tmp_path, table, mon
     with pytest.raises(RecipeError) as caught:
         read_recipe(recipe, ["seed=a"])
     assert len(caught.value.problems) == 2
+    for entry in (["a.py"], {"a": 1}):
+        with pytest.raises(RecipeError, match=r"\[plugins\] 0: should be text"):
+            read_recipe({**table, "plugins": [entry]})
 
 
 def test_a_recipe_keeps_its_plugins_which_comparisons_ignore(table):

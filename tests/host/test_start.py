@@ -25,12 +25,14 @@ from retrieval.cli.app import main
 whole = []
 gc.callbacks.append(lambda phase, about: whole.append(phase) if about["generation"] == 2 else None)
 
-for command in (["check", "recipe.toml"], ["train", "recipe.toml", "--output", "run"]):
+wrong = ["check", "recipe.toml", "--set", "optimizer.name=SGDD", "--set", "schedule.name=StepLR"]
+wrong += ["--set", "schedule.options.step_size=2"]
+for command in (wrong, ["check", "recipe.toml"], ["train", "recipe.toml", "--output", "run"]):
     sys.argv = ["retrieval", *command]
     try:
         main()
     except SystemExit as end:
-        assert not end.code
+        assert (end.code or 0) == (2 if command is wrong else 0)
     if command[0] == "check":
         assert not whole, "garbage collection ran over all imported objects"
         assert gc.isenabled()
@@ -38,7 +40,8 @@ print(json.dumps([name for name in %s if name in sys.modules]))
 """
 
 
-def test_check_and_train_load_no_unused_library(tmp_path, process):
+def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
+    """Of a mistake, of `check`, and of a training with its checkpoint."""
     for number in range(27):
         picture(tmp_path / "photos" / "abc"[number % 3] / f"{number}.png", number)
     (tmp_path / "recipe.toml").write_text(RECIPE)
