@@ -133,6 +133,8 @@ def train(
             checked = read_recipe(recipe, overrides, extra)
             folder = output or Path("runs") / checked.name
         # slow to import; a wrong path has already been reported
+        from accelerate import PartialState
+
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
@@ -148,7 +150,8 @@ def train(
     except Interrupted as error:
         go_on = this_command("--resume", without=ONCE)
         raise Interrupted(f"{error} Go on with: {go_on}") from None
-    say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
+    if PartialState().is_main_process:
+        say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
 
 
 def _modified(file: Path) -> int | None:

@@ -134,7 +134,7 @@ def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> No
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
     """Called after each epoch's validation, with the epoch's number and metrics.
 
-    The hook counts epochs from 0, messages to the user count from 1.
+    Hooks count epochs from 0; messages to the user count them from 1.
     """
 
 

@@ -1,7 +1,7 @@
 """Checks before training: open some files, and try a batch in each phase.
 
-`retrieval check` runs only these checks; `retrieval train` begins with them. They use copies of the
-model and restore the random generators, so they do not affect the training.
+`retrieval check` runs only these checks. A new run that one process trains begins with them. They
+use copies of the model and restore the random generators, so they do not affect the training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def run_one_batch(recipe: Recipe) -> list[str]:
         The findings, one line each.
 
     Raises:
-        RetrievalError: something does not work; training would raise the same error.
+        RetrievalError: something does not work. Training would raise the same error, and comparing
+            the same error about `[search]`.
     """
     if recipe.search and (wrong := space.faults(recipe)):
         raise RecipeError(wrong)

@@ -189,8 +189,8 @@ class Devices:
         """Replace each parameter's gradient with its mean over all processes.
 
         A process without a gradient counts as zero if another process has one. `divided` holds the
-        ids of parameters of which each process has other rows; their gradients are only divided by
-        the number of processes.
+        ids of parameters of which each process has different rows; their gradients are only divided
+        by the number of processes.
         """
         gradients = [p.grad for p in parameters if id(p) in divided and p.grad is not None]
         shared = [p for p in parameters if id(p) not in divided]
@@ -213,7 +213,7 @@ class Devices:
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
         """Scale the gradients so that their norm is at most `limit`.
 
-        `divided` holds the ids of parameters of which each process has other rows. The norm
+        `divided` holds the ids of parameters of which each process has different rows. The norm
         includes the rows of all processes.
         """
         squares = parameters[0].new_zeros(2)
@@ -227,7 +227,7 @@ class Devices:
 
 
 PLAIN = 2**20
-"""Most entries of a matrix (a process's rows × the batch) that is computed at once.
+"""Largest number of entries of a matrix (a process's rows × the batch) that is computed at once.
 
 A loss keeps about ten such matrices in memory, 40 MB. Larger matrices are computed in blocks of
 rows. A block is computed twice, which takes more than 1.5 times the processor time.
@@ -302,6 +302,6 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return the entries per row of the loss's matrices: items or, if there are more, triplets."""
+    """Return the number of entries per row of the loss's matrices: items, or triplets if more."""
     triplets = 0 if indices is None else len(indices[0]) // len(every)
     return max(len(every), triplets)

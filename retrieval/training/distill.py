@@ -56,8 +56,8 @@ class Distillation:
         trained: number of photos that the student was trained on.
         held_out: number of held-out photos, on which the following values were measured.
         cosine: mean cosine between the student's embeddings and the teacher's reduced embeddings.
-        neighbours: mean share of the teacher's ten nearest photos of a photo that are also among
-            the student's ten nearest.
+        neighbours: mean share of a photo's ten nearest photos by the teacher's embeddings that are
+            also among its ten nearest by the student's.
         images_per_second: photos per second that the student and the teacher embed.
     """
 

@@ -170,8 +170,9 @@ class Groups:
         selectors: list[tuple[str, str]] = []
         for where in ("optimizer", "generator_optimizer"):
             section = getattr(self.recipe, where)
-            for key in ("lr_factor", "weight_decay") if section else ():
-                selectors += [(f"[{where}] {key}", s) for s in getattr(section, key)]
+            if section is not None:
+                for key in ("lr_factor", "weight_decay"):
+                    selectors += [(f"[{where}] {key}", s) for s in getattr(section, key)]
         for phase in self.recipe.phase:
             selectors += [(f"[[phase]] {phase.name}: freeze", s) for s in phase.freeze]
         entries = self.entries.values()

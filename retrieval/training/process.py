@@ -148,7 +148,7 @@ def going_on(
 
 @contextlib.contextmanager
 def signals(handle: Callable[..., None]) -> Iterator[None]:
-    """Context manager in which SIGINT and SIGTERM call `handle`; no effect in other threads."""
+    """Context manager in which SIGINT and SIGTERM call `handle`, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

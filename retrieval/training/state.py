@@ -117,7 +117,7 @@ def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any,
 
 
 def _gathered(rows: Tensor, shard: Shard, accelerator: Any) -> Any:
-    """Return all processes' rows, on the CPU; other processes than the main one send theirs."""
+    """Return all processes' rows, on the CPU, in the main process; the others only send theirs."""
     if not accelerator.is_main_process:
         distributed.send(rows.contiguous(), 0)
         return rows

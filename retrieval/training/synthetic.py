@@ -79,12 +79,12 @@ def extend(
 def mine(
     miner: Callable[..., TripletIndices], codes: Tensor, labels: Tensor, extended: Extended
 ) -> TripletIndices:
-    """Return the picks of a miner with a reference set among real and synthetic samples.
+    """Return a miner's picks among real and synthetic samples; the miner takes a reference set.
 
     A synthetic sample has the label of the sample that it replaces, but is not a true member of
     that class: a synthetic negative must not serve as a positive, nor a synthetic positive as a
-    negative. The miner is therefore called once per class, with the samples that its anchors may be
-    compared with. No item is its own positive.
+    negative. The miner is therefore called once per class, with the samples with which the anchors
+    of that class may be compared. No item is its own positive.
     """
     codes, reference = codes.detach(), extended.codes.detach()
     real = torch.arange(len(reference), device=codes.device) < len(codes)

@@ -107,9 +107,11 @@ class Run(OpenedRun, Encoder):
             yield self.export(Path(folder) / "bundle", progress=False).path
 
     def _repr_html_(self) -> str:
-        history, names = self.history, dict[str, None]()
-        for epoch in history:
-            names |= {k: None for k, v in epoch.items() if isinstance(v, float | int | str)}
+        history = self.history
+        shown = [
+            k for epoch in history for k, v in epoch.items() if isinstance(v, float | int | str)
+        ]
+        names = list(dict.fromkeys(shown))
         rows = ["".join(f"<th>{escape(name)}</th>" for name in names)]
         rows += ["".join(f"<td>{_short(epoch.get(k))}</td>" for k in names) for epoch in history]
         table = "".join(f"<tr>{row}</tr>" for row in rows)

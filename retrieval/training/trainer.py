@@ -418,7 +418,7 @@ class Trainer:
             if progress.best is not None:
                 splits = self.run.splits
                 classes = len(np.unique(splits.labels[splits.validation]))
-                for line in self.monitor.verdict(progress, self._compares_frozen(), classes):
+                for line in self.monitor.verdict(progress, self._suggests_frozen(), classes):
                     self.report(line)
             write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
@@ -431,8 +431,8 @@ class Trainer:
         )
         return self.progress.best_metrics
 
-    def _compares_frozen(self) -> bool:
-        """Return whether to suggest a comparison with the frozen, pretrained backbone."""
+    def _suggests_frozen(self) -> bool:
+        """Return whether to suggest measuring the frozen backbone with a trained head."""
         recipe = self.recipe
         return (
             not recipe.backbone.frozen

@@ -11,7 +11,7 @@ from PIL import Image
 from .conftest import SMALL
 
 
-def test_results_describe_themselves(trained, bundle, index, photos):
+def test_results_describe_themselves(trained, bundle, index, photos, monkeypatch):
     texts = [repr(trained), repr(bundle), repr(index)]
     assert index.summary is not None and index.summary.count == len(index) == 60
     parts = "core.digits, core.convnet, pml.triplet_margin"
@@ -26,6 +26,8 @@ def test_results_describe_themselves(trained, bundle, index, photos):
     hits = index.search(next(photos.glob("0/*.png")), k=2)
     assert repr(hits).splitlines()[0].split() == ["distance", "label", "id"]
     assert len(repr(hits).splitlines()) == 3 and hits._repr_html_().count("<tr>") == 3
+    monkeypatch.setattr(retrieval.Run, "history", [{"phase": "<b>", "lr": {"head": 0.1}}])
+    assert "<tr><th>phase</th></tr><tr><td>&lt;b&gt;</td></tr>" in trained._repr_html_()
 
 
 @pytest.mark.parametrize("kind", [str, Path])

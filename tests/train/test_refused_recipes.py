@@ -15,6 +15,7 @@ PARTIAL_FC = {"loss": {"name": "core.partial_fc"}}
 SIMILAR = {"name": "pml.multi_similarity"}
 STEPS = 'a share from 0 to below 1, "500 steps" or "2 epochs"'
 CASES: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": {"lr_factor": {"hed": 2}}}, "'hed' selects no parameters.*Did you mean 'head'"),
     ({"optimizer": {"lr_factor": {"stages:2.*": 2}}}, "'stages:2.*' selects no parameters"),
     ({"optimizer": {"weight_decay": {"head": -1}}}, r"\[optimizer\] weight_decay"),
     ({"optimizer": {"name": "Rprop", "weight_decay": {"head": 1}}}, "Rprop takes none"),
@@ -36,6 +37,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"compile": True, "sync_batch_norm": True}}, "sync_batch_norm = .*Remove one of"),
     ({"lora": {}, **FROZEN}, r"\[lora\] .*frozen"),
     ({"sampler": {"name": "core.hierarchical"}}, "level: is required"),
+    ({"sampler": {"name": "core.clas_balanced"}}, "Did you mean 'core.class_balanced'"),
     ({"sampler": {"classes": 4, "itms": 3}}, "itms.*Did you mean 'items'"),
     ({"sampler": {"classes": 1}}, "classes.*2"),
     ({**PARTIAL_FC, "miner": SIMILAR}, r"\[miner\]"),

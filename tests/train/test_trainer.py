@@ -218,15 +218,9 @@ def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
     recipe = make(**STILL, **MINED)
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [
-        "-m",
-        "retrieval.cli",
-        "train",
-        tmp_path / "recipe.toml",
-        "--output",
-        tmp_path / "two",
-    ]
-    done = process(*words, seconds=300, OMP_NUM_THREADS="1")
-    assert done.code == 0, done.err
+    words += ["-m", "retrieval.cli", "train", tmp_path / "recipe.toml"]
+    outcome = process(*words, "--output", tmp_path / "two", seconds=300, OMP_NUM_THREADS="1")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("epoch 1:") == outcome.out.count("Trained ") == 1
     assert moved(start(tmp_path, recipe), weights(tmp_path / "two"))
     assert apart(fit(tmp_path, recipe, "one"), tmp_path / "two") < 1e-4

@@ -76,8 +76,8 @@ def compare(
             are compared with one another.
         test_baselines: whether to compare recipes with the baselines too.
         search: number of settings to try for each recipe, from its `[search]`; 0 tunes nothing.
-        folds: number of folds of the training side. A setting is trained once per fold, and
-            measured on this fold.
+        folds: number of folds of the training side. Each setting is trained once per fold: on the
+            other folds, and measured on this fold.
         repeats: number of times that the training side is divided into folds.
         fold_by: "class" holds out whole classes; "item" holds out items of every class, for data
             with few classes.
@@ -168,7 +168,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Jobs:
-    """Measures the rows of the table; `do` runs the jobs.
+    """Measures the rows of the table; the argument `do` of its methods runs the jobs.
 
     The baselines use the data and the net of `base`; `titles` has their names, by kind.
     """

@@ -51,8 +51,8 @@ class Search:
     def notes(self, name: str) -> list[str]:
         """Return sentences on whether the folds agree, and on best values at the edge of a range.
 
-        If the folds disagree, the edges say nothing. An edge takes at least three tried values,
-        because of two values, both are at an edge.
+        Edges are reported only if the folds agree and at least three different values were tried.
+        Two values would both be at an edge.
         """
         lines, folds = [], agreement(self.trials)
         if folds is not None:
