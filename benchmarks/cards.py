@@ -97,7 +97,7 @@ CARDS: dict[str, list[Row]] = {
     ],
     "fashion-oahu-warm": [Row("this recipe", "fashion-oahu-warm")],
 }
-"""The rows of each card, its own recipe first. Raw pixels are measured with the own recipe."""
+"""The rows of each card, its own recipe first, with which raw pixels are measured."""
 
 
 def key(row: Row, seed: int) -> str:

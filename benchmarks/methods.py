@@ -393,8 +393,7 @@ def render(raw: Kept) -> str:
         **The budget is small**: `core.convnet` from scratch (three stages of a convolution, the
         first {WIDTH} channels wide; 32 numbers an item), {EPOCHS} epochs of {BATCHES} batches, no
         augmentation, a constant rate. The page shows methods at a small budget; papers measure them
-        with pretrained nets and long training. A claim that is not confirmed here is not confirmed
-        at this budget.
+        with pretrained nets and long training. A claim that fails here may hold at a larger budget.
 
         ± is Student's 95 % interval over the splits, each the mean over its seeds; p values are
         corrected by Holm's method within each table. Splits of ten classes overlap, so the

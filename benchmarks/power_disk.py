@@ -32,7 +32,7 @@ SECTORS = (512, 4096)
 
 
 def strace(output: Path, kill: int | None = None) -> list[str]:
-    """Return a command that records changes of files, and kills a process at a sync's number."""
+    """Return a command that records changes of files; the sync number `kill` kills its process."""
     killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
     line = f"strace -f --seccomp-bpf -qq -y -xx -s {1 << 26} -e trace={CALLS},{_COPIES}"
     line += f" -e inject={_COPIES}:error=ENOSYS -e signal=none"

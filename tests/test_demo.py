@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 
 from PIL import Image
+from retrieval.cli.demo import CONTENT
 
 
 def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown, process):
@@ -39,6 +40,7 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown
     again = run(*shlex.split(commands[2])[1:], "--set", "train.epochs=1")
     assert again.code == 0, again.err
     assert (demo / "second-run" / "summary.json").is_file()
+    assert {path.name for path in demo.iterdir() if path.name[0] != "."} == CONTENT
 
     second = run("demo")
     assert second.code == 2

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from retrieval.run.open import Run
 
 NEIGHBOURS = 10
+CONTENT = {"run", "bundle", "index", "images", "queries", "neighbours.png", "second-run"}
+"""What a demo and the commands that it suggests write to its folder."""
 
 
 def run_demo(output: Path, say: Callable[[str], None]) -> None:
@@ -129,5 +131,11 @@ def demo(output: Path, replace: bool) -> None:
     if replace and output.exists():
         if not (output / "run" / "recipe.toml").is_file():
             raise DataError(f"{output} is not a demo's folder, so it is not removed.")
+        names = {path.name for path in output.iterdir() if not path.name.startswith(".")}
+        if foreign := sorted(names - CONTENT):
+            raise DataError(
+                f"{output} holds {foreign[0]}, which no demo wrote, so the folder is not removed."
+                f" Move {foreign[0]} away, or choose another --output."
+            )
         shutil.rmtree(output)
     run_demo(output, say)

@@ -186,7 +186,7 @@ class PluginSource:
 
 
 def source_of(item: str) -> PluginSource:
-    """Return the source of a plugin that is named as a file, folder or module."""
+    """Return the name and origin of a plugin: a file, a folder or a module."""
     if is_file_plugin(item):
         path = Path(item).resolve()
         return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")

@@ -215,7 +215,7 @@ class Plugins:
         return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory and its nested parts of that kind pass, or are unknown."""
+        """Return whether a factory and its nested parts of that kind pass; unknown ones do."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (

@@ -67,8 +67,8 @@ def _recipe(name: str, kind: str) -> dict[str, Any]:
         recipe = {key: recipe[key] for key in ("name", "data", "split")}
         recipe["backbone"] = {"name": "core.pixels", "size": 8, "frozen": True}
     table = next(t for t, k in COMPONENTS.items() if KINDS[k] == kind)
-    size = recipe["sampler"] if kind == "sampler" else {}  # of a batch
-    return recipe | {table: {"name": part, **size}}
+    batch_size = recipe["sampler"] if kind == "sampler" else {}
+    return recipe | {table: {"name": part, **batch_size}}
 
 
 def _filled(template: str, name: str, kind: str) -> str:

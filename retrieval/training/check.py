@@ -161,6 +161,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
         model, objective = copy.deepcopy((run.model, run.objective))
         objective.to(accelerator.device)
         model.to(accelerator.device)
+        batches_of(run, run.recipe.sampler)  # an error names the recipe's sizes, not the trial's
         batches = batches_of(run, smaller(run.recipe))
         for phase in run.recipe.phases:
             step = Step(model, objective, run.recipe, phase, len(batches), accelerator, tried=True)

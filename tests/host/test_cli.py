@@ -149,7 +149,6 @@ ADD = "app.add_command(click.Command('{}', callback=retrieval_commands))"
     ("body", "words"),
     [
         (ADD.format("train"), "host_bad adds the command 'train', which is built in"),
-        (f"{ADD.format('more')}; " * 2, "host_bad adds the command 'more', as host_bad does"),
         ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
@@ -159,6 +158,15 @@ def test_a_broken_plugin_command_does_not_break_help(tmp_path, install, process,
     assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
+
+
+def test_two_plugins_cannot_add_the_same_command(tmp_path, install, process):
+    for name in ("acme", "zeta"):
+        code = HOOK.format(ADD.format("extra"))
+        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", code)
+    done = process("-m", "retrieval.cli", "extra", path=tmp_path)
+    assert "adds the command 'extra', as host_" in sentence(done)
+    assert "host_acme" in done.err and "host_zeta" in done.err
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def stages() -> list[list[tuple[str, str]]]:
     return groups[1:]
 
 
-def test_the_image_is_built_in_two_groupsand_runs_without_root():
+def test_the_image_is_built_in_two_stages_and_runs_without_root():
     build, final = stages()
     assert build[0][1].endswith(" AS build")
     final_stage = dict(final)

@@ -61,19 +61,22 @@ def test_each_folder_is_a_package_with_its_own_modules(tmp_path):
         assert module.json.dumps(value) == str(value) and module.lazily() == 2 * value
     assert sys.path == path
     new = {name.partition(".")[0] for name in set(sys.modules) - before}
-    assert new <= {"retrieval_file_plugin_my_plugin"}
+    assert new <= {"retrieval", "retrieval_file_plugin_my_plugin"}  # it imports retrieval.plugin
 
 
 def test_cached_bytecode_never_runs(tmp_path):
     item = write(tmp_path / "my_plugin", 4)
-    evil = tmp_path / "evil.py"
+    evil, alone = tmp_path / "evil.py", tmp_path / "alone.py"
     evil.write_text("value = 666")
-    for module in ("__init__.py", "helpers.py", "kit/inner.py"):
-        compiled = importlib.util.cache_from_source(str(tmp_path / "my_plugin" / module))
+    alone.write_text("value = 5")
+    modules = ("my_plugin/__init__.py", "my_plugin/helpers.py", "my_plugin/kit/inner.py")
+    for module in (*modules, "alone.py"):
+        compiled = importlib.util.cache_from_source(str(tmp_path / module))
         unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
         py_compile.compile(str(evil), compiled, invalidation_mode=unchecked)
     module = FilePlugin.from_name(item).load()
     assert module.helpers.value == module.taken == 4
+    assert FilePlugin.from_name(str(alone)).load().value == 5
 
 
 def test_a_folder_plugin_includes_its_files_and_a_file_plugin_only_itself(tmp_path):

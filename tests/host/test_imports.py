@@ -124,7 +124,7 @@ def test_an_upward_import_is_detected(tmp_path):
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
-def test_no_namesimport_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_circle():
     assert not circle(PACKAGE)
     for plugin in plugins():
         assert not circle(PLUGINS / plugin)

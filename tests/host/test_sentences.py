@@ -59,6 +59,7 @@ def recipe(tmp_path, monkeypatch):
         (["schedule.name=StepLR", "schedule.step_size=3"], "write options.step_size."),
         (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file"),
         (["sampler.classes=50"], "takes 50 classes, but only 5 train. Set classes = 5 or fewer."),
+        (["sampler.classes=50", "sampler.items=20"], "a batch takes 50 classes, but only 5 train."),
         (["data.name=core.image_folder", "data.folder=gone"], "[data] folder: gone is not a fold"),
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
@@ -112,12 +113,23 @@ def test_an_output_that_is_a_file_is_refused(recipe, cli, tmp_path):
         refuse_bundle(file, replace=False)
 
 
-def test_demo_removes_no_other_folder(cli, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "photo.png").touch()
-    done = cli("demo", "--output", tmp_path / "mine", "--replace")
-    assert done.code == 2 and "mine is not a demo's folder, so it is not removed." in done.err
-    assert (tmp_path / "mine" / "photo.png").exists()
+def test_demo_removes_only_a_demo(cli, tmp_path, monkeypatch):
+    from retrieval.cli import demo
+
+    seen = []
+    monkeypatch.setattr(demo, "run_demo", lambda output, say: seen.append(output.exists()))
+    folder = tmp_path / "mine"
+    (folder / "images").mkdir(parents=True)
+    replace = ("demo", "--output", folder, "--replace")
+    assert "mine is not a demo's folder, so it is not removed." in cli(*replace).err
+    (folder / "run").mkdir()
+    (folder / "run" / "recipe.toml").touch()
+    (folder / "thesis.tex").touch()
+    done = cli(*replace)
+    assert done.code == 2 and "mine holds thesis.tex, which no demo wrote" in done.err
+    assert (folder / "run" / "recipe.toml").exists() and not seen
+    (folder / "thesis.tex").unlink()
+    assert cli(*replace).code == 0 and seen == [False]
 
 
 def test_a_folder_of_another_kind_gets_advice(tmp_path):
@@ -187,6 +199,25 @@ def test_ctrl_c_prints_the_command_that_resumes(recipe, tmp_path):
         assert running.wait(60) == 130
         last = running.stderr.read().strip().splitlines()[-1]
     assert last.endswith(f" Go on with: {shlex.join(['retrieval', *words, '--resume'])}"), last
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_interrupted_replacement_never_resumes_the_old_run(
+    recipe, cli, tmp_path, monkeypatch, replaced
+):
+    from retrieval.run.folder import create_folder
+    from retrieval.training import trainer
+
+    def interrupted(folder, checked, *, replace=False, **_):
+        if replaced:
+            create_folder(folder, checked, replace=replace)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train", interrupted)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "recipe.toml").write_text(RECIPE)
+    error = cli("train", "r.toml", "--output", "old", "--replace").err
+    assert error.strip().endswith("--output old --resume" if replaced else "--output old --replace")
 
 
 NAMES = ["pml.contrastive", "pml.margin", "acme.margin", "core.digits", "AdamW", "Adam"]

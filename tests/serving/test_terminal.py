@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from retrieval.host.hit_table import text_table
+from retrieval.serving.index.hits import Hit
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp"
 SHOWN = "\\x1b[2J\\x1b]0;owned\\x07\\x9b31m\\u202egnp"
@@ -60,3 +62,8 @@ def test_errors_of_other_commands(cli, tmp_path, monkeypatch):
     for call in words:
         run = cli(*call)
         assert run.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(run), (call, run)
+
+
+def test_a_line_break_in_a_label_or_id_keeps_a_hit_on_one_line():
+    _, line = text_table([Hit("a\nb", "c\nd", 0.5, {})]).splitlines()
+    assert line.split() == ["0.5000", "c\\nd", "a\\nb"]
