@@ -145,7 +145,7 @@ def search_command(
     "--deadline",
     default=Settings.deadline,
     type=Number(0.1, _DAY),
-    help="Seconds from a request's arrival until it fails with status 503.",
+    help="Seconds from the end of a request until it fails with status 503.",
 )
 @click.option(
     "--log-format",

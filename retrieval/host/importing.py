@@ -135,9 +135,10 @@ class FilePlugin:
         beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
         if top and (beside or top == self.name):
             write = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
+            neighbour = "MODULE" if top == self.name else top
             raise PluginError(
                 f"The plugin {self.path} imports its neighbour '{error.name}' as a top-level"
-                f" module. {'Write' if self.is_folder else write} `from . import {top}`."
+                f" module. {'Write' if self.is_folder else write} `from . import {neighbour}`."
             ) from error
 
     def copy(self, folder: Path) -> Path:
@@ -224,15 +225,18 @@ def import_extra(item: str) -> ModuleType:
     """Import and return the module of a plugin that is named as a file, folder or module."""
     if is_file_plugin(item):
         return FilePlugin.from_name(item).load()
+    missing = PluginError(
+        f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"
+        " folder's in /."
+    )
+    if not all(item.split(".")):
+        raise missing
     try:
         return importlib.import_module(item)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:
-        if getattr(error, "name", item) not in (item, item.partition(".")[0]):
-            raise  # the module exists, but one of its imports is missing
-        raise PluginError(
-            f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"
-            " folder's in /."
-        ) from error
+    except ModuleNotFoundError as error:
+        if f"{item}.".startswith(f"{error.name}."):
+            raise missing from error
+        raise  # the module exists, but one of its imports is missing
 
 
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:

@@ -264,9 +264,9 @@ def _check_epochs(
         longer = i == progress.phase and new.epochs > old.epochs
         if longer and patience is not None and progress.stale >= patience:
             raise DataError(
-                f"{folder} stopped early, after {progress.stale} validations without an"
-                " improvement, and would stop again at once. Set train.patience above"
-                f" {progress.stale} too."
+                f"{folder} stopped early, after {progress.stale}"
+                f" validation{'s' * (progress.stale > 1)} without an improvement, and would stop"
+                f" again at once. Set train.patience above {progress.stale} too."
             )
 
 

@@ -260,7 +260,9 @@ def test_inputs_in_order(digits, photos):
     x = torch.cat(list(inputs(data, [8, 1], None, 5)))
     assert x.dtype == torch.float32
     np.testing.assert_array_equal(x, vectors[[8, 1]].astype(np.float32))
-    ((rows, _),) = batches(data, None, Sampler(classes=3, items=3, batches=1), CHANGES).epoch(0)
+    ((rows, _),) = batches(
+        data, None, Sampler(classes=3, items=3, batches=1), CROP_AND_MIRROR
+    ).epoch(0)
     np.testing.assert_array_equal(np.sort(rows, axis=0), np.sort(vectors.astype(np.float32), 0))
 
 

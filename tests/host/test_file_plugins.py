@@ -122,13 +122,16 @@ def test_absolute_imports_of_neighbours_are_explained(tmp_path):
         r"its neighbour.*Make a folder.*alone\.py as its __init__\.py.*`from \. import helpers_"
     )
     refused(tmp_path / "alone.py", message)
-    for line in ("import shapes.parts_inside", "from parts_inside import x"):
+    for line, module in (
+        ("import shapes.parts_inside", "MODULE"),
+        ("from parts_inside import x", "parts_inside"),
+    ):
         (tmp_path / "shapes").mkdir(exist_ok=True)
         (tmp_path / "shapes" / "__init__.py").write_text(line)
         (tmp_path / "shapes" / "parts_inside.py").write_text("x = 1")
         refused(
             f"{tmp_path / 'shapes'}/",
-            r"its neighbour '.*' as a top-level module\. Write `from \. import",
+            rf"its neighbour '.*' as a top-level module\. Write `from \. import {module}`",
         )
     (tmp_path / "alone.py").write_text("import nowhere_at_all\n")
     refused(tmp_path / "alone.py", "No module named 'nowhere_at_all'")

@@ -129,11 +129,14 @@ def test_a_failed_import_names_the_plugin_and_the_line(tmp_path, name, code, wor
     assert f"retrieval_file_plugin_{name}" not in sys.modules
 
 
-def test_missing_and_misnamed_plugins_are_refused(tmp_path):
+def test_missing_and_misnamed_plugins_are_refused(tmp_path, monkeypatch):
     assert "nowhere.py does not exist" in refused(str(tmp_path / "nowhere.py"))
     assert "Python identifier" in refused(write(tmp_path, "my-loss.py", LOSS))
-    for module in ("surely_not_there", "surely.not_there", "", ".relative"):
+    for module in ("surely_not_there", "surely.not.there", "json.nowhere", "", ".relative"):
         assert f"There is no module '{module}'" in refused(module)
+    write(tmp_path, "whose_code_fails.py", "int('x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "invalid literal for int()" in refused("whose_code_fails")
     (tmp_path / "folder.py").mkdir()
     assert "does not exist" in refused(str(tmp_path / "folder.py"))
 

@@ -114,6 +114,7 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
             r"needs a column 'path' of image files \(it has: pahts\).*Did you mean",
         ),
         ({"path": ["a.png", "b\0"]}, "row 1: 'path' is empty or is not a path"),
+        ({"path": ["a.png", None]}, "row 1: 'path' is empty or is not a path"),
         ({"path": ["a.png"], "id": [None]}, "row 0: 'id' is empty"),
         ({"path": ["a.png"], "id": [1.5]}, "row 0: 'id' is neither text nor a whole number"),
         ({"path": ["a.png"], "id": ["x" * 1001]}, "row 0: has an id of 1,001 characters"),

@@ -87,3 +87,13 @@ def test_a_failed_start_is_one_sentence(folder, cli, index_path):
     (folder / "keys").write_text("nonsense")
     outcome = cli("serve", index_path, "--port", "0", "--processes", "2", "--keys", folder / "keys")
     assert outcome.code == 2 and "line 1 is not a JSON object" in outcome.err
+
+
+def test_a_process_that_cannot_start_ends_the_server_with_exit_code_2(folder):
+    words = ["serve", str(folder / "i"), "--processes", "2", "--port", "0"]
+    words += ["--audit", str(folder / "none" / "audit.log")]
+    command = [sys.executable, "-m", "retrieval.cli", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "audit.log" in ended.stderr
+    assert ended.stderr.endswith("could not start; the log above says why.\n"), ended.stderr

@@ -170,7 +170,7 @@ def test_a_run_that_stopped_early_is_extended_only_with_more_patience(mine):
     train(mine, "run", "train.epochs=9", "optimizer.lr=1e-9", "train.patience=1")
     assert len(log(mine / "run")) < 9
     longer = ["--resume", "optimizer.lr=1e-9", "train.epochs=12"]
-    says = r"stopped early, after 1 validations.*Set train\.patience above 1 too"
+    says = r"stopped early, after 1 validation without.*Set train\.patience above 1 too"
     refused(mine, "run", *longer, "train.patience=1", says=says)
     train(mine, "run", *longer, "train.patience=20")
     assert len(log(mine / "run")) == 12

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
+from retrieval.errors import BundleError, DataError, MissingDependency, RetrievalError, StoreError
 from retrieval.host.cores import cores, default_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.keys import key_source
@@ -228,18 +228,24 @@ class Parts:
         from retrieval.serving.http.monitoring import start_log
 
         return_large_blocks()
-        start_log(self.settings.log_format or "text", names_process=True)
+        log = start_log(self.settings.log_format or "text", names_process=True)
         try:
             app = self.application()
         except RetrievalError as error:
             logging.getLogger("retrieval.serving.http").error("%s", error)
+            log.stop()  # writes the error
             raise SystemExit(3) from None  # uvicorn does not restart a process with this status
         app.ends_process = True
         return app
 
 
 def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> None:
-    """Serve with several processes on the same sockets; uvicorn restarts those that end."""
+    """Serve with several processes on the same sockets; uvicorn restarts those that end.
+
+    Raises:
+        DataError: a process could not start, which ends the others.
+    """
+    from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
 
     items = 0
@@ -250,7 +256,10 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         announce(host, listeners, items, "Ctrl-C stops")
         config = _config(parts, factory=True, workers=parts.settings.processes)
-        Multiprocess(config, listeners).run()
+        supervisor = Multiprocess(config, listeners)
+        supervisor.run()
+    if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
+        raise DataError("A process of the server could not start; the log above says why.")
 
 
 def _config(app: Any, **more: Any) -> uvicorn.Config:

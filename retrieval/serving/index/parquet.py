@@ -270,14 +270,14 @@ class Table:
         stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
         key = cells[self._key] if self._key else path or f"{stem}/{number}"
         label = cells[self._label] if self._label else None
+        if not self._is_vector and (not isinstance(path, str) or not path or "\0" in path):
+            return "'path' is empty or is not a path"
         if isinstance(key, bool) or not isinstance(key, str | int):
             return (
                 f"'{self._key}' is {'empty' if key is None else 'neither text nor a whole number'}"
             )
         if not isinstance(label, str | int | float | None):
             return "'label' is neither text nor a number"
-        if not self._is_vector and (not isinstance(path, str) or not path or "\0" in path):
-            return "'path' is empty or is not a path"
         label = label_text(label)
         metadata = {name: _json_value(cells[name]) for name in self._metadata}
         if problem := text_problem(str(key), label, metadata):
