@@ -107,7 +107,7 @@ def test_a_damaged_structure_is_told_and_built_again(backend, tmp_path, bundle, 
 
 @pytest.mark.parametrize(
     ("owner", "name", "says"),
-    [(structure, "make_backend", "No plugin."), (Hnsw, "load", "The new search structure of ")],
+    [(structure, "make_backend", "No plugin."), (Hnsw, "load", "The new structure of ")],
 )
 def test_a_structure_that_cannot_be_used_is_tried_with_pauses(
     owner, name, says, tmp_path, bundle, vectors, caplog, monkeypatch
@@ -225,3 +225,10 @@ def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypat
             hits = opened.search(vectors[1], 200)
             assert len(hits) == 200 and hits[0].id == "1"
             assert {hit.id for hit in hits} <= {str(n) for n in range(1, COUNT, 2)}
+        monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", COUNT)
+        other.store.take_structure("flat", {})
+        until(lambda details: details["structure"] is None)
+        assert [hit.id for hit in index.search(vectors[1], 200)] == [
+            hit.id for hit in other.search(vectors[1], 200)
+        ]
+        wire.until(lambda: not list((tmp_path / "i" / "arrays").glob("*.ivf")))

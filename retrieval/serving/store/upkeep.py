@@ -407,7 +407,7 @@ class Upkeep:
         if self.views.view is not None:
             loaded = load(folder, structure, vectors, spans, plugins)
             if loaded is None:  # it would be built again at once
-                raise StoreError(f"The new search structure of {folder} cannot be used.")
+                raise StoreError(f"The new structure of {folder} cannot be used. The log says why.")
             self.views.loaded[structure.text()] = loaded
         return structure.text()
 
