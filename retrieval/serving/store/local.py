@@ -94,7 +94,7 @@ from retrieval.serving.store.view import (
 _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
-_UPDATE_SECONDS = 30.0  # time in which an update succeeds against other processes' changes
+_UPDATE_SECONDS = 30.0  # an update is repeated for this long while others change the item
 _ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
@@ -176,7 +176,7 @@ class LocalStore(Store):
         return len(old)
 
     def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
-        """Change one item, again if another process has written to it meanwhile; see `Store`."""
+        """Change one item; repeat this if others have written to it meanwhile. See `Store`."""
         end = min(time.monotonic() + _UPDATE_SECONDS, stop_at())
         while True:
             with self.views.moment() as (connection, view):

@@ -207,7 +207,7 @@ class Upkeep:
                     return
                 self._due = True
                 faults += 1
-                pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(faults, 99))  # stays within a float
+                pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(faults, 99))  # 2**1024 is no float
                 # `StoreUnavailable` usually means that another process does the work.
                 level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
                 text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
@@ -406,7 +406,8 @@ class Upkeep:
             sync(folder / ARRAYS)
         if self.views.view is not None:
             loaded = load(folder, structure, vectors, spans, plugins)
-            if loaded is None:  # it would be built again at once
+            # The thread would build the structure again at once; after an error it makes a pause.
+            if loaded is None and threading.current_thread() is self._thread:
                 raise StoreError(f"The new structure of {folder} cannot be used. The log says why.")
             self.views.loaded[structure.text()] = loaded
         return structure.text()
