@@ -15,6 +15,7 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import masks, structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import ask
 from retrieval.serving.store.structure import StructureChoice
 
@@ -104,19 +105,37 @@ def test_a_damaged_structure_is_told_and_built_again(backend, tmp_path, bundle, 
         assert recall(index, vectors, *FILTERS[0]) >= 0.95 and not caplog.text
 
 
-def test_a_structure_whose_plugin_is_missing_is_tried_with_pauses(
-    tmp_path, bundle, vectors, caplog, monkeypatch
+@pytest.mark.parametrize(
+    ("owner", "name", "says"),
+    [(structure, "make_backend", "No plugin."), (Hnsw, "load", "The new structure of ")],
+)
+def test_a_structure_that_cannot_be_used_is_tried_with_pauses(
+    owner, name, says, tmp_path, bundle, vectors, caplog, monkeypatch
 ):
     """Once it was tried hundreds of times a second, with the index locked."""
     created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")).close()
-    monkeypatch.setattr(structure, "make_backend", Mock(side_effect=PluginError("No such plugin.")))
+    before = sorted(path.name for path in (tmp_path / "i" / "arrays").iterdir())
+    monkeypatch.setattr(owner, name, Mock(side_effect=PluginError("No plugin.")))
     step = Mock(wraps=upkeep.Upkeep.step)
     monkeypatch.setattr(upkeep.Upkeep, "step", lambda self: step(self))
     with open_index(tmp_path / "i", threads=1) as index:
         assert recall(index, vectors, *FILTERS[0]) == 1.0
         index.delete(["1"])
+        wire.until(lambda: f"failed: {says}" in caplog.text)
         time.sleep(1)
-        assert step.call_count == caplog.text.count("failed: No such plugin.") == 1
+        assert step.call_count == caplog.text.count(f"failed: {says}") == 1
+        assert sorted(path.name for path in (tmp_path / "i" / "arrays").iterdir()) == before
+
+
+def test_the_pause_of_work_that_always_fails_has_a_limit(tmp_path, bundle, monkeypatch):
+    """After a thousand failures the doubled pause was no float any more, and the thread ended."""
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    step = Mock(side_effect=StoreError("The disk fails."))
+    monkeypatch.setattr(upkeep.Upkeep, "step", step)
+    monkeypatch.setattr(upkeep, "_LONGEST_PAUSE", 0.0)
+    with LocalStore(tmp_path / "i") as store:
+        store.upkeep.wake()
+        wire.until(lambda: step.call_count > 1100)
 
 
 def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vectors):
@@ -206,3 +225,10 @@ def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypat
             hits = opened.search(vectors[1], 200)
             assert len(hits) == 200 and hits[0].id == "1"
             assert {hit.id for hit in hits} <= {str(n) for n in range(1, COUNT, 2)}
+        monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", COUNT)
+        other.store.take_structure("flat", {})
+        until(lambda details: details["structure"] is None)
+        assert [hit.id for hit in index.search(vectors[1], 200)] == [
+            hit.id for hit in other.search(vectors[1], 200)
+        ]
+        wire.until(lambda: not list((tmp_path / "i" / "arrays").glob("*.ivf")))

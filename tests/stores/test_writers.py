@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import record, upkeep
+from retrieval.serving.store import local, record, upkeep
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
 from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
@@ -137,6 +137,28 @@ def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
         with ThreadPoolExecutor() as pool:
             assert list(pool.map(lost, (first, second), ("label", "metadata"))) == [[], []]
     holds(index, bundle, {"id1"})
+
+
+def test_an_update_of_an_item_that_goes_or_never_rests(index, bundle, monkeypatch):
+    write = LocalStore._upsert
+    with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
+        store.upsert(items([1]), bundle.sha256)
+
+        def meanwhile(change):
+            def upsert(own, *arguments):
+                if own is store:
+                    change()
+                return write(own, *arguments)
+
+            monkeypatch.setattr(LocalStore, "_upsert", upsert)
+
+        meanwhile(lambda: other.upsert(items([1]), bundle.sha256))
+        monkeypatch.setattr(local, "_UPDATE_SECONDS", 0.3)
+        with pytest.raises(StoreUnavailable, match="Others keep changing an item"):
+            store.update("id1", {"label": "new"}, bundle.sha256)
+        meanwhile(lambda: other.delete(["id1"]))
+        assert not store.update("id1", {"label": "new"}, bundle.sha256)
+    holds(index, bundle, set())
 
 
 def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,15 @@ from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address
-from retrieval.serving.store.contract import MARGIN, Capability, Store, StorePlace, Superseded
+from retrieval.serving.store.contract import (
+    MARGIN,
+    Capability,
+    Store,
+    StorePlace,
+    StoreUnavailable,
+    Superseded,
+    stop_at,
+)
 from retrieval.serving.store.folder import (
     INDEX,
     add_generation,
@@ -85,6 +94,7 @@ from retrieval.serving.store.view import (
 _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
+_UPDATE_SECONDS = 30.0  # an update is repeated for this long while others change the item
 _ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
@@ -116,8 +126,7 @@ class LocalStore(Store):
                 known = value(connection, "select value from state where key = 'index'")
             if hashlib.sha256(index_text(folder)).hexdigest() != known:
                 raise StoreError(
-                    f"The index {folder} is damaged: {INDEX} was altered. Restore it from a"
-                    " snapshot."
+                    f"The index {folder} is damaged: {INDEX} was altered. Restore a snapshot."
                 )
         except BaseException:
             self.record.close()
@@ -131,8 +140,7 @@ class LocalStore(Store):
         self.views = Views(self.record, self._plugins)
         self.masks = Masks()
         self.upkeep = Upkeep(self.views, background=self._background)
-        self._items: dict[int, Item] = {}
-        self._bytes = 0
+        self._items, self._bytes = dict[int, Item](), 0
 
     # Items
 
@@ -168,16 +176,22 @@ class LocalStore(Store):
         return len(old)
 
     def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
-        """Change one item, again if another process has written to it meanwhile; see `Store`."""
+        """Change one item; repeat this if others have written to it meanwhile. See `Store`."""
+        end = min(time.monotonic() + _UPDATE_SECONDS, stop_at())
         while True:
-            with self.record.reading() as connection:
+            with self.views.moment() as (connection, view):
                 numbers = numbers_of(connection, [id])
-            item = self.get([id], arrays=True).get(id)
-            if item is None:
-                return False
+                if not numbers:
+                    return False
+                if view.generation.bundle != bundle:
+                    raise self._superseded("Try again.")
+                row = ask(connection, f"select {COLUMNS} from items where n = ?", numbers)
+                (item,) = _with_arrays(connection, row, view, (VECTOR, CODE, FEATURES))
             changed = replace(item, **changes, original=self.original(id))
             if self._upsert([changed], bundle, numbers) is not None:
                 return True
+            if time.monotonic() > end:
+                raise StoreUnavailable(f"Others keep changing an item of {self.folder}. Try again.")
 
     def _append(
         self,
@@ -264,8 +278,7 @@ class LocalStore(Store):
         """Return the number of items; see `Store`."""
         with self.record.reading() as connection:
             condition, values = sql_of(connection, where)
-            sql = f"select count(*) from items where {condition}"
-            return int(value(connection, sql, values))
+            return int(value(connection, f"select count(*) from items where {condition}", values))
 
     # Searches
 

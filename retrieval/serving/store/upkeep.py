@@ -23,7 +23,7 @@ from typing import Any
 import apsw
 import numpy as np
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import sync
 from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import VECTOR, Floats, Generation
@@ -207,7 +207,7 @@ class Upkeep:
                     return
                 self._due = True
                 faults += 1
-                pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
+                pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(faults, 99))  # 2**1024 is no float
                 # `StoreUnavailable` usually means that another process does the work.
                 level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
                 text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
@@ -405,7 +405,11 @@ class Upkeep:
             structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:
-            self.views.loaded[structure.text()] = load(folder, structure, vectors, spans, plugins)
+            loaded = load(folder, structure, vectors, spans, plugins)
+            # The thread would build the structure again at once; after an error it makes a pause.
+            if loaded is None and threading.current_thread() is self._thread:
+                raise StoreError(f"The new structure of {folder} cannot be used. The log says why.")
+            self.views.loaded[structure.text()] = loaded
         return structure.text()
 
 

@@ -511,6 +511,7 @@ def _calls(store: Store, served: Generation, target: Path) -> dict[str, Callable
     bundle = opened()
     return {
         "upsert": lambda: store.upsert([item("a")], bundle.sha256),
+        "update": lambda: store.update("id 1", {"label": "b"}, bundle.sha256),
         "delete": lambda: store.delete(["id 1"]),
         "get": lambda: store.get(["id 1"]),
         "original": lambda: store.original("id 1"),
