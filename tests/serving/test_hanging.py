@@ -167,8 +167,10 @@ def test_what_clients_wrote_before_a_signal_is_stored(served, empty):
 
     with ThreadPoolExecutor(4) as pool:
         writers = [pool.submit(write, number) for number in range(4)]
-        wire.until(lambda: len(acknowledged) >= 20)
-        process.send_signal(signal.SIGTERM)
+        try:
+            wire.until(lambda: len(acknowledged) >= 20)
+        finally:
+            process.send_signal(signal.SIGTERM)  # which ends the writers
         assert process.wait(15) == 0
         assert {writer.result(15) for writer in writers} <= {0, 503}
     with Index.open(empty, threads=1) as index:

@@ -202,7 +202,7 @@ def test_hostile_graphs_are_refused_within_little_memory(output_of, makers, tmp_
         OPENED, *(tmp_path / str(number) for number in range(len(cases)))
     ).splitlines()
     for (name, (_, says)), line in zip(cases.items(), lines, strict=True):
-        most, sentence = json.loads(line or f'[0, "{name} was opened, or added the process"]')
+        most, sentence = json.loads(line or f'[0, "{name} was opened, or ended the process"]')
         assert re.search(says, sentence) and "\n" not in sentence, (name, sentence)
         assert most < 900, name
 
