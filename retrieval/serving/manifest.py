@@ -128,8 +128,8 @@ class RescorerEntry(Entry):
         candidates: default number of candidates to rescore.
         overlap: share of the ten exactly nearest items that are among the candidates, by number of
             candidates.
-        items: number of real items on which `overlap` was measured; it is smaller in a larger
-            index.
+        items: number of real items on which `overlap` was measured; a larger index has a smaller
+            overlap.
     """
 
     file: FileName

@@ -26,7 +26,7 @@ def queries(index_path):
 def answers(
     index: Index, queries: list[Query], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[object], list[int], list[Trail]]:
-    """Search with all queries while the only thread is busy.
+    """Search with all queries while the only thread is busy; one more client leaves meanwhile.
 
     Returns:
         The queries' hits or errors, the number of vectors of each search, and the trails.
@@ -48,8 +48,11 @@ def answers(
         gate = threading.Event()
         busy = asyncio.create_task(workers.searches.run(gate.wait))
         await asyncio.sleep(0.05)
+        leaving = asyncio.create_task(ask(queries[0], Trail()))
         tasks = [asyncio.create_task(ask(*pair)) for pair in zip(queries, trails, strict=True)]
         await asyncio.sleep(0.05)
+        leaving.cancel()
+        await asyncio.wait([leaving])
         gate.set()
         await busy
         return await asyncio.gather(*tasks, return_exceptions=True)

@@ -86,9 +86,9 @@ def test_a_search_whose_client_has_left_is_not_begun(sleepy):
     with wire.connect(port) as first:
         first.sendall(wire.vector())
         wire.until(lambda: server.begun.read_text())
-        for _ in range(10):
+        for k in range(1, 11):  # another k each, since equal searches would be begun together
             with wire.connect(port) as connection:
-                connection.sendall(wire.vector())
+                connection.sendall(wire.vector(k) * 2)  # uvicorn tells only the second request
                 time.sleep(0.1)
         time.sleep(0.5)
         server.begun.write_text("")
@@ -167,8 +167,10 @@ def test_what_clients_wrote_before_a_signal_is_stored(served, empty):
 
     with ThreadPoolExecutor(4) as pool:
         writers = [pool.submit(write, number) for number in range(4)]
-        wire.until(lambda: len(acknowledged) >= 20)
-        process.send_signal(signal.SIGTERM)
+        try:
+            wire.until(lambda: len(acknowledged) >= 20)
+        finally:
+            process.send_signal(signal.SIGTERM)  # which ends the writers
         assert process.wait(15) == 0
         assert {writer.result(15) for writer in writers} <= {0, 503}
     with Index.open(empty, threads=1) as index:

@@ -85,6 +85,7 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
         for chunks, fault, says in (
             ((bytes(300_000), bytes(300_000)), RequestError, "memory"),
             ((bytes(200_000), bytes(4_000_000)), RequestError, "too large; the limit is 900,000"),
+            ((bytes(1_000_000),) * 5, RequestError, "too large"),  # the last is not read
             ((b"a", b"b", b"c"), ClientDisconnect, None),
         ):
             with pytest.raises(fault, match=says):

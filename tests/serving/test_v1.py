@@ -9,7 +9,7 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16
-PNG = {"Content-Type": "image/png"}
+PNG = {"Content-Type": "Image/PNG"}  # upper and lower case are the same
 SEARCH, BATCH, ITEMS = "/v1/search", "/v1/search/batch", "/v1/items"
 
 

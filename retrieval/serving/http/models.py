@@ -380,7 +380,7 @@ class BodyMemory:
         self.held = self._released = 0
 
     async def read(self, request: Request, limits: Mapping[Kind, int]) -> Body:
-        """Read a request's body, of a kind in `limits`; call `release` when it is not needed."""
+        """Read a request's body, which must be of a kind in `limits`; call `release` after use."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
         kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)

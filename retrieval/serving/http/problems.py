@@ -81,8 +81,8 @@ def new_request_id(trace: str = "") -> str:
 
 def report(error: BaseException) -> None:
     """Log an error with its causes and its place in the code, in one line."""
-    frames, causes = traceback.extract_tb(error.__traceback__), list[str]()
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    frames, causes = traceback.extract_tb(error.__traceback__, limit=-1), list[str]()
+    where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     cause: BaseException | None = error
     while cause is not None and len(causes) < 4:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")

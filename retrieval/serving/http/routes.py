@@ -79,7 +79,7 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        max_bytes, kind = self._settings.max_bytes, request.headers.get("content-type", "")
+        max_bytes, kind = self._settings.max_bytes, request.headers.get("content-type", "").lower()
         limits = {**self._single_limits, "image": max_bytes}
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))

@@ -357,7 +357,7 @@ class Served:
             if item is None:
                 raise no_item()
             if item.keep == "thumbnail" and not small:
-                with suppress(RequestError):  # if the file is missing, the thumbnail will do
+                with suppress(RequestError):  # if not the file, show the thumbnail
                     return self._file(item)
             kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             return kept if kept is not None else self._file(item)

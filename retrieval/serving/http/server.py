@@ -177,7 +177,7 @@ class Serving:
 class Parts:
     """What one server process needs; each of several processes gets a pickled copy.
 
-    `sources` are, by name, open indexes, or folders and addresses of indexes to open.
+    `sources` maps each name to an open index, or to the folder or address of an index to open.
     """
 
     sources: Mapping[str, Any]
@@ -187,7 +187,7 @@ class Parts:
 
     @property
     def threads(self) -> int:
-        """Number of threads of an encoder: one search's share of the cores if all are busy."""
+        """Number of threads of an encoder: the share of the cores if all searches run at once."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
 
