@@ -254,7 +254,7 @@ def test_an_image_sent_by_a_client_is_converted_like_a_local_image(mode):
 def test_an_image_is_shown_with_the_pixels_that_a_model_gets():
     pytest.importorskip("matplotlib")
     from retrieval.data.datasets import ArrayDataset
-    from retrieval.evaluation.plot import _pixels
+    from retrieval.evaluation.plot import small_image
     from retrieval.evaluation.report.write import Thumbnails
 
     class Sixteen(ArrayDataset):
@@ -263,7 +263,7 @@ def test_an_image_is_shown_with_the_pixels_that_a_model_gets():
 
     image = Image.fromarray(np.array([[0, 87 * 257], [200, 65_535]], np.uint16))
     wanted = np.asarray(to_mode(image, "RGB"))
-    assert np.array_equal(_pixels(image), wanted)
+    assert np.array_equal(np.asarray(small_image(image)), wanted)
     address = Thumbnails(Sixteen(np.zeros((1, 2, 2), np.uint8), ["a"]), 1)(0)
     for content in (base64.b64decode(address.partition(",")[2]), to_png(image)):
         assert np.array_equal(np.asarray(decode(content).convert("RGB")), wanted)

@@ -65,8 +65,8 @@ def compare(
     measured on the test side.
 
     Args:
-        recipes: TOML files, dictionaries of tables, `Recipe`s, or runs, whose recipes are used.
-            Parts of a recipe may be Python objects. One recipe alone is allowed.
+        recipes: TOML files, dictionaries of tables, recipes, or runs, whose recipes are used. Parts
+            of a recipe may be Python objects. One recipe alone is allowed.
         output: the comparison's folder.
         seeds: number of runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.
