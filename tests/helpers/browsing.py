@@ -25,6 +25,9 @@ def count_is(page, count: int) -> None:
 
 
 def search(page, image) -> None:
+    # An image that is chosen before the page knows the index is searched for twice, and the second
+    # answer takes the focus away.
+    page.wait_for_function("() => document.querySelector('#about').textContent")
     page.set_input_files("#file", str(image))
     page.wait_for_selector(".hit")
 
