@@ -95,8 +95,8 @@ class Life:
     def _look(self, reports: list[Any]) -> living.Row:
         """Compare the index with its writer's reports."""
         model = living.Expected(self.state)
-        for what, call in reports:
-            model.take(what, call)
+        for event, call in reports:
+            model.take(event, call)
         states, running, copies = model.states, model.running, model.copies
         seed = self.random.randrange(1 << 40)
 
@@ -109,7 +109,7 @@ class Life:
         which = result.get("which")
         row = {
             "call": running["call"] if running else "between calls",
-            "acknowledged": sum(what == "end" for what, _ in reports),
+            "acknowledged": sum(event == "end" for event, _ in reports),
             "wrong": result.get("wrong", [f"looking failed: {status} {lines}"]),
         }
         if which is None:

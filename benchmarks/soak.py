@@ -272,15 +272,15 @@ def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: i
         server.answers(end)
         time.sleep(min(draw.uniform(*pause), max(0.0, end - time.monotonic())))
         members = dict(zip(names, server.members(), strict=False))
-        what = draw.choice(["whole", *members])
-        if what == "whole":
+        target = draw.choice(["whole", *members])
+        if target == "whole":
             kills[f"whole, of {server.processes}"] += 1
             server.kill()
             server.start(3 - server.processes)
         else:
-            kills[what] += 1
+            kills[target] += 1
             with suppress(psutil.Error):
-                members[what].kill()
+                members[target].kill()
     return kills
 
 

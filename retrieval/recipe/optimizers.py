@@ -46,16 +46,16 @@ def _option_problems(
 
     `reserved` are the arguments that no recipe sets.
     """
-    what, parameters = make.func.__name__, inspect.signature(make.func).parameters
+    name, parameters = make.func.__name__, inspect.signature(make.func).parameters
     known = [name for name in parameters if name not in reserved]
     problems = [
-        f"{where} options.{key}: {what} takes no such argument (it takes:"
+        f"{where} options.{key}: {name} takes no such argument (it takes:"
         f" {', '.join(known)}).{did_you_mean(key, known)}"
         for key in options
         if key not in known
     ]
     problems += [
-        f"{where} options.{key}: is required; {what} has no default for it."
+        f"{where} options.{key}: is required; {name} has no default for it."
         for key in known
         if key not in options and parameters[key].default is inspect.Parameter.empty
     ]
@@ -64,7 +64,7 @@ def _option_problems(
             with optimizing():
                 make(**options)
         except (ValueError, TypeError, RuntimeError) as error:
-            problems.append(f"{where} options: {what} refuses them: {error}.")
+            problems.append(f"{where} options: {name} refuses them: {error}.")
     return problems
 
 

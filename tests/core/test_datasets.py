@@ -203,11 +203,11 @@ def test_skip_bad_names_and_leaves_out(damaged, tmp_path, caplog, monkeypatch):
     names = sorted(path.relative_to(damaged).as_posix() for path in damaged.rglob("*.*"))
     manifest = damaged / "list.csv"
     manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
-    good = ["a/1.png", "a/2.png", "b/1.png", "b/text.png"]
-    assert build("csv", manifest=manifest, skip_bad=True).keys == good
+    readable = ["a/1.png", "a/2.png", "b/1.png", "b/text.png"]
+    assert build("csv", manifest=manifest, skip_bad=True).keys == readable
     monkeypatch.setenv("RETRIEVAL_CACHE", str(manifest))  # a file, so nothing can be cached
     assert len(build("image_folder", folder=damaged, skip_bad=True)) == 4
-    for name in good:
+    for name in readable:
         (damaged / name).unlink()
     refused("image_folder", "none of its 3 images can be read", folder=damaged, skip_bad=True)
 

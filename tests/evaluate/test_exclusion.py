@@ -103,8 +103,8 @@ def test_open_set_by_the_definition(same_label, tied, parted):
         expected[f"dir_at_far_{far:g}"] = max(rates)
     exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
     sides = codes, np.asarray(labels), gallery if parted else None, np.asarray(theirs)
-    found = rates_of(*sides, 0.0, 0.1, 0.5, exclude=exclude)
-    assert found == pytest.approx(expected, abs=1e-12)
+    rates = rates_of(*sides, 0.0, 0.1, 0.5, exclude=exclude)
+    assert rates == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_open_set_has_known_and_unknown_queries():
