@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 import pytest
 import wire
 from retrieval.serving.http.app import _trace_id as trace_id
+from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.monitoring import start_log
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -41,6 +42,33 @@ def test_a_request_has_one_line(served, index_path, photos):
     assert instance == item["request_id"] == missing.headers["x-request-id"]
     assert item["request_id"].replace("-", "").endswith(TRACE)
     assert missing.headers["traceparent"] == PARENT
+
+
+def test_a_refused_request_has_its_route_and_the_reason(served, index_path, tmp_path):
+    sent, kept = new_key("shop", "read")
+    add_key(tmp_path / "keys", kept)
+    options = ("--keys", str(tmp_path / "keys"), "--log-format", "json")
+    server = served(index_path, *options)
+    key = f"Authorization: Bearer {sent}"
+    delete = wire.get("/v1/items/a%2Fb", key).replace(b"GET", b"DELETE", 1)
+    requests = [
+        (wire.vector(), 401, "/v1/search", "A key is needed for searching"),
+        (wire.get("/v1/index", key + "x"), 401, "/v1/index", "does not know this key"),
+        (delete, 403, "/v1/items/{id}", "deleting needs a key with the role write"),
+        (wire.get("/metrics", key), 403, "/metrics", "needs a key with the role admin"),
+        (wire.get("/v1/index", host="evil.example"), 421, "/v1/index", "--allow-host"),
+        (wire.get("/v1/items/a/image", key), 404, "/v1/items/{id}/image", "no such item"),
+        (wire.get("/a%0Ab?c=d", key), 404, "other", "nothing at this address"),
+        (wire.get("/" + 600 * "x"), 401, "other", "A key is needed"),
+    ]
+    answers = [wire.ask(server.port, request) for request, *_ in requests]
+    log = wire.log_of(server)
+    lines = [json.loads(line) for line in log.splitlines() if '"route"' in line]
+    for line, answer, (_, status, route, says) in zip(lines, answers, requests, strict=True):
+        assert (answer.status, line["status"], line["route"]) == (status, status, route)
+        assert says in line["reason"] and line["reason"] == json.loads(answer.body)["detail"]
+    assert [line.get("path") for line in lines] == [None] * 6 + ["/a%0Ab", "/" + 499 * "x"]
+    assert sent not in log
 
 
 def test_a_line_of_text(served, index_path):

@@ -4,7 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.http.app import Application
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES
+from starlette.testclient import TestClient
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
@@ -74,6 +77,21 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
     series = [{name: set(values) for name, values in now.items()} for now in (before, after)]
     assert series[0] == series[1]
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
+
+
+def test_an_answer_that_says_not_ready_is_no_refused_request(index_path):
+    with Index.open(index_path, threads=1) as index:
+        app = Application({"one": index})  # without its lifespan, no check makes it ready
+        client = TestClient(app, base_url="http://localhost")
+        assert client.get("/readyz").status_code == 503
+        assert client.put("/v1/items/a", json={}).status_code == 403
+        text = app._metrics.text().decode()
+        app.workers.close()
+    assert 'retrieval_requests_total{method="GET",route="/readyz",status="503"} 1.0' in text
+    put = 'retrieval_requests_total{method="PUT",route="/v1/items/{id}",status="403"} 1.0'
+    assert put in text
+    assert 'retrieval_refused_total{reason="403"} 1.0' in text
+    assert 'retrieval_refused_total{reason="503"}' not in text
 
 
 def test_changes_have_their_stages(empty, served, photos):

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Router
+from starlette.routing import Match, Router
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval.errors import DataError
@@ -43,6 +43,8 @@ from retrieval.serving.stages import TRAIL, Trail
 
 log = logging.getLogger("retrieval.serving.http")
 
+_MAX_TEXT = 500
+"""Maximum length of a reason or a path in the log."""
 _KEYS_SECONDS = 0.5
 """Seconds between two checks whether the file of keys has changed."""
 _PAGE = {
@@ -139,6 +141,7 @@ class Application:
             headers.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
         status = bytes_out = bytes_in = 0
         sending = began
+        sentence = ""
 
         async def counted_receive() -> Any:
             nonlocal bytes_in
@@ -163,6 +166,7 @@ class Application:
         except (Exception, asyncio.CancelledError) as error:
             refusal = _refusal_of(error)
             trail.reason = refusal.reason
+            sentence = str(refusal)[:_MAX_TEXT]
             if not status:
                 await problem(scope, refusal)(scope, counted_receive, counted_send)
         finally:
@@ -171,13 +175,23 @@ class Application:
             if status:
                 trail.note("send", ended - sending)
             method = scope["method"] if scope["method"] in METHODS else OTHER
-            route = scope.get("retrieval.route", OTHER)
+            route = scope.get("retrieval.route") or self._route_of(scope)
             self._metrics.answered(trail, method, route, status, ended - began)
             if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
                 line = {"method": method, "route": route, "status": status}
                 line |= {"ms": round(1000 * (ended - began), 2)}
-                line |= {"bytes_in": bytes_in, "bytes_out": bytes_out}
+                line |= {"bytes_in": bytes_in, "bytes_out": bytes_out, "reason": sentence}
+                if route == OTHER:
+                    line["path"] = scope.get("raw_path", b"")[:_MAX_TEXT].decode("latin-1")
                 _log(scope, trail, line, trace)
+
+    def _route_of(self, scope: Any) -> str:
+        """Return the pattern of a request that was refused before it reached the router."""
+        for route in self._router.routes:
+            match, child = route.matches(scope)
+            if match is not Match.NONE:
+                return str(child["retrieval.route"])
+        return OTHER
 
     # Health
 
@@ -235,17 +249,17 @@ class Application:
 
 
 def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
-    """Log a finished request: the members of `line`, and those below that have a value."""
+    """Log a finished request: the members of `line` and those below, if they have a value."""
     caller, client = scope.get("retrieval.caller"), scope.get("client")
     optional = {
         "request_id": trail.id,
         "trace_id": trace,
         "key": caller.name if caller else None,
         "client": client[0] if client else None,
-        "reason": trail.reason,
         "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds.items()},
     }
-    line |= {name: value for name, value in optional.items() if value not in (None, "", {})}
+    members = (line | optional).items()
+    line = {name: value for name, value in members if value not in (None, "", {})}
     log.info("request", extra={"request": line})
 
 

@@ -163,7 +163,7 @@ class Metrics:
         for stage, count in trail.batches:
             if count and stage in self._sizes:
                 self._sizes[stage].observe(count)
-        if status >= 400:
+        if status >= 400 and (route, status) != ("/readyz", 503):  # "not ready" is an answer
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
