@@ -98,7 +98,7 @@ def look(folder: Path, name: str, state: living.State, bundles: list[Bundle]) ->
             if index.identity != name:
                 wrong.append("its own id")
             query = bundles[0].encode(living.item_of("id5", 1, 0).arrays["features"][None]).query[0]
-            if not wrong and len(index.search(query, 5, where=as_filter("price < 5"))) != 5:
+            if not wrong and len(index.search(query, 5, filter=as_filter("price < 5"))) != 5:
                 wrong = ["search"]
             return ("silent", "; ".join(wrong)[:300]) if wrong else ("right", "")
     except RetrievalError as fault:

@@ -122,7 +122,7 @@ def read(index: Index, board: Any, seed: int) -> list[Answer]:
             result = index.count(CHEAP if "cheap" in kind else None)
         else:
             about = int(random.integers(len(QUERIES)))
-            hits = index.search(QUERIES[about], K, where=CHEAP if "cheap" in kind else None)
+            hits = index.search(QUERIES[about], K, filter=CHEAP if "cheap" in kind else None)
             result = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
         answers.append(Answer(after, int(board[BEGUN]), kind, about, result))
     return answers
@@ -175,7 +175,7 @@ def _do(index: Index, change: Change, bundles: list[Path]) -> None:
         index.delete(what)
     elif kind == "cheap":
         if index.count():
-            index.delete(where=f"price < {what}")
+            index.delete(filter=f"price < {what}")
     elif kind == "compact":
         index.store.compact()  # type: ignore[attr-defined]
     else:

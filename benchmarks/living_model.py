@@ -212,7 +212,7 @@ class Writer:
         elif name == "where":
             prices = [_price(id, version) for id, version in self.state.items.items()]
             count = prices.count(call["price"])
-            assert store.delete(where=as_filter(f"price = {call['price']}")) == count
+            assert store.delete(filter=as_filter(f"price = {call['price']}")) == count
         elif name == "tend":
             store.upkeep.step()
         elif name == "compact":
@@ -326,17 +326,17 @@ def _searches(
     wrong = []
     queries = np.random.default_rng(seed).normal(size=(4, WIDTH)).astype(np.float32)
     for price in (None, 3, 7):
-        where = None if price is None else as_filter(f"price = {price}")
+        filter = None if price is None else as_filter(f"price = {price}")
         if price is not None and not all_:
             continue
         matching, chosen = (
             [item for item in some if price in (None, item.metadata["price"])]
             for some in (all_.values(), items)
         )
-        if store.count(where) != len(matching):
+        if store.count(filter) != len(matching):
             wrong.append(f"count of price {price}")
         vectors = np.array([item.vector for item in chosen], float).reshape(-1, WIDTH)
-        answers = store.search(queries, 10, sha256, where=where)
+        answers = store.search(queries, 10, sha256, filter=filter)
         for query, answer in zip(queries, answers, strict=True):
             order = np.argsort(((vectors - query) ** 2).sum(1))[:10]
             if differ := {item.id for item in answer} ^ {chosen[row].id for row in order}:

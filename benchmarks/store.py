@@ -101,8 +101,8 @@ class Local(System):
         self.store.delete(map(str, ids.tolist()))
 
     def search(self, queries: Floats, below: int | None) -> Sequence[Sequence[int]]:
-        where = None if below is None else self.parse(f"share < {below}")
-        found = self.store.search(queries, K, self.bundle, where=where)
+        chosen = None if below is None else self.parse(f"share < {below}")
+        found = self.store.search(queries, K, self.bundle, filter=chosen)
         return [[int(item.id) for item in items][:K] for items in found]
 
     def loaded(self) -> None:

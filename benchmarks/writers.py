@@ -107,8 +107,8 @@ def fault_of(hits: Any, writer: int, group: int, query: Any, first: int, last: i
 def question(index: Index, states: Any, writer: int, group: int, query: Any) -> str | None:
     """Search for a group; return what is wrong with the answer."""
     first = int(states[ACKNOWLEDGED, writer, group])
-    where = {"group": f"{writer}/{group}"}
-    (hits,) = index.search(Encoded(query, query), SIZE + 5, where=where)
+    filter = {"group": f"{writer}/{group}"}
+    (hits,) = index.search(Encoded(query, query), SIZE + 5, filter=filter)
     return fault_of(hits, writer, group, query[0], first, int(states[BEGUN, writer, group]))
 
 

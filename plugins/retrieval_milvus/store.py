@@ -20,7 +20,7 @@ from retrieval.plugin import stores
 Floats = NDArray[np.float32]
 Generation = stores.Generation
 Row = stores.Row
-Where = Sequence[str]
+Conditions = Sequence[str]
 
 # pymilvus logs a traceback for each refused request; this module raises a sentence instead.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -231,12 +231,12 @@ class MilvusStore(stores.RemoteStore):
         return {"consistency_level": "Customized", "guarantee_timestamp": seen}
 
     def _query(
-        self, generation: Generation, where: str, fields: list[str], **options: Any
+        self, generation: Generation, filter: str, fields: list[str], **options: Any
     ) -> list[dict[str, Any]]:
         name = self.collection(generation.number)
         options |= self._level(name)
         return list(
-            self._ask(self._client.query, name, filter=where, output_fields=fields, **options)
+            self._ask(self._client.query, name, filter=filter, output_fields=fields, **options)
         )
 
     def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
@@ -250,21 +250,26 @@ class MilvusStore(stores.RemoteStore):
         ]
 
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int
+        self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
-        chosen = ["space <= 0", *where]
+        chosen = ["space <= 0", *conditions]
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
         rows = self._query(generation, _joined(chosen, "and"), ["key", "record"], limit=limit)
         return [_row(row, generation) for row in sorted(rows, key=lambda row: str(row["key"]))]
 
-    def _count(self, generation: Generation, where: Where) -> int:
-        chosen = _joined(["space <= 0", *where], "and")
+    def _count(self, generation: Generation, conditions: Conditions) -> int:
+        chosen = _joined(["space <= 0", *conditions], "and")
         (answer,) = self._query(generation, chosen, ["count(*)"])
         return int(answer["count(*)"])
 
     def _nearest(
-        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
+        self,
+        generation: Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        conditions: Conditions,
     ) -> list[list[str]]:
         name = self.collection(generation.number)
         breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # ignored by exact collections
@@ -272,7 +277,7 @@ class MilvusStore(stores.RemoteStore):
             self._client.search,
             name,
             list(np.pad(queries, ((0, 0), (0, _dimensions(generation) - queries.shape[1])))),
-            filter=_joined([f"space == {space}", *where], "and"),
+            filter=_joined([f"space == {space}", *conditions], "and"),
             limit=count,
             output_fields=["key"],
             search_params={"metric_type": "L2", "params": {"ef": breadth}},

@@ -20,7 +20,7 @@ from retrieval.plugin import stores
 Floats = NDArray[np.float32]
 Generation = stores.Generation
 Row = stores.Row
-Where = Sequence[Any]
+Conditions = Sequence[Any]
 
 BATCH_BYTES = 8 << 20  # size of a request that writes points
 PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
@@ -151,13 +151,13 @@ class QdrantStore(stores.RemoteStore):
         ]
 
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int
+        self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
             self._client.scroll,
             self.collection(generation.number),
-            models.Filter(must=list(where)),
+            models.Filter(must=list(conditions)),
             offset=start,  # Qdrant includes this point, if it exists
             limit=limit + 1,
             with_payload=PLAIN,
@@ -165,18 +165,23 @@ class QdrantStore(stores.RemoteStore):
         )
         return [_row(point) for point in points if point.id != start][:limit]
 
-    def _count(self, generation: Generation, where: Where) -> int:
-        name, chosen = self.collection(generation.number), models.Filter(must=list(where))
+    def _count(self, generation: Generation, conditions: Conditions) -> int:
+        name, chosen = self.collection(generation.number), models.Filter(must=list(conditions))
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
-        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
+        self,
+        generation: Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        conditions: Conditions,
     ) -> list[list[str]]:
         requests = [
             models.QueryRequest(
                 query=query.tolist(),
                 using=f"v{space}",
-                filter=models.Filter(must=list(where)),
+                filter=models.Filter(must=list(conditions)),
                 limit=count,
                 params=self._search_params,
                 with_payload=["id"],

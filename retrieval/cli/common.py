@@ -82,8 +82,8 @@ class Number(click.FloatRange):
         return number
 
 
-WHERE = click.option(
-    "--where",
+FILTER = click.option(
+    "--filter",
     metavar="FILTER",
     help="Only items that match, such as \"price < 20 and label in ('shoe', 'boot')\".",
 )

@@ -14,12 +14,12 @@ import click
 from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     DEVICE,
+    FILTER,
     JSON,
     MAX_BYTES,
     MAX_PIXELS,
     PATH,
     VARIANT,
-    WHERE,
     Choice,
     Group,
     IndexArgument,
@@ -293,34 +293,34 @@ def add(
 @verb(
     "delete",
     'retrieval index delete photos.index "dogs/7.jpg"',
-    'retrieval index delete photos.index --where "price > 100"',
+    'retrieval index delete photos.index --filter "price > 100"',
 )
 @INDEX
 @click.argument("ids", nargs=-1)
-@WHERE
+@FILTER
 @JSON
-def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: bool) -> None:
+def delete(path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: bool) -> None:
     """Delete items of INDEX by id, or all that match a filter."""
-    if bool(ids) == (where is not None):
-        raise click.UsageError("Name what to delete: either ids or --where FILTER.")
+    if bool(ids) == (filter is not None):
+        raise click.UsageError("Name what to delete: either ids or --filter FILTER.")
     with opened_index(path) as opened:
-        count = opened.delete(ids, where=where)
+        count = opened.delete(ids, filter=filter)
     tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
 
 
-@verb("list", "retrieval index list photos.index --where \"label = 'dogs'\" --limit 20")
+@verb("list", "retrieval index list photos.index --filter \"label = 'dogs'\" --limit 20")
 @INDEX
-@WHERE
+@FILTER
 @click.option("--after", metavar="ID", help="Start after this id.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10**9), help="Most items to list.")
 @JSON
 def list_items(
-    path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool
+    path: IndexPlace, filter: str | None, after: str | None, limit: int, as_json: bool
 ) -> None:
     """List items of INDEX in the order of their ids."""
     with opened_index(path) as opened:
-        items = opened.scan(where, after=after, limit=limit)
-        total = opened.count(where)
+        items = opened.scan(filter, after=after, limit=limit)
+        total = opened.count(filter)
     if as_json:
         say_json({"index": str(path), "count": total, "items": list(map(_item_facts, items))})
         return
@@ -448,12 +448,12 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 @click.option(
     "--within", required=True, type=click.FloatRange(0), help="Largest distance, as in searches."
 )
-@WHERE
+@FILTER
 @JSON
-def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
+def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: bool) -> None:
     """List groups of items of INDEX that are near one another, directly or through others."""
     with opened_index(path) as opened:
-        groups = opened.duplicates(within, where=where)
+        groups = opened.duplicates(within, filter=filter)
     if as_json:
         group_rows = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
         say_json({"index": str(path), "groups": group_rows})

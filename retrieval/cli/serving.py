@@ -13,10 +13,10 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     BYTES,
     DEVICE,
+    FILTER,
     JSON,
     PATH,
     PIXELS,
-    WHERE,
     Choice,
     Group,
     IndexArgument,
@@ -45,7 +45,7 @@ _DAY = 86_400.0  # seconds, the longest --deadline
 @click.argument("queries", nargs=-1, required=True, type=PATH)
 @click.option("-k", default=10, type=click.IntRange(1), help="Results per query.")
 @click.option("--candidates", type=click.IntRange(1), help="Number of candidates for the rescorer.")
-@WHERE
+@FILTER
 @JSON
 @PLUGIN_OPTION
 @DEVICE
@@ -54,7 +54,7 @@ def search_command(
     queries: tuple[Path, ...],
     k: int,
     candidates: int | None,
-    where: str | None,
+    filter: str | None,
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
@@ -66,7 +66,7 @@ def search_command(
     _refuse_swapped(index, queries)
     with open_index(index, device=device, plugins=extra) as opened:
         names, encoded = encode_files(opened.bundle, queries)
-        answers = opened.search(encoded, k, candidates=candidates, where=where)
+        answers = opened.search(encoded, k, candidates=candidates, filter=filter)
     if as_json:
         pairs = zip(names, answers, strict=True)
         say_json([{"query": name, "results": list(map(_plain, hits))} for name, hits in pairs])

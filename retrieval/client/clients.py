@@ -212,7 +212,7 @@ class AsyncClient(Sender):
         """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
         await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
 
-    async def delete_where(self, filter: Filter) -> int:
+    async def delete_items(self, filter: Filter) -> int:
         """Delete all items that match `filter`, and return their number.
 
         A failed request is not repeated, because it might have deleted some items already.
@@ -322,7 +322,7 @@ class Client:
     get = _blocking(AsyncClient.get)
     delete = _blocking(AsyncClient.delete)
     push = _blocking(AsyncClient.push)
-    delete_where = _blocking(AsyncClient.delete_where)
+    delete_items = _blocking(AsyncClient.delete_items)
     image = _blocking(AsyncClient.image)
     thumbnail = _blocking(AsyncClient.thumbnail)
     index = _blocking(AsyncClient.index)

@@ -22,16 +22,16 @@ def agree(store: stores.Store, data: st.DataObject) -> None:
         given.append(item(f"'{at}\"", label=label, metadata=metadata))
     store.delete([entry.id for entry in store.scan()])
     store.upsert(given, opened().sha256)
-    for where in data.draw(st.lists(strategies.FILTERS, min_size=4, max_size=10)):
+    for filter in data.draw(st.lists(strategies.FILTERS, min_size=4, max_size=10)):
         expected = sorted(
             entry.id
             for entry in given
-            if matches(where, entry.id, entry.label, json.loads(metadata_text(entry.metadata)))
+            if matches(filter, entry.id, entry.label, json.loads(metadata_text(entry.metadata)))
         )
         with suppress(DataError):  # a refused filter, or an unknown field
-            ids = sorted(entry.id for entry in scanned(store, where))
-            assert (ids, store.count(where)) == (expected, len(expected)), where
-            (hits,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)
-            assert sorted(entry.id for entry in hits) == expected, where
+            ids = sorted(entry.id for entry in scanned(store, filter))
+            assert (ids, store.count(filter)) == (expected, len(expected)), filter
+            (hits,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, filter=filter)
+            assert sorted(entry.id for entry in hits) == expected, filter
             continue
-        assert not expected or "filters" not in store.capabilities, where
+        assert not expected or "filters" not in store.capabilities, filter

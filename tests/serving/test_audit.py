@@ -23,8 +23,8 @@ from retrieval.serving.http.problems import RequestError
 VECTOR = {"vector": [0.25] * 16}
 
 
-def change(what: str, ids=(), where=None) -> Change:
-    return Change(what, "i", Caller("shop", "write", "192.0.2.1"), "request-1", ids, where)
+def change(what: str, ids=(), filter=None) -> Change:
+    return Change(what, "i", Caller("shop", "write", "192.0.2.1"), "request-1", ids, filter)
 
 
 def record(audit: Audit, id: str) -> None:
@@ -111,8 +111,8 @@ def test_lines_are_limited_in_length_and_never_mixed(tmp_path):
     ids = ["x" * 100_000, "line\nbreak", "\ud800", *map(str, range(5000))]
     with audit.recording(deleted := change("delete", ids)):
         deleted.count = 3
-    where = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
-    with audit.recording(change("delete", where=where)):
+    filter = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
+    with audit.recording(change("delete", filter=filter)):
         pass
     written = lines(tmp_path / "a")
     assert len(written) == 4 and all(len(json.dumps(line)) < 10_000 for line in written)

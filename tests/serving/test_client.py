@@ -91,7 +91,7 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
         assert client.put("y", vector=np.array(vector)).replaced is True
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
-        assert client.delete_where("id in ('x', 'y')") == 2
+        assert client.delete_items("id in ('x', 'y')") == 2
         for id in IDS:
             client.delete(id)
         assert list(client.items()) == []

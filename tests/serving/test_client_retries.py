@@ -143,7 +143,7 @@ def test_retry_after_is_obeyed_within_the_time_limit():
 
 @pytest.mark.parametrize("wrong", ["drop", (503, {}, BUSY)])
 def test_a_request_that_is_not_idempotent_is_sent_once(wrong):
-    for work in (lambda client: client.delete_where("a = 1"), lambda client: client.snapshot()):
+    for work in (lambda client: client.delete_items("a = 1"), lambda client: client.snapshot()):
         with Server(wrong) as server:
             with pytest.raises(ServerError):
                 call(server.url, work)

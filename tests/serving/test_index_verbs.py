@@ -51,15 +51,15 @@ def test_add_sync_list_show_and_delete(digits, answer, cli):
     shutil.copy(digits[-1], digits[1])
     synced = answer("add", "d.index", "digits", "--sync")
     assert [synced[n] for n in ("added", "changed", "unchanged", "removed")] == [0, 1, 58, 1]
-    threes = ids(answer, "--where", "label = '3'")
+    threes = ids(answer, "--filter", "label = '3'")
     assert threes and all(id.startswith("3/") for id in threes)
     item = answer("show", "d.index", threes[0])
     assert item["label"] == "3" and len(item["vector"]) == 16 and item["keep"] == "reference"
-    deleted = cli("index", "delete", "d.index", "--where", "label = '3'").out
+    deleted = cli("index", "delete", "d.index", "--filter", "label = '3'").out
     assert f"{len(threes)} deleted" in deleted
-    assert ids(answer, "--where", "label = '3'") == []
+    assert ids(answer, "--filter", "label = '3'") == []
     assert "1 deleted" in cli("index", "delete", "d.index", ids(answer)[0], "nobody").out
-    hit = nearest(cli, digits[1], "-k", "2", "--where", "label != '3'")
+    hit = nearest(cli, digits[1], "-k", "2", "--filter", "label != '3'")
     assert hit["distance"] == pytest.approx(0, abs=1e-3)
 
 
@@ -128,9 +128,9 @@ MISTAKES = [
     (["show", "d.index", "nobody"], "has no item 'nobody'"),
     (["list", "d.index", "--after", "\udcff"], "not an id that an item can have"),
     (["list", "d.index", "--limit", str(2**63)], "--limit"),
-    (["list", "d.index", "--where", "prise <"], "expected a value"),
-    (["list", "d.index", "--where", "prise < 3"], "No item of this index has a field 'prise'"),
-    (["delete", "d.index"], "either ids or --where"),
+    (["list", "d.index", "--filter", "prise <"], "expected a value"),
+    (["list", "d.index", "--filter", "prise < 3"], "No item of this index has a field 'prise'"),
+    (["delete", "d.index"], "either ids or --filter"),
     (["create", "x", "digits"], "either --bundle BUNDLE or --model NAME"),
     (["migrate", "d.index"], "Name the bundle to migrate to"),
     (["duplicates", "d.index", "--within", "-1"], "--within"),
@@ -161,8 +161,10 @@ def test_the_json_of_every_verb(answer, makers, bundle_path, cli):
 
     assert answer("snapshot", "d.index", "s.index") == {"snapshot": "s.index"}
     assert answer("restore", "s.index", "r.index", index="r.index") == {"snapshot": "s.index"}
-    count = answer("list", "r.index", "--where", "label = '3'", index="r.index")["count"]
-    assert answer("delete", "d.index", "--where", "label = '3'") == {"deleted": count} and count > 0
+    count = answer("list", "r.index", "--filter", "label = '3'", index="r.index")["count"]
+    assert (
+        answer("delete", "d.index", "--filter", "label = '3'") == {"deleted": count} and count > 0
+    )
     freed = answer("compact", "d.index")
     assert freed.keys() == {"bytes_before", "bytes"}
     assert freed["bytes"] == answer("show", "d.index")["bytes"]

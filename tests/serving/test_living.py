@@ -132,8 +132,8 @@ def test_filters(living, photos, served):
     server = served(living)
     image = next(photos.rglob("*.png")).read_bytes()
 
-    def form(where):
-        data = {"filter": where, "k": "300"}
+    def form(filter):
+        data = {"filter": filter, "k": "300"}
         return server.client.post("/v1/search", files={"image": ("q", image)}, data=data)
 
     chosen = sum(1 for path in photos.rglob("*.png") if path.parent.name in "37")
@@ -146,7 +146,7 @@ def test_filters(living, photos, served):
         hits = answer.json()["results"]
         assert len(hits) == chosen and {hit["label"] for hit in hits} == {"3", "7"}
     assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
-    for where, status, says in (
+    for filter, status, says in (
         ("label ==", 400, "filter"),
         ({}, 400, "empty object"),
         ("(" * 9000, 400, "filter"),
@@ -155,11 +155,11 @@ def test_filters(living, photos, served):
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
         ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
     ):
-        answer = post(server, filter=where)
-        assert answer.status_code == status, (where, answer.text)
+        answer = post(server, filter=filter)
+        assert answer.status_code == status, (filter, answer.text)
         assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
-    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
-        assert form(where).status_code == 400, where
+    for filter in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
+        assert form(filter).status_code == 400, filter
     nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
     kind = {"Content-Type": "application/json"}
     assert server.client.post("/v1/search", content=nested, headers=kind).status_code == 400
@@ -237,9 +237,9 @@ def test_several_queries_get_the_hits_of_single_ones(empty):
             ]
         )
         queries = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
-        for where, k, count in ((None, 7, 7), ("n < 3", 10, 3), ("n < 0", 4, 0), (None, 100, 60)):
-            together = index.search(queries, k, where=where)
-            assert together == [index.search(query, k, where=where) for query in queries]
+        for filter, k, count in ((None, 7, 7), ("n < 3", 10, 3), ("n < 0", 4, 0), (None, 100, 60)):
+            together = index.search(queries, k, filter=filter)
+            assert together == [index.search(query, k, filter=filter) for query in queries]
             assert {len(hits) for hits in together} == {count}
         together[0][0].metadata["of"].append("mine")  # changes only this answer
         again = index.search(queries, 100)

@@ -21,11 +21,11 @@ for number in range(rounds):
     with Index.open(index_path, threads=1) as index:
         index.add([extra], progress=False)
         index.migrate(other, progress=False)
-        index.delete(where="label = '1'")
+        index.delete(filter="label = '1'")
         index.store.compact()
         index.add([extra], progress=False)
         index.rollback(progress=False)
-        index.delete(where="label = '1'")
+        index.delete(filter="label = '1'")
         index.drop_old()
     print("round", number, flush=True)
 """

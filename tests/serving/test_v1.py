@@ -29,7 +29,7 @@ def test_a_search_takes_a_form_an_image_a_vector_or_an_id(shared, index_path, ph
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
     vector = client.get(f"/v1/items/{quote(key, safe='')}?vector=true").json()["vector"]
     with open_index(index_path, threads=1) as index:
-        expected = [hit.id for hit in index.search(path, 6, where="label = '0'")]
+        expected = [hit.id for hit in index.search(path, 6, filter="label = '0'")]
     assert expected[0] == key
     for request in (
         {"files": {"image": image}, "data": {"k": "5", "filter": "label = '0'"}},

@@ -54,13 +54,13 @@ class Known:
 
     def agrees(self, queries: Any, k: int = 10) -> None:
         store, sha256 = self.index.store, self.index.bundle.sha256
-        for turn, where in ((None, None), (1, "turn = 1")):
+        for turn, filter in ((None, None), (1, "turn = 1")):
             count = sum(turn in (None, own) for _, own in self.items.values())
-            chosen = None if where is None else parse_filter(where)
-            proposed = store.propose(queries, k, sha256, where=chosen)
+            chosen = None if filter is None else parse_filter(filter)
+            proposed = store.propose(queries, k, sha256, filter=chosen)
             assert {len(entry.items) for entry in proposed} == {min(k, count)}
-            answers = self.index.search(queries, k, where=where)
-            assert answers == [self.index.search(query, k, where=where) for query in queries]
+            answers = self.index.search(queries, k, filter=filter)
+            assert answers == [self.index.search(query, k, filter=filter) for query in queries]
             for query, hits in zip(queries, answers, strict=True):
                 assert [(hit.id, hit.distance) for hit in hits] == self.nearest(query, k, turn)
                 assert all(hit.metadata["turn"] == self.items[str(hit.id)][1] for hit in hits)
@@ -192,7 +192,7 @@ def test_duplicates_are_all_found(digits):
     assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in groups)
     exact = index.duplicates(0, progress=False)
     assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
-    only = index.duplicates(limit, where="label = '3'", progress=False)
+    only = index.duplicates(limit, filter="label = '3'", progress=False)
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
 
 

@@ -32,8 +32,10 @@ def store(tmp_path):
         yield created
 
 
-def hits(store: LocalStore, where: Any) -> set[str]:
-    (answer,) = store.search(np.zeros((1, WIDTH), np.float32), 10_000, opened().sha256, where=where)
+def hits(store: LocalStore, filter: Any) -> set[str]:
+    (answer,) = store.search(
+        np.zeros((1, WIDTH), np.float32), 10_000, opened().sha256, filter=filter
+    )
     return {item.id for item in answer}
 
 
@@ -53,7 +55,7 @@ def test_every_kind_of_value_against_every_other(store, op):
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
         for field in (("x",), ("x", "x"), "label"):
-            for where in (
+            for filter in (
                 Compare(field, op, value),
                 In(field, (value, "shoe", True)),
                 Exists(field),
@@ -61,14 +63,14 @@ def test_every_kind_of_value_against_every_other(store, op):
                 expected = {
                     entry.id
                     for entry in items
-                    if matches(where, entry.id, entry.label, entry.metadata)
+                    if matches(filter, entry.id, entry.label, entry.metadata)
                 }
-                assert hits(store, where) == expected, where
+                assert hits(store, filter) == expected, filter
 
 
 def test_columns_grow_and_forget(store):
     arrays = {"vector": np.ones(WIDTH, np.float32)}
-    where, present = parse_filter("x >= 5 and y = 1"), dict[str, int]()
+    filter, present = parse_filter("x >= 5 and y = 1"), dict[str, int]()
     for turn in range(6):
         # the fifth turn adds a single item
         new = {f"id {n}": n % 13 for n in range(turn * 9, 37 if turn == 4 else turn * 11 + 5)}
@@ -82,7 +84,7 @@ def test_columns_grow_and_forget(store):
         del present[gone]
         if turn == 3:
             store.compact()
-        assert hits(store, where) == {id for id, x in present.items() if x >= 5}
+        assert hits(store, filter) == {id for id, x in present.items() if x >= 5}
         assert hits(store, parse_filter(f"x = {turn}")) == {
             id for id, x in present.items() if x == turn
         }
@@ -96,8 +98,8 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(store, monkeypatch):
         for n in range(30)
     ]
     store.upsert(items, opened().sha256)
-    for where in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
-        chosen = parse_filter(where)
+    for filter in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
+        chosen = parse_filter(filter)
         expected = {
             entry.id for entry in items if matches(chosen, entry.id, entry.label, entry.metadata)
         }
@@ -107,13 +109,13 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(store, monkeypatch):
 
 def test_a_field_stays_known_when_its_last_item_goes(store):
     """A filter that was valid finds nothing; it does not become an error."""
-    arrays, where = {"vector": np.ones(WIDTH, np.float32)}, parse_filter("discount > 1")
+    arrays, filter = {"vector": np.ones(WIDTH, np.float32)}, parse_filter("discount > 1")
     sale = Item("sale", None, {"discount": 5}, arrays=arrays)
     store.upsert([sale, Item("other", arrays=arrays)], opened().sha256)
-    assert hits(store, where) == {"sale"}
+    assert hits(store, filter) == {"sale"}
     store.delete(["sale"])
     for _ in range(2):
-        assert hits(store, where) == set() and store.scan(where) == []
+        assert hits(store, filter) == set() and store.scan(filter) == []
         assert store.count(parse_filter("not exists(discount)")) == 1
-        assert store.delete(where=where) == 0
+        assert store.delete(filter=filter) == 0
         store.compact()

@@ -203,7 +203,7 @@ def test_a_reader_that_finds_no_room_says_so(disk, bundle):
 VERBS = {
     "create": ("{disk}/new.index", "{photos}", "--bundle", "{bundle}"),
     "add": ("{disk}/i.index", "{more}"),
-    "delete": ("{disk}/i.index", "--where", "label = '3'"),
+    "delete": ("{disk}/i.index", "--filter", "label = '3'"),
     "migrate": ("{disk}/i.index", "{other}"),
     "rollback": ("{disk}/i.index",),
     "compact": ("{disk}/i.index",),

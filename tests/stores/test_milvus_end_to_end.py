@@ -76,7 +76,7 @@ def loaded(urls: list[str], queries: list[Path]) -> Iterator[list[list[Answer]]]
 
 def answers(index: Any, queries: list[Path]) -> list[list[str]]:
     """Return the ids of the hits of each query."""
-    return [[hit.id for hit in index.search(query, k=5, where=CHOSEN)] for query in queries]
+    return [[hit.id for hit in index.search(query, k=5, filter=CHOSEN)] for query in queries]
 
 
 def copy(images: list[Path], folder: Path) -> None:

@@ -92,10 +92,10 @@ class Machine(RuleBasedStateMachine):
         self.forget(gone)
 
     @precondition(lambda self: self.items)
-    @rule(where=st.sampled_from(FILTERS[::2]))
-    def delete_where(self, where):
-        gone = self.matching(where)
-        assert self.index.delete(where=where) == len(gone)
+    @rule(filter=st.sampled_from(FILTERS[::2]))
+    def delete_matching(self, filter):
+        gone = self.matching(filter)
+        assert self.index.delete(filter=filter) == len(gone)
         self.forget(gone)
 
     def forget(self, gone):
@@ -124,8 +124,8 @@ class Machine(RuleBasedStateMachine):
         target = self.index.snapshot(self.folder / f"copy {self.copies}")
         with Index.open(target, threads=1) as copy:
             self.same(copy)
-            for where in FILTERS:
-                self.same(copy, where)
+            for filter in FILTERS:
+                self.same(copy, filter)
 
     @precondition(lambda self: self.next is None)
     @rule()
@@ -176,8 +176,8 @@ class Machine(RuleBasedStateMachine):
                 self.left.pop(entry.number, None)
         self.next = None
 
-    def matching(self, where):
-        chosen = None if where is None else parse_filter(where)
+    def matching(self, filter):
+        chosen = None if filter is None else parse_filter(filter)
         return {
             id
             for id, (_, label, price) in self.items.items()
@@ -185,21 +185,21 @@ class Machine(RuleBasedStateMachine):
         }
 
     @precondition(lambda self: self.items)
-    @rule(where=st.sampled_from(FILTERS))
-    def filtered(self, where):
-        self.same(self.index, where)
+    @rule(filter=st.sampled_from(FILTERS))
+    def filtered(self, filter):
+        self.same(self.index, filter)
 
     @invariant()
     def all_is_there(self):
         self.same(self.index)
 
-    def same(self, index, where=None):
-        if where is not None and not self.items:
+    def same(self, index, filter=None):
+        if filter is not None and not self.items:
             return
-        assert [entry.id for entry in index.scan(where)] == sorted(self.matching(where))
-        assert index.count(where) == len(self.matching(where))
+        assert [entry.id for entry in index.scan(filter)] == sorted(self.matching(filter))
+        assert index.count(filter) == len(self.matching(filter))
         served = served_of(index.store.generations()).number
-        searched = sorted(self.matching(where) - self.left.get(served, set()))
+        searched = sorted(self.matching(filter) - self.left.get(served, set()))
         read = index.get(self.items, arrays=True)
         for id, (entry, label, price) in self.items.items():
             assert (read[id].label, read[id].metadata) == (label, {"price": price})
@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
                 distances = np.sqrt(np.square(apart).sum(1))
                 order = np.argsort(distances, kind="stable")[:K]
                 expected = [(searched[place], float(distances[place])) for place in order]
-            hits = index.search(query, K, where=where)
+            hits = index.search(query, K, filter=filter)
             assert [(hit.id, hit.distance) for hit in hits] == expected
 
 

@@ -54,14 +54,14 @@ PRICES = np.arange(COUNT) % 100
 FILTERS = [(None, PRICES >= 0), ("price < 50", PRICES < 50), ("price = 3", PRICES == 3)]
 
 
-def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
+def recall(index: Index, vectors: np.ndarray, filter: str | None, keep: np.ndarray) -> float:
     """The share of true neighbours in answers, whose distances are those of plain arithmetic."""
     ids = np.flatnonzero(keep & (np.arange(COUNT) % 7 > 0))
     double, count, queries = vectors.astype(np.float64), 0, vectors[1::300]
     for query in queries:
         apart = np.sqrt(((double - query) ** 2).sum(axis=1))
         nearest = set(map(str, ids[np.argsort(apart[ids], kind="stable")[:10]]))
-        hits = index.search(query, 10, where=where)
+        hits = index.search(query, 10, filter=filter)
         distances = [hit.distance for hit in hits]
         assert distances == sorted(distances) and len(hits) == 10
         assert all(abs(apart[int(hit.id)] - hit.distance) < 1e-6 for hit in hits)
@@ -83,8 +83,8 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
 def test_every_structure_finds(wanted, kept, least, tmp_path, bundle, vectors):
     with created(tmp_path / "i", bundle, vectors, wanted) as index:
         assert index.stats().details["structure"] == kept
-        for where, keep in FILTERS:
-            assert recall(index, vectors, where, keep) >= least
+        for filter, keep in FILTERS:
+            assert recall(index, vectors, filter, keep) >= least
     with open_index(tmp_path / "i", threads=1) as again:
         assert recall(again, vectors, *FILTERS[0]) >= least
 
@@ -149,9 +149,9 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vec
     first.build(vectors, lambda count: None)
     expected = first.search(vectors[:50], 10)
     first.save(tmp_path / "links")
-    for where in (mapped, columns):
+    for files in (mapped, columns):
         again = Hnsw(m=8)
-        again.load(tmp_path / "links", where)
+        again.load(tmp_path / "links", files)
         distances, rows = again.search(vectors[:50], 10)
         assert (rows == expected[1]).all() and (distances == expected[0]).all()
         del again
@@ -193,8 +193,8 @@ def test_the_rows_behind_a_structure_are_found_too(tmp_path, bundle, vectors, ba
         )
         for _ in range(2):
             details = index.stats().details
-            for where, keep in FILTERS:
-                assert recall(index, now, where, keep) >= (0.95 if backend == "hnsw" else 1.0)
+            for filter, keep in FILTERS:
+                assert recall(index, now, filter, keep) >= (0.95 if backend == "hnsw" else 1.0)
             index.store.compact()
         assert details["covered"] == details["rows"] == COUNT - len(range(0, COUNT, 7))
 

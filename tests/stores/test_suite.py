@@ -31,8 +31,8 @@ class InParts(LocalStore):
 class Misses(LocalStore):
     """Leaves out the nearest item."""
 
-    def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
-        hits = super().search(queries, count + 1, bundle, where=where)
+    def search(self, queries: Any, count: int, bundle: str, *, filter: Filter | None = None) -> Any:
+        hits = super().search(queries, count + 1, bundle, filter=filter)
         return [
             sorted(entry, key=lambda item: float(np.square(item.vector - query).sum()))[1:]
             for query, entry in zip(queries, hits, strict=True)
@@ -42,10 +42,10 @@ class Misses(LocalStore):
 class FiltersLate(LocalStore):
     """Filters only the proposed items."""
 
-    def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
+    def search(self, queries: Any, count: int, bundle: str, *, filter: Filter | None = None) -> Any:
         hits = super().search(queries, count, bundle)
-        kept = set() if where is None else {item.id for item in self.scan(where, limit=100_000)}
-        return [[item for item in entry if where is None or item.id in kept] for entry in hits]
+        kept = set() if filter is None else {item.id for item in self.scan(filter, limit=100_000)}
+        return [[item for item in entry if filter is None or item.id in kept] for entry in hits]
 
 
 class Takes(LocalStore):

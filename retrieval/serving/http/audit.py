@@ -49,7 +49,7 @@ class Change:
         caller: sender of the request.
         request: id of the request.
         ids: ids of the items.
-        where: filter that selects the items, instead of `ids`.
+        filter: filter that selects the items, instead of `ids`.
         count: number of changed items, set after the change.
     """
 
@@ -58,7 +58,7 @@ class Change:
     caller: Caller
     request: str
     ids: Sequence[str] = ()
-    where: Filter | None = None
+    filter: Filter | None = None
     count: int | None = None
 
     def line(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class Change:
             "index": self.index,
             "what": self.what,
         }
-        if self.where is not None:
-            line["filter"] = filter_to_text(self.where)[:_MAX_FILTER]
+        if self.filter is not None:
+            line["filter"] = filter_to_text(self.filter)[:_MAX_FILTER]
         elif self.what != "snapshot":
             line["ids"] = [id[:_MAX_TEXT] for id in self.ids[:MAX_IDS]]
             line["ids_left_out"] = max(0, len(self.ids) - MAX_IDS)

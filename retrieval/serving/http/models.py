@@ -207,13 +207,13 @@ def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
 def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
     """Return a filter from its text or its JSON form; raise a RequestError if it is invalid."""
     try:
-        where = as_filter(form)
+        filter = as_filter(form)
     except DataError as error:
         raise RequestError(400, str(error)) from None
-    if where and (where.size.conditions > MAX_CONDITIONS or where.size.values > MAX_VALUES):
+    if filter and (filter.size.conditions > MAX_CONDITIONS or filter.size.values > MAX_VALUES):
         limits = f"{MAX_CONDITIONS} conditions and {MAX_VALUES:,} values"
         raise RequestError(400, f"The filter is too large: the limits are {limits}.")
-    return where
+    return filter
 
 
 # Conversion of form fields and URL parameters. Text that cannot be converted stays text, which the
@@ -273,7 +273,7 @@ class Query(NamedTuple):
 
     inputs: tuple[QueryInput, ...]
     options: Options
-    where: Filter | None
+    filter: Filter | None
 
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:

@@ -182,11 +182,11 @@ class Routes:
         served, prefix = self._served(request), _prefix_of(request)
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
-        where = models.filter_of(page.filter)
+        filter = models.filter_of(page.filter)
         after = None if page.cursor is None else _decoded_cursor(page.cursor)
 
         def work(index: Index) -> dict[str, Any]:
-            items = index.scan(where, after=after, limit=page.limit + 1)
+            items = index.scan(filter, after=after, limit=page.limit + 1)
             shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
             return {"items": shown, "cursor": _encoded_cursor(shown[-1]["id"]) if more else None}
@@ -203,8 +203,8 @@ class Routes:
             return models.DeleteBody.of(models.loads(body.content))
 
         async with self._body(request, _JSON_LIMITS) as body:
-            where = models.filter_of((await _parsed(served, body, read)).filter)
-            change = _change(request, served, "delete", where=where)
+            filter = models.filter_of((await _parsed(served, body, read)).filter)
+            change = _change(request, served, "delete", filter=filter)
             return _answer({"deleted": await served.delete(change)})
 
     # Pictures
@@ -416,10 +416,10 @@ def _change(
     served: Served,
     what: str,
     ids: Sequence[str] = (),
-    where: Filter | None = None,
+    filter: Filter | None = None,
 ) -> Change:
     id = request.scope["retrieval.request_id"]
-    return Change(what, served.name, _caller_of(request), id, ids, where)
+    return Change(what, served.name, _caller_of(request), id, ids, filter)
 
 
 # Responses

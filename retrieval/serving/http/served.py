@@ -319,7 +319,7 @@ class Served:
         """Delete the items of a change and return their number."""
 
         def work(index: Index) -> int:
-            change.count = index.delete(change.ids, where=change.where)
+            change.count = index.delete(change.ids, filter=change.filter)
             return change.count
 
         turns = self.workers.changes
@@ -395,7 +395,7 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
         and np.abs(vector).max() < np.finfo(np.float32).max
         # Encoding features in a batch would change the last bits of their vectors.
         and bundle.manifest.input.kind != "features"
-        and query.where is None
+        and query.filter is None
         and not options.explain
     )
 
@@ -407,7 +407,7 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
     encoded = _stored(index, query) if by_id else _encoded(index.bundle, query.inputs, pixels)
     with stage("search", len(ids)):
         hits_by_query = index.search(
-            encoded, options.k + by_id, candidates=options.candidates, where=query.where
+            encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
         )
     return [
         [hit for hit in hits if hit.id != id][: options.k]

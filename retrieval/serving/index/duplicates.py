@@ -40,7 +40,7 @@ class Duplicates:
     __repr__ = short_repr
 
 
-def find_duplicates(index: Index, within: float, where: Filter | None) -> list[Duplicates]:
+def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[Duplicates]:
     """Return groups of near-duplicates; see `Index.duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
@@ -52,9 +52,11 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
             parent[id] = id = parent[parent[id]]
         return id
 
-    with Meter("comparing", index.store.count(where), "items") as meter:
-        for page in _pages(index, where):
-            for item, neighbours in zip(page, _neighbours(index, page, within, where), strict=True):
+    with Meter("comparing", index.store.count(filter), "items") as meter:
+        for page in _pages(index, filter):
+            for item, neighbours in zip(
+                page, _neighbours(index, page, within, filter), strict=True
+            ):
                 for id, distance in neighbours:
                     lower, upper = sorted((root(item.id), root(id)))
                     parent[upper] = lower
@@ -68,7 +70,7 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
 
 
 def _neighbours(
-    index: Index, items: Sequence[Item], within: float, where: Filter | None
+    index: Index, items: Sequence[Item], within: float, filter: Filter | None
 ) -> list[list[tuple[str, float]]]:
     """Return the ids and distances of each item's neighbours, which are at most `within` away."""
     bundle = index.bundle
@@ -76,7 +78,7 @@ def _neighbours(
     rows, count = list(range(len(items))), _FIRST_NEIGHBOURS  # the items to search for
     while rows:
         queries = np.stack([items[row].vector for row in rows])
-        answers = index.store.search(queries, count, bundle.sha256, where=where)
+        answers = index.store.search(queries, count, bundle.sha256, filter=filter)
         unfinished = []
         for row, candidates in zip(rows, answers, strict=True):
             code = items[row].arrays.get(CODE)
@@ -95,10 +97,10 @@ def _neighbours(
     return neighbours
 
 
-def _pages(index: Index, where: Filter | None) -> Iterator[list[Item]]:
+def _pages(index: Index, filter: Filter | None) -> Iterator[list[Item]]:
     """Yield pages of the matching items that have arrays."""
     after = None
-    while page := index.store.scan(where, after=after, limit=_PAGE_ITEMS):
+    while page := index.store.scan(filter, after=after, limit=_PAGE_ITEMS):
         after = page[-1].id
         items = index.store.get([item.id for item in page], arrays=True).values()
         if embedded := [item for item in items if item.arrays]:

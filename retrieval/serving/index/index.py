@@ -43,7 +43,7 @@ from retrieval.serving.store.contract import (
 from retrieval.serving.store.items import own, served_of
 from retrieval.serving.store.place import store_place
 
-Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
+FilterLike: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
@@ -167,7 +167,7 @@ class Index:
         k: int = 10,
         *,
         candidates: int | None = None,
-        where: Where = None,
+        filter: FilterLike = None,
     ) -> Hits: ...
     @overload
     def search(
@@ -176,14 +176,14 @@ class Index:
         k: int = 10,
         *,
         candidates: int | None = None,
-        where: Where = None,
+        filter: FilterLike = None,
     ) -> list[Hits]: ...
     @overload
     def search(
-        self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
     ) -> list[Any]: ...
     def search(
-        self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
     ) -> list[Any]:
         """Return the nearest items of a query, nearest first; ties are ordered by id.
 
@@ -205,7 +205,7 @@ class Index:
             k: number of hits; fewer if the index has fewer items.
             candidates: number of candidates per sub-space that are rescored. Defaults to the number
                 that the bundle defines.
-            where: search only items that match this filter: text such as
+            filter: search only items that match this filter: text such as
                 `price < 20 and label in ('shoe', 'boot')`, or JSON. See
                 `retrieval.serving.filters`.
 
@@ -220,7 +220,7 @@ class Index:
         if candidates is not None:
             candidates = at_least_one("The number of candidates", candidates)
         self.require_open()
-        where = as_filter(where)
+        filter = as_filter(filter)
         attempts = 0
         while True:
             bundle = self.bundle
@@ -231,7 +231,7 @@ class Index:
             try:
                 for start in range(0, len(query), _QUERIES_PER_BLOCK):
                     block = query[start : start + _QUERIES_PER_BLOCK]
-                    proposed = self.store.propose(block, count, bundle.sha256, where=where)
+                    proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
                     for row, group in enumerate(proposed, start):
                         query_code = None if code is None else code[row]
                         hits.append(self._ranked(bundle, query[row], query_code, group, k, count))
@@ -282,7 +282,7 @@ class Index:
         return Hits(hits, self.store.original)
 
     def duplicates(
-        self, within: float, *, where: Where = None, progress: Progress = True
+        self, within: float, *, filter: FilterLike = None, progress: Progress = True
     ) -> list[Duplicates]:
         """Return groups of near-duplicates, the largest group first.
 
@@ -291,11 +291,11 @@ class Index:
 
         Args:
             within: largest distance of two neighbours, on the scale of `Hit.distance`.
-            where: compare only items that match this filter.
+            filter: compare only items that match this filter.
             progress: see `add`.
         """
         with showing(progress):
-            return find_duplicates(self, within, as_filter(where))
+            return find_duplicates(self, within, as_filter(filter))
 
     # Items
 
@@ -358,7 +358,7 @@ class Index:
         with stage("write", len(items)):
             return self.store.upsert(items, self.bundle.sha256)
 
-    def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
+    def delete(self, ids: str | Iterable[str] = (), *, filter: FilterLike = None) -> int:
         """Delete items by id, or all that match a filter; return how many were deleted.
 
         Unknown ids are ignored.
@@ -367,9 +367,9 @@ class Index:
             DataError: the filter is invalid or uses a field that no item has ever had.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
-        where = as_filter(where)
+        filter = as_filter(filter)
         with stage("write"):
-            return self.store.delete([ids] if isinstance(ids, str) else ids, where=where)
+            return self.store.delete([ids] if isinstance(ids, str) else ids, filter=filter)
 
     def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; unknown ids are left out.
@@ -401,14 +401,14 @@ class Index:
         return np.array(item.vector)
 
     def scan(
-        self, where: Where = None, *, after: str | None = None, limit: int = 1000
+        self, filter: FilterLike = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
         """Return up to `limit` matching items with ids after `after`, sorted by id."""
-        return self.store.scan(as_filter(where), after=after, limit=limit)
+        return self.store.scan(as_filter(filter), after=after, limit=limit)
 
-    def count(self, where: Where = None) -> int:
+    def count(self, filter: FilterLike = None) -> int:
         """Return the number of matching items."""
-        return self.store.count(as_filter(where))
+        return self.store.count(as_filter(filter))
 
     def stats(self) -> Stats:
         """Return the number of items, the generations and the size of the index."""

@@ -118,7 +118,7 @@ class Store(ABC):
         return item is not None
 
     @abstractmethod
-    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
         """Delete items by id and all that match a filter; return how many were deleted.
 
         Unknown ids are ignored.
@@ -144,12 +144,12 @@ class Store(ABC):
 
     @abstractmethod
     def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
         """Return a page of items without arrays.
 
         Args:
-            where: filter that items must match.
+            filter: filter that items must match.
             after: id of the last item of the previous page; None starts at the first item.
             limit: most items to return.
 
@@ -159,12 +159,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def count(self, where: Filter | None = None) -> int:
+    def count(self, filter: Filter | None = None) -> int:
         """Return the number of items, or of those that match a filter."""
 
     @abstractmethod
     def search(
-        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items of each query, with arrays.
 
@@ -176,7 +176,7 @@ class Store(ABC):
             count: number of nearest items, by Euclidean distance. If the vectors have sub-spaces
                 (column ranges that are searched separately), the number for each of them.
             bundle: SHA-256 of the manifest of the bundle that encoded the queries.
-            where: filter that items must match.
+            filter: filter that items must match.
 
         Returns:
             One list per query: the items that are among the `count` nearest in at least one
@@ -190,14 +190,14 @@ class Store(ABC):
         """
 
     def propose(
-        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[Candidates]:
         """Propose the items of `search` and a few more, with their arrays stacked.
 
         A store may override this to compute distances itself or to read arrays lazily.
         """
         answers = []
-        for items in self.search(queries, count + MARGIN, bundle, where=where):
+        for items in self.search(queries, count + MARGIN, bundle, filter=filter):
             items.sort(key=lambda item: item.id)
             names = items[0].arrays if items else ()
             arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}

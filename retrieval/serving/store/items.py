@@ -366,10 +366,10 @@ def check_queries(queries: Floats, generation: Generation) -> None:
         raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
 
 
-def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:
+def refuse_fields(filter: Filter | None, known: Iterable[str]) -> None:
     """Raise a `DataError` if a filter names a metadata field that is not among the `known` ones."""
     names = set(known)
-    for name in sorted(fields(where)) if where is not None else ():
+    for name in sorted(fields(filter)) if filter is not None else ():
         if name not in names:
             raise no_field(name, sorted(names))
 

@@ -220,13 +220,13 @@ class LocalStore(Store):
     def _superseded(self, advice: str) -> Superseded:
         return Superseded(f"The index {self.folder} is now served with another bundle. {advice}")
 
-    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         self._begin_to_write()
         with self.record.writing() as (connection, seq):
             numbers = set(numbers_of(connection, ids))
-            if where is not None:
-                condition, values = sql_of(connection, where)
+            if filter is not None:
+                condition, values = sql_of(connection, filter)
                 sql = f"select n from items where {condition}"
                 numbers |= {n for (n,) in ask(connection, sql, values)}
             remove(connection, seq, sorted(numbers))
@@ -261,7 +261,7 @@ class LocalStore(Store):
         return cast(bytes | None, contents[0] if contents else None)
 
     def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after and not usable([after]):
@@ -270,24 +270,24 @@ class LocalStore(Store):
                 "it. Pass the id of the last item of a page."
             )
         with self.record.reading() as connection:
-            condition, values = sql_of(connection, where)
+            condition, values = sql_of(connection, filter)
             sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
             return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
 
-    def count(self, where: Filter | None = None) -> int:
+    def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
         with self.record.reading() as connection:
-            condition, values = sql_of(connection, where)
+            condition, values = sql_of(connection, filter)
             return int(value(connection, f"select count(*) from items where {condition}", values))
 
     # Searches
 
     def search(
-        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
         answers = []
-        for proposed in self._proposed(queries, count, 0, bundle, where):
+        for proposed in self._proposed(queries, count, 0, bundle, filter):
             arrays = dict(proposed.arrays)
             items = [
                 replace(
@@ -301,13 +301,13 @@ class LocalStore(Store):
         return answers
 
     def propose(
-        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[Candidates]:
         """Propose the nearest items with their distances; see `Store`."""
-        return self._proposed(queries, count, MARGIN, bundle, where)
+        return self._proposed(queries, count, MARGIN, bundle, filter)
 
     def _proposed(
-        self, queries: Floats, count: int, margin: int, bundle: str, where: Filter | None
+        self, queries: Floats, count: int, margin: int, bundle: str, filter: Filter | None
     ) -> list[Candidates]:
         """Return what `propose` does; search `margin` more rows, as they may tie with the last."""
 
@@ -323,14 +323,14 @@ class LocalStore(Store):
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
-        only = None if view is None or where is None else view.matched.get(where)
-        if view is not None and (where is None or only is not None):
+        only = None if view is None or filter is None else view.matched.get(filter)
+        if view is not None and (filter is None or only is not None):
             hits = nearest(view, only)
             if (answers := self._candidates(view, *hits, count, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
-                only = None if where is None else self.masks.of(connection, current, where)
+                only = None if filter is None else self.masks.of(connection, current, filter)
                 hits = nearest(current, only)
             return cast(list[Candidates], self._candidates(current, *hits, count, connection))
 

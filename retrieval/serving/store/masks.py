@@ -49,14 +49,14 @@ class Masks:
         self._columns: dict[Name, _Column] = {}
         self._unfit: set[Name] = set()
 
-    def of(self, connection: apsw.Connection, view: View, where: Filter) -> Mask:
+    def of(self, connection: apsw.Connection, view: View, filter: Filter) -> Mask:
         """Return the mask of the view's rows that match a filter and are not deleted."""
-        if (mask := view.matched.get(where)) is not None:
+        if (mask := view.matched.get(filter)) is not None:
             return mask
-        condition, values = sql_of(connection, where)
+        condition, values = sql_of(connection, filter)
         if view.count > _SMALL:
             with self._lock:
-                mask = self._by_columns(connection, view, where)
+                mask = self._by_columns(connection, view, filter)
         if mask is None:
             sql = f"select json_group_array(n) from (select n from items where {condition})"
             numbers = np.array(json.loads(value(connection, sql, values)), np.int64)
@@ -65,12 +65,12 @@ class Masks:
             mask[rows[rows >= 0]] = True
         while len(view.matched) >= _MAX_MASKS:
             view.matched.pop(next(iter(view.matched)), None)
-        view.matched[where] = mask
+        view.matched[filter] = mask
         return mask
 
-    def _by_columns(self, connection: apsw.Connection, view: View, where: Filter) -> Mask | None:
+    def _by_columns(self, connection: apsw.Connection, view: View, filter: Filter) -> Mask | None:
         """Return a mask computed from columns, or None if they cannot decide the filter."""
-        leaves = conditions(where)
+        leaves = conditions(filter)
         names = {leaf.field for leaf in leaves}
         if view.stem != self._stem:  # row numbers hold within one stem; see `Rows.stem`
             self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
@@ -87,7 +87,7 @@ class Masks:
                 self._unfit.add(name)
                 return None
             self._columns[name] = column
-        mask = fold(where, lambda leaf: self._columns[leaf.field].true(leaf, view.rows), _join)
+        mask = fold(filter, lambda leaf: self._columns[leaf.field].true(leaf, view.rows), _join)
         while len(self._columns) > _MAX_COLUMNS:
             del self._columns[next(iter(self._columns))]  # least recently used
         return mask if view.alive is None else mask & view.alive
@@ -182,7 +182,7 @@ class _Column:
         return mask
 
 
-def sql_of(connection: apsw.Connection, where: Filter | None) -> tuple[str, Sequence[Any]]:
+def sql_of(connection: apsw.Connection, filter: Filter | None) -> tuple[str, Sequence[Any]]:
     """Return a filter as an SQL condition on the table `items`, and the values that it binds.
 
     A field stays known when the last item that has it is deleted, so that filters stay valid.
@@ -190,10 +190,10 @@ def sql_of(connection: apsw.Connection, where: Filter | None) -> tuple[str, Sequ
     Raises:
         DataError: the filter names a field that no item has ever had.
     """
-    if where is None:
+    if filter is None:
         return "true", ()
-    for name in sorted(fields(where)):
+    for name in sorted(fields(filter)):
         if not value(connection, "select 1 from fields where name = ?", (name,)):
             sql = "select name from fields order by name limit ?"
             raise no_field(name, [known for (known,) in ask(connection, sql, (_FIELDS,))])
-    return to_sql(where)
+    return to_sql(filter)

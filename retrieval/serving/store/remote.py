@@ -59,15 +59,15 @@ FORMAT = 1
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 """Stands for the register in calls that take a generation; its rows have no arrays."""
 
-Where = Sequence[Any]
+Conditions = Sequence[Any]
 
 
 class RemoteStore(Store):
     """A store in a database engine.
 
     A subclass sets `_client`, the engine's client, and implements the abstract methods, whose names
-    begin with `_`. These methods take `where` as a list of conditions in the engine's form, all of
-    which must hold.
+    begin with `_`. These methods take `conditions` as a list in the engine's form; all of them must
+    hold.
 
     Args:
         address: address of the index, for messages.
@@ -142,17 +142,22 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int
+        self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         """Return up to `limit` rows after an id, without arrays, in a stable order."""
 
     @abstractmethod
-    def _count(self, generation: Generation, where: Where) -> int:
+    def _count(self, generation: Generation, conditions: Conditions) -> int:
         """Return the number of rows that match."""
 
     @abstractmethod
     def _nearest(
-        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
+        self,
+        generation: Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        conditions: Conditions,
     ) -> list[list[str]]:
         """Return, for each query (Q, width), the ids of the `count` nearest rows in a sub-space."""
 
@@ -216,28 +221,30 @@ class RemoteStore(Store):
     def _closed_error(self) -> StoreError:
         return StoreError(f"{self.address} was closed.")
 
-    def _where(self, where: Filter | None) -> list[Any]:
+    def _conditions(self, filter: Filter | None) -> list[Any]:
         """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
-        if where is None:
+        if filter is None:
             return []
-        refuse_fields(where, self._fields)
-        parts = where.parts if isinstance(where, And) else (where,)
+        refuse_fields(filter, self._fields)
+        parts = filter.parts if isinstance(filter, And) else (filter,)
         return [fold(part, self._express, self._combined) for part in parts]
 
-    def _express(self, where: Condition) -> Any:
-        condition = None
-        if isinstance(where, Exists):
-            if where.field == "id":  # matches every item
+    def _express(self, condition: Condition) -> Any:
+        expression = None
+        if isinstance(condition, Exists):
+            if condition.field == "id":  # matches every item
                 return self._combined("not", [self._condition("id", "=", ())])
-        elif where.op != "!=":
-            condition = self._condition(where.field, where.op, where.values)
-        if condition is None:
-            name = where.field if isinstance(where.field, str) else ".".join(where.field)
+        elif condition.op != "!=":
+            expression = self._condition(condition.field, condition.op, condition.values)
+        if expression is None:
+            name = (
+                condition.field if isinstance(condition.field, str) else ".".join(condition.field)
+            )
             raise DataError(
                 f"{self.engine} cannot decide on '{name}'. This store supports only =, in, and, or,"
                 " not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
             )
-        return condition
+        return expression
 
     # The whole
 
@@ -371,15 +378,15 @@ class RemoteStore(Store):
         if count:
             self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
-    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         named, deleted = usable(dict.fromkeys(ids)), set[str]()
         with self._turn:
             while True:
                 served = self._writable()
                 rows = self._rows(served, named, False)
-                if where is not None:
-                    rows += self._all_rows(served, self._where(where))
+                if filter is not None:
+                    rows += self._all_rows(served, self._conditions(filter))
                 gone = {row.record["id"]: row for row in rows}
                 if gone:
                     self._erase(served, list(gone))
@@ -406,23 +413,23 @@ class RemoteStore(Store):
                 return b"".join(self._joined(row.record["version"], row.record["pieces"]))
         return None
 
-    def _all_rows(self, generation: Generation, where: Where = ()) -> Iterator[Row]:
+    def _all_rows(self, generation: Generation, conditions: Conditions = ()) -> Iterator[Row]:
         """Yield all rows that match, without arrays."""
         after: str | None = None
-        while rows := self._page(generation, where, after, PAGE):
+        while rows := self._page(generation, conditions, after, PAGE):
             yield from rows
             if len(rows) < PAGE:
                 return
             after = rows[-1].record["id"]
 
     def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError(f"{after[:80]!r} is not an id that an item can have.")
         page: list[Item] = []
-        served, conditions = self._current(), self._where(where)
+        served, conditions = self._current(), self._conditions(filter)
         while limit > len(page):
             most = min(PAGE, limit - len(page))
             rows = self._page(served, conditions, after, most)
@@ -432,13 +439,13 @@ class RemoteStore(Store):
             after = page[-1].id
         return page
 
-    def count(self, where: Filter | None = None) -> int:
+    def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
         served = self._current()
-        return self._count(served, self._where(where))
+        return self._count(served, self._conditions(filter))
 
     def search(
-        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
         served = self._current()
@@ -447,14 +454,14 @@ class RemoteStore(Store):
         queries = np.asarray(queries, np.float32)
         check_queries(queries, served)
         try:
-            return self._search(served, queries, count, self._where(where))
+            return self._search(served, queries, count, self._conditions(filter))
         except StoreError:
             if self._current().number != served.number:  # the old generation may be dropped
                 raise self._superseded() from None
             raise
 
     def _search(
-        self, served: Generation, queries: Floats, count: int, where: Where
+        self, served: Generation, queries: Floats, count: int, conditions: Conditions
     ) -> list[list[Item]]:
         most = min(count, self.most_found)
         if most < count and self._count(served, ()) > most:
@@ -464,7 +471,7 @@ class RemoteStore(Store):
         names: list[dict[str, None]] = [{} for _ in queries]
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
-            answers = self._nearest(served, space, part, most, where)
+            answers = self._nearest(served, space, part, most, conditions)
             for known, near in zip(names, answers, strict=True):
                 known.update(dict.fromkeys(near))
         rows = self._rows(served, list({id for known in names for id in known}), True)

@@ -111,7 +111,7 @@ class Bench:
         store: Store,
         state: State,
         bundle: Bundle | None = None,
-        where: str | None = None,
+        filter: str | None = None,
         count: int = 7,
     ) -> None:
         """Compare what all methods of a store that read return with `state`, its expected content.
@@ -120,13 +120,13 @@ class Bench:
             store: the store.
             state: its expected content.
             bundle: bundle that the store serves.
-            where: filter to use, as text.
+            filter: filter to use, as text.
             count: number of nearest items to request.
         """
         bundle = bundle or opened()
-        chosen = None if where is None else parse_filter(where)
+        chosen = None if filter is None else parse_filter(filter)
         expected = {id: item for id, item in state.items() if passes(chosen, item)}
-        about = "" if where is None else f" where {where}"
+        about = "" if filter is None else f" where {filter}"
         equal(store.count(chosen), len(expected), f"count{about}")
         ids = [entry.id for entry in scanned(store, chosen)]
         if "ordered" in store.capabilities:
@@ -139,10 +139,10 @@ class Bench:
         queries = normal(4, bundle.manifest.vector, 99)
         self.check_search(store, queries, expected, bundle, count, chosen)
 
-    def check_filter(self, store: Store, state: State, where: str) -> None:
+    def check_filter(self, store: Store, state: State, filter: str) -> None:
         """Call `check` with a filter; a store without the capability "filters" may refuse it."""
         with suppress(*([] if "filters" in store.capabilities else [DataError])):
-            self.check(store, state, where=where)
+            self.check(store, state, filter=filter)
 
     def check_search(
         self,
@@ -151,10 +151,13 @@ class Bench:
         state: State,
         bundle: Bundle,
         count: int,
-        where: Filter | None = None,
+        filter: Filter | None = None,
     ) -> None:
         """Compare the hits of each query with a brute-force search of `state`."""
-        spans, answers = spans_of(bundle), store.search(queries, count, bundle.sha256, where=where)
+        spans, answers = (
+            spans_of(bundle),
+            store.search(queries, count, bundle.sha256, filter=filter),
+        )
         equal(len(answers), len(queries), "answers")
         for query, hits in zip(queries, answers, strict=True):
             ids = [item.id for item in hits]
@@ -189,15 +192,15 @@ def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count
     return ids_found
 
 
-def passes(where: Filter | None, item: Item) -> bool:
+def passes(filter: Filter | None, item: Item) -> bool:
     """Return whether an item matches a filter."""
-    return where is None or matches(where, item.id, item.label, item.metadata)
+    return filter is None or matches(filter, item.id, item.label, item.metadata)
 
 
-def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> list[Item]:
+def scanned(store: Store, filter: Filter | None = None, limit: int = 1000) -> list[Item]:
     """Return the items of all pages of a scan."""
     items: list[Item] = []
-    while page := store.scan(where, after=items[-1].id if items else None, limit=limit):
+    while page := store.scan(filter, after=items[-1].id if items else None, limit=limit):
         items += page
     return items
 

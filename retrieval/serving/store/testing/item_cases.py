@@ -182,10 +182,10 @@ class ItemCases(Bench):
         for number in range(10):
             self.put(store, state, [item(f"id {number * 7}", 1, metadata={"price": number})])
             self.remove(store, state, [f"id {number * 11}"])
-        self.check(store, state, where="price = 3 and tags = 'even'")
+        self.check(store, state, filter="price = 3 and tags = 'even'")
         self.check(store := self.again(store), state)
         self.put(store, state, some(10, 3, seed=2))
-        self.check(store, state, where="price >= 5")
+        self.check(store, state, filter="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
         """Every attribute is returned, arrays as float32; nothing of a replaced item remains."""
@@ -274,9 +274,9 @@ class ItemCases(Bench):
             self.check(store, state, count=len(state))
             for what, text in TEXTS.items():
                 equal(list(store.get([text])), [text], f"get of {what}")
-                where = And((Compare("label", "=", text), Compare(("m",), "=", text)))
+                filter = And((Compare("label", "=", text), Compare(("m",), "=", text)))
                 with suppress(*([] if "filters" in store.capabilities else [DataError])):
-                    equal([hit.id for hit in store.scan(where)], [text], f"a filter on {what}")
+                    equal([hit.id for hit in store.scan(filter)], [text], f"a filter on {what}")
             store = self.again(store)
         for what, text in TEXTS.items():
             equal(store.delete([text]), 1, f"delete of {what}")
@@ -302,14 +302,16 @@ class ItemCases(Bench):
     def test_delete_what_matches(self) -> None:
         """`delete` takes a filter, or ids and a filter, and deletes the union of both."""
         store, state = self.filled(60)
-        for ids, where, matches in (
+        for ids, filter, matches in (
             ([], "price < 3", lambda entry: entry.metadata["price"] < 3),
             (["id 19"], "label = 'kind 1'", lambda e: e.label == "kind 1" or e.id == "id 19"),
             ([], "price = 1000", lambda entry: False),
             ([], "exists(id)", lambda entry: True),
         ):
             gone = [id for id, entry in state.items() if matches(entry)]
-            equal(store.delete(ids, where=parse_filter(where)), len(gone), f"deleted where {where}")
+            equal(
+                store.delete(ids, filter=parse_filter(filter)), len(gone), f"deleted where {filter}"
+            )
             state = {id: entry for id, entry in state.items() if id not in gone}
             self.check(store, state)
 
@@ -358,8 +360,8 @@ class ItemCases(Bench):
         equal(store.scan(), [], "scan")
         self.check(store := self.again(store), state)
         self.put(store, state, some(20))
-        for count, where in ((1000, None), (1000, "price < 1"), (1, None), (7, "price = 1000")):
-            self.check(store, state, where=where, count=count)
+        for count, filter in ((1000, None), (1000, "price < 1"), (1, None), (7, "price = 1000")):
+            self.check(store, state, filter=filter, count=count)
 
     def test_filters(self) -> None:
         """Search, scan, count and delete agree with `filters.matches` on every filter.
@@ -379,14 +381,14 @@ class ItemCases(Bench):
         ]
         store, state = self.store(), State()
         self.put(store, state, written)
-        for where in FILTERS:
-            self.check_filter(store, state, where)
-        self.check(store, state, where="price < 2", count=3)
+        for filter in FILTERS:
+            self.check_filter(store, state, filter)
+        self.check(store, state, filter="price < 2", count=3)
         self.put(store, state, [replace(entry, label="kind 2") for entry in written[:40]])
         self.remove(store, state, [f"id {number}" for number in range(50, 100)])
         store = self.again(store)
-        for where in FILTERS[::3]:
-            self.check_filter(store, state, where)
+        for filter in FILTERS[::3]:
+            self.check_filter(store, state, filter)
 
     def test_equal_vectors(self) -> None:
         """If many items have equal vectors, a search still proposes the requested number."""
@@ -419,7 +421,7 @@ class ItemCases(Bench):
         store, state = self.store(bundle), State()
         self.put(store, state, some(300, bundle=bundle), bundle)
         self.check(store, state, bundle)
-        self.check(store, state, bundle, where="price < 3")
+        self.check(store, state, bundle, filter="price < 3")
         self.check(store := self.again(store), state, bundle)
 
     def test_codes(self) -> None:
@@ -461,12 +463,12 @@ class ItemCases(Bench):
     def test_a_field_that_no_item_has(self) -> None:
         """A filter on an unknown field is refused, and the error names the field."""
         store, state = self.filled(5)
-        where = parse_filter("price < 3 and prise < 3")
+        filter = parse_filter("price < 3 and prise < 3")
         calls: tuple[Callable[[], object], ...] = (
-            lambda: store.search(normal(1, WIDTH, 0), 3, opened().sha256, where=where),
-            lambda: store.count(where),
-            lambda: store.scan(where),
-            lambda: store.delete(["id 1"], where=where),
+            lambda: store.search(normal(1, WIDTH, 0), 3, opened().sha256, filter=filter),
+            lambda: store.count(filter),
+            lambda: store.scan(filter),
+            lambda: store.delete(["id 1"], filter=filter),
         )
         for call in calls:
             with refused(DataError, saying="prise"):
