@@ -27,6 +27,7 @@ from torch import Tensor
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.host.files import cache_folder
+from retrieval.serving.files.mapping import FileMap
 from retrieval.serving.progress import Meter
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def frozen_features(
             _fill(folder, dataset, width, batch, compute)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
-            # Mode "c" (copy on write): the caller's changes do not reach the file, and torch
-            # accepts the array without a warning.
-            shape = (len(dataset), width)
-            return np.memmap(folder / "features.f32", dtype=np.float32, mode="c", shape=shape)
+            path = folder / "features.f32"
+            last_words = f"Error: {path} was cut short while it was read. Run the command again."
+            with path.open("rb") as file:
+                return FileMap(file, last_words).floats((len(dataset), width))
     except OSError as error:
         full = error.errno == errno.ENOSPC
         reason = "the disk is full" if full else error.strerror or str(error)

@@ -231,3 +231,30 @@ def test_two_at_once_compute_once(data, caplog):
     assert sorted(net.items for net in nets) == [0, 37]
     np.testing.assert_array_equal(first, second)
     assert "Waiting for another process" in caplog.text
+
+
+def test_a_cache_that_is_cut_short_while_it_is_read_ends_the_command_with_a_sentence(process):
+    code = """
+import os, sys, numpy as np, torch
+from pathlib import Path
+from retrieval.data.cache import frozen_features
+from retrieval.data.datasets import ArrayDataset
+from retrieval.serving.images import Preprocessing
+
+pixels = np.random.default_rng(0).integers(0, 256, (4000, 6, 6), dtype=np.uint8)
+features = frozen_features(
+    lambda x: x.flatten(1).float(), ArrayDataset(pixels, ["a"] * 4000),
+    Preprocessing((6, 6), 1, (0.0,), (1.0,)),
+    width=36, fingerprint="net", device="cpu", batch=100,
+)
+features[0] = 1  # reaches memory only
+tensor = torch.from_numpy(features)
+print(tensor[0].sum().item(), flush=True)
+(path,) = Path(os.environ["RETRIEVAL_CACHE"]).rglob("features.f32")
+os.truncate(path, 4096)
+print(tensor.sum().item())
+"""
+    done = process("-c", code)
+    assert (done.code, done.out) == (2, "36.0\n")
+    assert done.err.endswith("was cut short while it was read. Run the command again.\n")
+    assert "Traceback" not in done.err

@@ -611,7 +611,8 @@ class _Arrays(Mapping[str, Floats]):
     def __getitem__(self, name: str) -> Floats:
         if name == FEATURES:
             raise KeyError(name)
-        return self._view.arrays[name].rows(self._view.rows)[self._rows]
+        with self._view.arrays[name].reading(self._view.rows) as content:
+            return content[self._rows]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._view.generation.widths if name != FEATURES)

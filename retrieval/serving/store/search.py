@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
+from retrieval.serving.files.mapping import FileMap
 from retrieval.serving.runtime import load_faiss
 
 Floats = NDArray[np.float32]
@@ -138,12 +139,14 @@ class Companion:
         basis: (P, D − 1) float64, with orthonormal columns.
         error: largest distance by which rounding can have moved a row of `table`.
         table: (D / 8, N, 8) float32, the columns in parts of 8.
+        mapped: the file that `table` lies in, or None.
     """
 
     mean: Doubles
     basis: Doubles
     error: float
     table: Floats
+    mapped: FileMap | None = None
 
     PART = 8
     """Number of columns in a part."""
@@ -224,10 +227,14 @@ class Companion:
             np.lib.format.read_magic(file)
             shape, _, kind = np.lib.format.read_array_header_1_0(file)
             place = file.tell()
+            mapped = FileMap(file)
         if shape[1:] != (count, cls.PART) or kind != np.float32 or len(mean) != width:
             raise StoreError(f"{path.name} belongs to other vectors.")
-        table = np.asarray(np.memmap(path, np.float32, "r", place, shape))  # faster to slice
-        return cls(mean, basis, float(error[0]), table)
+        return cls(mean, basis, float(error[0]), mapped.floats(shape, place), mapped)
+
+    def intact(self) -> bool:
+        """Return whether the file has kept its content since it was mapped."""
+        return self.mapped is None or self.mapped.intact()
 
 
 @dataclass(slots=True)

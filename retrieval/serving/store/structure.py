@@ -129,6 +129,10 @@ class Loaded:
     backends: Sequence[IndexBackend] = ()
     companion: Companion | None = None
 
+    def intact(self) -> bool:
+        """Return whether the files that the structure has mapped have kept their content."""
+        return self.companion is None or self.companion.intact()
+
     def propose(
         self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
     ) -> Numbers | None:

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +338,9 @@ class Upkeep:
                     source = Array(file_of(folder, old.stem, name), width)
                     source.verify(old.rows, sums[name])  # new checksums would hide old damage
                     report = claim if name == VECTOR else None
-                    chunks = _chunks(source.rows(old.rows), kept, report)
-                    new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
+                    with source.reading(old.rows) as content:
+                        chunks = _chunks(content, kept, report)
+                        new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
                 sync(folder / ARRAYS)
         text = None if new_sums else old.structure_text
         if filled and self._needs_structure(text, generation, len(kept), exactly=True):
@@ -387,11 +388,12 @@ class Upkeep:
         if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
             connection.execute("delete from removed where seq <= ?", (old.seq,))
         folder = self.record.folder
-        chunks = {
-            name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
-            for name, width in generation.widths.items()
-        }
-        append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
+        with ExitStack() as stack:
+            chunks = {}
+            for name, width in generation.widths.items():
+                source = Array(file_of(folder, old.stem, name), width)
+                chunks[name] = _chunks(stack.enter_context(source.reading(grown.rows)), later)
+            append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
     def _built(self, generation: Generation, claim: Claim, stem: str, count: int) -> str | None:
         """Build and load a structure over the first `count` rows; return its JSON text."""
@@ -400,8 +402,8 @@ class Upkeep:
             return None
         claim.total += count
         folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
-        vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(count)
-        with self.record.faults("written"):
+        array = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR])
+        with array.reading(count) as vectors, self.record.faults("written"):
             structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:

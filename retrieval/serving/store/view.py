@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.files.mapping import FileMap
 from retrieval.serving.files.plain import open_plain
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, seq_of, served, value
@@ -218,33 +219,60 @@ class Array:
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
+        self._map: FileMap | None = None
         self._mapped: Floats = np.empty((0, width), np.float32)
         self._verified: set[int] = set()
 
     def rows(self, count: int) -> Floats:
-        """Return the first `count` rows, (count, width), mapped from the file."""
+        """Return the first `count` rows, (count, width), mapped from the file.
+
+        The file may be cut short while they are read; see `reading`.
+        """
         if count > len(self._mapped):
             try:
                 with open_plain(self.path) as file:
                     capacity = os.fstat(file.fileno()).st_size // (4 * self.width)
                     if capacity < count:
-                        raise damage_error(self.path, "was cut short")
-                    mapped = np.memmap(file, "<f4", "r", shape=(capacity, self.width))
+                        raise self._cut()
+                    self._map = FileMap(file)
             except FileNotFoundError:  # compaction has removed the file: callers try again
                 raise
             except OSError as fault:
                 raise damage_error(
                     self.path, f"cannot be read: {fault.strerror or fault}"
                 ) from None
-            self._mapped = np.asarray(mapped)  # slicing an array is faster than a memmap
+            self._mapped = self._map.floats((capacity, self.width))
         return self._mapped[:count]
+
+    def intact(self, count: int) -> bool:
+        """Return whether the file has kept its first `count` rows since they were mapped."""
+        return self._map is None or self._map.intact(4 * self.width * count)
+
+    def _cut(self) -> StoreError:
+        return damage_error(self.path, "was cut short")
+
+    @contextmanager
+    def reading(self, count: int) -> Iterator[Floats]:
+        """Context manager that yields what `rows` returns.
+
+        Raises:
+            StoreError: at the end, if the file was cut short meanwhile.
+        """
+        try:
+            yield self.rows(count)
+        finally:
+            if not self.intact(count):
+                raise self._cut()
 
     def verify(self, count: int, sums: Mapping[int, int], rows: Numbers | None = None) -> None:
         """Compare the blocks of the first `count` rows with their checksums.
 
         A block is verified only once. If `rows` (n,) are given, only their blocks are verified.
         """
-        content = self.rows(count).reshape(-1).view(np.uint8).data
+        with self.reading(count) as mapped:
+            self._verify(mapped.reshape(-1).view(np.uint8).data, sums, rows)
+
+    def _verify(self, content: memoryview, sums: Mapping[int, int], rows: Numbers | None) -> None:
         blocks = set(range(-(-len(content) // BLOCK)))
         if rows is not None:
             size = 4 * self.width
@@ -359,6 +387,11 @@ class View(Rows):
     structure: Loaded | None = None
     matched: dict[Any, Mask] = field(default_factory=dict)
 
+    def intact(self) -> bool:
+        """Return whether all mapped files have kept their content."""
+        arrays = all(array.intact(self.rows) for array in self.arrays.values())
+        return arrays and (self.structure is None or self.structure.intact())
+
     def search(
         self, queries: Floats, count: int, only: Mask | None = None
     ) -> tuple[Distances | None, Numbers]:
@@ -379,7 +412,8 @@ class View(Rows):
         if not self.count or not count:
             return np.empty((len(queries), 0)), np.full((len(queries), 0), -1, np.int64)
         spaces = range(len(self.generation.spans))
-        answers = [self._nearest(space, queries, count, only) for space in spaces]
+        with self.arrays[VECTOR].reading(self.rows) as vectors:
+            answers = [self._nearest(vectors, space, queries, count, only) for space in spaces]
         if len(answers) == 1:
             return answers[0]
         rows = np.sort(np.hstack([rows for _, rows in answers]), axis=1)
@@ -387,10 +421,9 @@ class View(Rows):
         return None, rows
 
     def _nearest(
-        self, space: int, queries: Floats, count: int, only: Mask | None
+        self, vectors: Floats, space: int, queries: Floats, count: int, only: Mask | None
     ) -> tuple[Distances, Numbers]:
         """Return squared distances and rows (Q, count) of the nearest rows in one sub-space."""
-        vectors = self.arrays[VECTOR].rows(self.rows)
         span = self.generation.spans[space]
         keep = self.alive if only is None else only
         covered, answers = 0, []
@@ -407,7 +440,9 @@ class View(Rows):
                     answers.append(_measured(queries, vectors, span, rows, count))
             elif (companion := self.structure.companion) is not None:
                 head = vectors[:covered]
-                answers.append(nearest(queries, head, count, keep=mask, companion=companion))
+                answer = nearest(queries, head, count, keep=mask, companion=companion)
+                if self.structure.intact():
+                    answers.append(answer)
             covered = covered if answers else 0
         if covered < self.rows:
             squared, rows = nearest(
@@ -440,9 +475,9 @@ class View(Rows):
             if name == FEATURES:
                 sums = sums_of(connection, self.generation.number, name)
                 array.verify(self.rows, sums, rows[present])
-            content = array.rows(self.rows)
             arrays[name] = np.zeros((len(numbers), array.width), np.float32)
-            arrays[name][present] = content[rows[present]]
+            with array.reading(self.rows) as content:
+                arrays[name][present] = content[rows[present]]
         return arrays, present
 
 
@@ -484,11 +519,14 @@ class Views:
         self._loading: set[str] = set()
 
     def now(self) -> View | None:
-        """Return the cached view, or None if any process has written to the index since."""
+        """Return the cached view, or None if any process has written to the index since.
+
+        A view whose files were cut short is not returned either: `moment` maps them again.
+        """
         known, view = self._known, self.view
         if known is None or view is None or view.seq != known[1]:
             return None
-        return view if self.record.version() == known[0] else None
+        return view if view.intact() and self.record.version() == known[0] else None
 
     @contextmanager
     def moment(self) -> Iterator[tuple[apsw.Connection, View]]:
@@ -513,6 +551,8 @@ class Views:
         """Return the view of a read transaction, or None if a newer view exists already."""
         seq = seq_of(connection)
         with self._refresh:
+            if self.view is not None and not self.view.intact():
+                self.view, self._prepared, self.loaded = None, None, {}
             view = self.view
             if view is not None and view.seq >= seq:
                 return view if view.seq == seq else None
