@@ -19,7 +19,13 @@ from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import Evaluation, grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import Protocol, device_of, items_of, refuse_side
+from retrieval.evaluation.protocol import (
+    Protocol,
+    device_of,
+    items_of,
+    refuse_side,
+    unanswerable,
+)
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
@@ -162,7 +168,8 @@ def evaluate(
         The metrics of each contestant.
 
     Raises:
-        DataError: the side does not exist, or the run has no items there.
+        DataError: the side does not exist, the run has no items there, or no query has a right
+            answer.
     """
     refuse_side(side)
     names = [metrics] if isinstance(metrics, str) else metrics
@@ -180,6 +187,8 @@ def evaluate(
         return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
 
     contestants = {"trained": measure(codes, model.combiner and model.combiner.compute_mat)}
+    if not contestants["trained"].queries:
+        raise DataError(unanswerable(run, side))
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))

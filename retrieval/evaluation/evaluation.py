@@ -59,7 +59,8 @@ class Evaluation:
         queries: number of queries in the means.
         gallery: number of items in the gallery.
         singletons: number of queries left out because no visible gallery item has their label.
-        groups: with `by`, by group the mean of each metric and the number of "queries".
+        groups: with `by`, by group the mean of each metric and the number of "queries". A group
+            without a query that has a relevant item has no means.
         spread: with several random galleries, each metric's standard deviation over them.
         per_query: for each metric, the value of each query (Q,), NaN for those left out.
     """
@@ -181,7 +182,8 @@ def evaluate_search(
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
             members = answerable[texts[answerable] == value]
-            groups[value] = {**means(values, members), "queries": float(len(members))}
+            measured = means(values, members) if len(members) else {}
+            groups[value] = {**measured, "queries": float(len(members))}
     if clusters:
         values_by_name |= cluster_metrics(search.queries, query_class)
     singletons = len(query_class) - len(answerable)
@@ -248,6 +250,16 @@ def matching(
     if len(places := np.sort(np.concatenate(rest))):
         for rows, items, _ in search.blocks(answerable[places], depths[places]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
+
+
+def is_answerable(
+    search: Search, query_class: Ints, item_class: Ints, relevance: Relevance | None = None
+) -> bool:
+    """Return whether any query has a relevant item that is visible to it; nothing is searched."""
+    if relevance is None:
+        return bool((relevant_items(search, query_class, item_class) > 0).any())
+    blocks = np.array_split(np.arange(len(query_class)), -(-len(query_class) // 64))
+    return any((_visible_grades(search, relevance, b) >= relevance.match).any() for b in blocks)
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:

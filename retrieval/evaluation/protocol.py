@@ -16,12 +16,16 @@ from retrieval.evaluation.evaluation import (
     Levels,
     Tags,
     evaluate_search,
+    is_answerable,
     relevant_items,
 )
-from retrieval.evaluation.neighbors import Exclusion, RecordedSearch
+from retrieval.evaluation.neighbors import Exclusion, RecordedSearch, Search
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
+    from retrieval.data.splits import Splits
+    from retrieval.model.contracts import Dataset
+    from retrieval.recipe.read import Recipe
     from retrieval.run.open import Run
 
 Items = NDArray[np.int64]
@@ -52,17 +56,63 @@ def device_of(run: Run) -> torch.device:
 
 
 @dataclass(frozen=True)
+class DividedItems:
+    """A recipe's data before there is a model: all items, and which of them are on which side."""
+
+    recipe: Recipe
+    dataset: Dataset
+    splits: Splits
+
+
+def refuse_unanswerable(run: Run | DividedItems) -> None:
+    """Refuse a run before training if no query of a side has a right answer.
+
+    The means over the queries of such a side would be NaN.
+
+    Raises:
+        DataError: the validation side or the test side cannot be measured.
+    """
+    splits = run.splits
+    test = Protocol(run, splits.query, splits.gallery)
+    sides = [("test", *sizes[:2]) for sizes in test.rounds(splits.query, splits.gallery)]
+    if len(splits.validation):
+        sides.append(("validation", splits.validation, None))
+    for side, query, gallery in sides:
+        arguments = Protocol(run, query, gallery).arguments(query, gallery)
+        query_class = splits.labels[query]
+        item_class = query_class if gallery is None else splits.labels[gallery]
+        exclude = arguments.get("exclude")
+        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+        search = Search(query, gallery, hidden)
+        if not is_answerable(search, query_class, item_class, arguments.get("relevance")):
+            raise DataError(unanswerable(run, side))
+        if side == "test" and run.recipe.evaluate.open_set:
+            refuse_one_kind(relevant_items(search, query_class, item_class) > 0)
+
+
+def unanswerable(run: Run | DividedItems, side: str) -> str:
+    """Return why no metric of a side can be measured, and what to do."""
+    column = run.recipe.evaluate.exclude
+    excluded = f", as [evaluate] exclude = {column!r} hides the others" if column else ""
+    advice = ", or train without a validation side" if side == "validation" else ""
+    return (
+        f"No item of the {side} side has another of its class to find{excluded}, so nothing can be"
+        f" measured there. Choose a [split] that gives this side two items of a class{advice}."
+    )
+
+
+@dataclass(frozen=True)
 class Protocol:
     """The queries and the gallery of an evaluation, measured as a run's `[evaluate]` says.
 
     Attributes:
-        run: the run.
+        run: the run, or its data.
         query: (Q,), the items that are queries.
         gallery: (N,), the items to search; `None` means the queries or, with `gallery_items`,
             random queries.
     """
 
-    run: Run
+    run: Run | DividedItems
     query: Items
     gallery: Items | None
 
@@ -192,12 +242,7 @@ def open_set(
     """
     rows, apart = search.first(np.arange(len(query_class)))
     known = relevant_items(search, query_class, item_class) > 0
-    if known.all() or not known.any():
-        kind, share = ("unknown", "each") if known.all() else ("known", "none")
-        raise DataError(
-            f"[evaluate] open_set: no query is {kind}, because the class of {share} is in the"
-            " gallery. Both kinds are needed."
-        )
+    refuse_one_kind(known)
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
     unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
     # a query without visible items is never accepted
@@ -207,3 +252,13 @@ def open_set(
     return {
         f"dir_at_far_{far:g}": float(rates[false_alarms <= far].max(initial=0.0)) for far in fars
     }
+
+
+def refuse_one_kind(known: NDArray[np.bool_]) -> None:
+    """Refuse queries that are all known or all unknown, for which open-set rates mean nothing."""
+    if known.all() or not known.any():
+        kind, share = ("unknown", "each") if known.all() else ("known", "none")
+        raise DataError(
+            f"[evaluate] open_set: no query is {kind}, because the class of {share} is in the"
+            " gallery. Both kinds are needed."
+        )

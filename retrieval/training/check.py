@@ -20,6 +20,7 @@ from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError, listed
+from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
@@ -56,6 +57,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
         return _check_learner(recipe)
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe)
+    refuse_unanswerable(run)
     lines = [_items(recipe, run.splits), _model(recipe, run.model)]
     lines += [f"note: {note}" for note in (*run.dataset.notes, *run.splits.notes)]
     if nothing_to_train(run):
@@ -75,6 +77,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
     assert recipe.learner is not None
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
+    refuse_unanswerable(DividedItems(recipe, dataset, splits))
     backbone = build_backbone(recipe, dataset).eval()
     learner = build_learner(recipe, backbone.features)
     model = Model(backbone, nn.Identity())

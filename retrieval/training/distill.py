@@ -151,6 +151,9 @@ def distill(
     ):
         sides = np.full(len(files), "train")
         sides[held_out] = "test"
+        if len(np.unique(ids[held_out])) in (1, len(held_out)):
+            # Evaluation needs a pair of a class, and another class.
+            classes = _no_classes(len(files))
         rows = zip(map(str, files), classes, sides.tolist(), strict=True)
         csv.writer(table).writerows([("path", "label", "split"), *rows])
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
@@ -193,8 +196,12 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
             f" embeddings. Name a folder with at least {_FEWEST_PHOTOS} photos, better with"
             " thousands; they need no labels."
         )
-    # the split needs at least two classes; without `labels` the loss ignores them
-    return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
+    return files, [file.parent.name for file in files] if labels else _no_classes(len(files))
+
+
+def _no_classes(count: int) -> list[str]:
+    """Return two classes, which the split needs; the loss reads its classes elsewhere."""
+    return [f"{i % 2}" for i in range(count)]
 
 
 def _divided(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,6 +15,7 @@ from torch import nn
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
@@ -48,6 +49,7 @@ def fit_learner(
     _refuse_processes("A learner is fitted without steps")
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
+    refuse_unanswerable(DividedItems(recipe, dataset, splits))
     model = Model(build_backbone(recipe, dataset), nn.Identity())
     take_weights(model, recipe)
     for warning in random_frozen(recipe, dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from retrieval.evaluation.evaluate_run import resolve_metrics
@@ -29,8 +30,10 @@ class Monitor:
         self.larger: bool = getattr(metric, "larger_is_better", True)
 
     def better(self, value: float, other: float | None) -> bool:
-        """Return whether a value is better than another; any value is better than `None`."""
-        return other is None or (value > other if self.larger else value < other)
+        """Return whether a value is better than another; any number is better than `None`."""
+        if other is None:
+            return not math.isnan(value)
+        return value > other if self.larger else value < other
 
     def verdict(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
         """Return sentences that say which epoch was kept, and whether training was worth it.

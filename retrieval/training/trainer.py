@@ -25,6 +25,7 @@ from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
+from retrieval.evaluation.protocol import refuse_unanswerable
 from retrieval.host.files import write_json
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
@@ -400,7 +401,7 @@ class Trainer:
         self.save()
 
     def _finish(self) -> dict[str, float]:
-        if self.main and not self.validates:
+        if self.main and self.progress.best is None:
             self._save_best()
         merge(self.run.model)
         if self.main:
@@ -606,6 +607,7 @@ def train(
             device = accelerator.device
             return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
         run = build_run(path, recipe, standing)
+        refuse_unanswerable(run)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:

@@ -9,6 +9,7 @@ import retrieval
 import torch
 from PIL import Image
 from retrieval.serving.encoder import BundleEncoder
+from retrieval.training.distill import _divided
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -137,6 +138,21 @@ def test_a_student_learns_labels_too(bundle, digits, tmp_path, cli):
     with np.load(tmp_path / "work" / "teacher.npz") as file:
         classes = np.asarray(run.splits.classes)[file["classes"]]
     assert list(classes) == list(run.labels("train"))
+
+
+def test_labels_need_no_pair_among_the_held_out_photos(bundle, tmp_path, cli):
+    for number in range(130):
+        folder = tmp_path / "photos" / str(number // 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(folder / f"{number}.png")
+    held_out = _divided(130)[1] // 2
+    assert len(set(held_out)) == len(held_out), "no two of one folder"
+    call = ["distill", bundle.path, tmp_path / "photos", "--output", tmp_path / "small.bundle"]
+    call += ["--labels", "--set", "train.epochs=1", "--dimensions", "8", *SMALL]
+    done = cli(*call, "--run", tmp_path / "work")
+    assert done.code == 0, done.err
+    with np.load(tmp_path / "work" / "teacher.npz") as file:
+        assert len(np.unique(file["classes"])) == 65
 
 
 def test_too_few_photos_and_broken_embeddings_are_refused(bundle, tmp_path, cli):

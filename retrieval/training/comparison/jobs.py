@@ -17,6 +17,7 @@ from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.allow import answering
 from retrieval.host.files import write_json
 from retrieval.host.python_parts import WORDS, is_object
@@ -203,6 +204,25 @@ def fold_recipe(job: Job) -> Recipe:
     return recipe
 
 
+def refuse_fold(job: Job) -> None:
+    """Refuse a fold that cannot be measured, before any fold is trained.
+
+    Raises:
+        DataError: no held-out query has a right answer, or the items cannot be divided.
+    """
+    try:
+        recipe = fold_recipe(job)
+        dataset = recipe.objects["data"]
+        refuse_unanswerable(DividedItems(recipe, dataset, make_splits(dataset, recipe.split)))
+    except DataError as error:
+        number, folds = job.fold
+        raise DataError(
+            f"{job.table.get('name')}, in the search, where fold {number % folds + 1} of {folds}"
+            f" of the training side is held out as the test side: {error} Use other folds, or hold"
+            " out items with fold_by=item."
+        ) from error
+
+
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
 """The last result of `_training_items`, which all folds of a search share."""
 
@@ -213,13 +233,15 @@ def _training_items(
     """Return the items of the training side, the splits of all items, and the `[split]` table."""
     parts = [table.get(name) for name in ("plugins", "data", "split")]
     key = json.dumps([*parts, id(objects.get("data"))], default=str)
-    if key not in _items:
+    items = _items.get(key)
+    if items is None:
         recipe = recipe_of(table, objects)
         dataset = build_dataset(recipe)
         splits = make_splits(dataset, recipe.split)
+        items = Subset(dataset, training_side(splits)), splits, recipe.split
         _items.clear()
-        _items[key] = Subset(dataset, training_side(splits)), splits, recipe.split
-    return _items[key]
+        _items[key] = items
+    return items
 
 
 def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:

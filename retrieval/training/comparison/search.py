@@ -22,7 +22,7 @@ from retrieval.host.files import write_json
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
-from retrieval.training.comparison.jobs import Do, Job
+from retrieval.training.comparison.jobs import Do, Job, refuse_fold
 from retrieval.training.comparison.plan import PRIMARY, Plan
 
 
@@ -133,8 +133,13 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
     `table` is the recipe's table, with the split to use; `do` runs the trials' jobs.
 
     Raises:
-        DataError: training diverged in every trial, or a file of a trial is damaged.
+        DataError: a fold cannot be measured, training diverged in every trial, or a file of a trial
+            is damaged.
     """
+    numbers = range(plan.folds * plan.repeats)
+    for k in numbers:
+        fold = (k, plan.folds)
+        refuse_fold(Job("fold", table, folder, folder, fold, plan.fold_by, objects=recipe.objects))
     trials: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
@@ -156,7 +161,7 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
                 plan.fold_by,
                 objects=recipe.objects,
             )
-            for k in range(plan.folds * plan.repeats)
+            for k in numbers
         ]
         scores = [row["trained"][PRIMARY] if row else None for row in do(jobs)]
         finite = [score for score in scores if score is not None]
