@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not g
 
 
 PIXELS, BYTES = Size(), Size("B")
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """A time such as 90d, 12h, 30m or 0."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the time as a `timedelta`."""
+        if isinstance(value, timedelta):
+            return value
+        match = re.fullmatch(r"([0-9]{1,5})([mhd])|0", str(value).strip())
+        if match is None:
+            self.fail(f"'{value}' is not a time: write 90d, 12h or 30m.", param, ctx)
+        units = {"m": "minutes", "h": "hours", "d": "days", None: "days"}
+        return timedelta(**{units[match[2]]: int(match[1] or 0)})
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]

@@ -18,6 +18,7 @@ from retrieval.cli.common import (
     PATH,
     PIXELS,
     Choice,
+    Duration,
     Group,
     IndexArgument,
     Number,
@@ -30,6 +31,9 @@ from retrieval.host.hit_table import text_table
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from retrieval.serving.http.keys import Key
     from retrieval.serving.index.hits import Hit
     from retrieval.serving.store.address import IndexPlace
 
@@ -174,7 +178,7 @@ _OUTPUT = click.option(
 
 @click.group(cls=Group)
 def keys() -> None:
-    """Create, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
+    """Create, list, rotate and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
 
     The file KEYS holds salted hashes. A key itself is printed once, when it is created. A running
     server reloads a changed file.
@@ -196,17 +200,50 @@ def keys() -> None:
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
 )
-def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
+@click.option("--expires", type=Duration(), help="How long the key is valid, such as 90d or 12h.")
+def add(
+    name: str, path: Path, role: Any, indexes: tuple[str, ...], expires: timedelta | None
+) -> None:
     """Create a key called NAME, write its hash to a file, and print the key.
 
     Example:  retrieval keys add importer --role write --index photos --output keys.jsonl
     """
     from retrieval.serving.http.keys import add_key, new_key
 
-    key, record = new_key(name, role, indexes)
+    key, record = new_key(name, role, indexes, expires)
     add_key(path, record)
-    click.echo(key)
+    _show_key(key, record, path)
+
+
+@keys.command()
+@click.argument("name")
+@_OUTPUT
+@click.option(
+    "--grace", default="24h", type=Duration(), help="How long the old key stays valid, such as 30m."
+)
+@click.option(
+    "--expires",
+    type=Duration(),
+    help="How long the new key is valid; by default as long as the old one was.",
+)
+def rotate(name: str, path: Path, grace: timedelta, expires: timedelta | None) -> None:
+    """Replace the key called NAME by a new one with the same role and indexes, and print it.
+
+    Example:  retrieval keys rotate shop --grace 7d --output keys.jsonl
+    """
+    from retrieval.serving.http.keys import rotate_key
+
+    key, record = rotate_key(path, name, grace, expires)
+    _show_key(key, record, path)
+    assert record.created is not None
+    say(f"The old key is refused from {record.created + grace} on, at the latest.", err=True)
+
+
+def _show_key(text: str, record: Key, path: Path) -> None:
+    click.echo(text)
     say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
+    if record.expires:
+        say(f"It expires at {record.expires}.", err=True)
 
 
 @keys.command("list")
@@ -221,11 +258,15 @@ def list_keys(path: Path, as_json: bool) -> None:
 
     stored = read_keys(path)
     if as_json:
-        say_json([key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in stored])
+        secret = {"salt", "hash"}
+        say_json([key.model_dump(mode="json", exclude=secret, exclude_none=True) for key in stored])
         return
     for key in stored:
         details = [f"indexes {', '.join(key.indexes)}"] if key.indexes else []
         details += [f"created {key.created}"] if key.created else []
+        if key.expires:
+            verb = "expired" if key.expired else "expires"
+            details.append(f"{verb} {key.expires}")
         say(f"{key.name}  {key.role}  rk_{key.id}_…  {'; '.join(details)}".rstrip())
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from retrieval.errors import RetrievalError
@@ -66,7 +67,9 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(cli, tmp_path):
     assert cli("keys", "add", "shop", "--output", path).code == 0
     before = path.read_bytes()
     for arguments, says in (
-        (("add", "shop", "-o", path), "has a key shop already"),
+        (("add", "shop", "-o", path), f"with 'retrieval keys rotate shop --output {path}'"),
+        (("add", "x", "--expires", "soon", "-o", path), "write 90d, 12h or 30m"),
+        (("rotate", "shoe", "-o", path), "has no key shoe. It has: shop."),
         (("add", "two words", "-o", path), "created: name: it must have at most 64 characters"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
@@ -97,7 +100,7 @@ def test_all_faults_of_a_file_are_reported_without_its_content():
         other("c", "b", hash=sent): "line 7: hash",
         other("d", "c", created=3): "line 8: created",
         other("e", "d", expires=sent): "line 9: expires",
-        other("f", "e")[:-1] + ', "created": NaN}': "line 10",
+        other("f", "e")[:-1] + ', "salt": NaN}': "line 10",
         '{"name": "g", "name": "h"}': "line 11",
         "[]": "line 12",
     }
@@ -107,6 +110,71 @@ def test_all_faults_of_a_file_are_reported_without_its_content():
     for says in lines.values():
         assert says in text, (says, text)
     assert sent not in text and "rk_secret" not in text and sound["hash"] not in text
+
+
+def test_a_rotated_key_keeps_all_but_its_secret_and_the_old_one_ends(cli, tmp_path):
+    path = tmp_path / "keys"
+    options = ("--role", "write", "--index", "photos", "--expires", "90d", "-o", path)
+    old = cli("keys", "add", "shop", *options).out.strip()
+    assert cli("keys", "add", "other", "-o", path).code == 0
+    rotated = cli("keys", "rotate", "shop", "-o", path)
+    assert rotated.code == 0 and "The old key is refused from 20" in rotated.err
+    sent = rotated.out.strip()
+    first, other, second = read_keys(path)
+    assert (first.name, other.name, second.name) == ("shop", "other", "shop")
+    assert read_keys(path).find(old) == first and read_keys(path).find(sent) == second
+    assert (second.role, second.indexes) == ("write", ("photos",))
+    assert first.expires == second.created + timedelta(hours=24)  # the default grace
+    assert second.expires == second.created + timedelta(days=90)
+    shown = cli("keys", "list", path).out.splitlines()
+    assert f"expires {first.expires}" in shown[0] and f"expires {second.expires}" in shown[2]
+    assert json.loads(cli("keys", "list", path, "--json").out)[2]["expires"].startswith("20")
+
+    # A shorter grace ends all older keys; one of 0 removes them, and no other key.
+    again = cli("keys", "rotate", "shop", "--grace", "5m", "--expires", "1h", "-o", path)
+    assert [key.name for key in read_keys(path)] == ["shop", "other", "shop", "shop"]
+    now = read_keys(path)[3].created
+    ends = [key.expires - now for key in read_keys(path) if key.name == "shop"]
+    assert ends == [timedelta(minutes=5)] * 2 + [timedelta(hours=1)]
+    last = cli("keys", "rotate", "shop", "--grace", "0", "-o", path).out.strip()
+    assert [key.name for key in read_keys(path)] == ["other", "shop"]
+    assert read_keys(path).find(last) and not read_keys(path).find(again.out.strip())
+    assert cli("keys", "remove", "shop", "-o", path).code == 0
+    assert [key.name for key in read_keys(path)] == ["other"]
+
+
+def test_an_expiry_needs_a_time_zone_and_only_an_expiring_name_repeats():
+    line = new_key("shop", "read")[1].model_dump(mode="json", exclude_none=True)
+    old = {**line, "id": "0" * 12}
+    for expires, says in (
+        ("2026-12-31T00:00:00", "line 1: expires: Input should have timezone info"),
+        (1_800_000_000, "line 1: expires"),
+        (None, "line 2 repeats the name shop of line 1"),
+        ("2026-12-31T00:00:00Z", None),
+    ):
+        lines = [json.dumps({**old, "expires": expires}), json.dumps(line)]
+        if says is None:
+            assert len(parse_keys("\n".join(lines).encode(), "keys")) == 2
+            continue
+        with pytest.raises(RetrievalError, match=says):
+            parse_keys("\n".join(lines).encode(), "keys")
+
+
+def test_an_expired_key_is_refused_with_a_sentence(served, index_path, tmp_path, cli):
+    path = tmp_path / "keys"
+    sent, kept = new_key("shop", "read", lifetime=timedelta(seconds=-1))
+    add_key(path, kept)
+    valid, kept = new_key("importer", "read", lifetime=timedelta(days=1))
+    add_key(path, kept)
+    server = served(index_path, "--keys", str(path))
+    answers = [
+        server.client.get("/v1/index", headers={"Authorization": f"Bearer {key}"})
+        for key in (sent, valid)
+    ]
+    assert [answer.status_code for answer in answers] == [401, 200]
+    assert answers[0].json()["detail"].startswith("This key expired at 20")
+    shown = cli("keys", "list", path).out.splitlines()
+    assert "expired 20" in shown[0] and "expires 20" in shown[1]
 
 
 def test_the_size_of_a_file_is_limited(tmp_path, monkeypatch):

@@ -128,6 +128,7 @@ class Access:
         authorization = [value for name, value in scope["headers"] if name == b"authorization"]
         if self._source is not None and authorization:
             caller = _holder(self._source, address, authorization)
+            scope["retrieval.caller"] = caller  # the log names the key that is refused
         caller.require(needed_role(method, path, keyed))
         return caller
 
@@ -171,6 +172,8 @@ def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Call
     if key is None:
         sentence = "This server does not know this key. Ask its operator for a key."
         raise _unauthorised(sentence)
+    if key.expired:
+        raise _unauthorised(f"This key expired at {key.expires}. Ask the operator for another.")
     return Caller(key.name, key.role, address, key.indexes)
 
 

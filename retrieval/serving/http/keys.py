@@ -15,11 +15,11 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from retrieval.errors import RetrievalError, listed
 from retrieval.host.files import whole_file
@@ -50,6 +50,7 @@ class Key(BaseModel):
         salt: 16 random bytes, hexadecimal.
         hash: HMAC-SHA256 of the secret, keyed with the salt, hexadecimal.
         created: date and time of creation.
+        expires: date and time from which the key is refused; `None` never.
         indexes: names of the indexes that the key opens; `None` opens all.
     """
 
@@ -60,17 +61,24 @@ class Key(BaseModel):
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
     salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    created: Annotated[str, Field(max_length=40)] = ""
-    indexes: (
-        Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None
-    ) = None
+    created: AwareDatetime | None = None
+    expires: AwareDatetime | None = None
+    indexes: Annotated[tuple[_Index, ...], Field(min_length=1, max_length=100)] | None = None
+
+    @property
+    def expired(self) -> bool:
+        """Whether the key is to be refused now."""
+        return self.expires is not None and self.expires <= datetime.now(UTC)
 
 
 class Keys(tuple[Key, ...]):
-    """The keys of a file; names and ids are unique."""
+    """The keys of a file. Ids are unique; of the keys with one name, only the last may stay."""
 
     def find(self, sent: str) -> Key | None:
-        """Return the key with the text `sent`, or `None`; resists timing attacks."""
+        """Return the key with the text `sent`, or `None`; resists timing attacks.
+
+        The key may have expired.
+        """
         if parts := _KEY.fullmatch(sent):
             for key in self:
                 if key.id == parts[1]:
@@ -78,13 +86,16 @@ class Keys(tuple[Key, ...]):
         return None
 
 
-def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
+def new_key(
+    name: str, role: Role, indexes: Iterable[str] = (), lifetime: timedelta | None = None
+) -> tuple[str, Key]:
     """Create a key; return the text for its holder and the part to store in the file.
 
     Raises:
         RetrievalError: the name or an index name is invalid.
     """
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
+    now = datetime.now(UTC).replace(microsecond=0)
     try:
         key = Key(
             name=name,
@@ -92,7 +103,8 @@ def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Ke
             id=id,
             salt=salt,
             hash=_hash(salt, secret),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now,
+            expires=None if lifetime is None else now + lifetime,
             indexes=tuple(indexes) or None,
         )
     except ValidationError as error:
@@ -136,20 +148,24 @@ def parse_keys(text: bytes, where: str) -> Keys:
         advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
     keys, problems, seen = list[Key](), list[str](), dict[str, int]()
+    staying = set[str]()  # names of keys that do not expire
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         try:
-            key = Key.model_validate(strict_loads(line))
+            strict_loads(line)  # pydantic accepts repeated members and NaN
+            key = Key.model_validate_json(line)
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
         except ValueError:
             problems.append(f"line {number} is not a JSON object.")
         else:
             for value in (f"name {key.name}", f"id {key.id}"):
-                if value in seen:
+                if value in seen and (value.startswith("id") or key.name in staying):
                     problems.append(f"line {number} repeats the {value} of line {seen[value]}.")
                 seen[value] = number
+            if key.expires is None:
+                staying.add(key.name)
             keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))
@@ -170,8 +186,10 @@ def add_key(path: Path, key: Key) -> None:
     with hold(path, "changing these keys"):
         keys = read_keys(path) if path.exists() else Keys()
         if any(other.name == key.name for other in keys):
-            advice = "Choose another name, or remove that one first."
-            raise RetrievalError(f"{path} has a key {key.name} already. {advice}")
+            raise RetrievalError(
+                f"{path} has a key {key.name} already. Replace it with 'retrieval keys rotate"
+                f" {key.name} --output {path}', or choose another name."
+            )
         _write(path, [*keys, key])
 
 
@@ -183,11 +201,52 @@ def remove_key(path: Path, name: str) -> None:
     """
     with hold(path, "changing these keys"):
         keys = read_keys(path)
-        names = sorted(key.name for key in keys)
-        if name not in names:
-            known = ", ".join(names[:20]) or "none"
-            raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
+        _last_of(keys, name, path)
         _write(path, [key for key in keys if key.name != name])
+
+
+def rotate_key(
+    path: Path, name: str, grace: timedelta, lifetime: timedelta | None = None
+) -> tuple[str, Key]:
+    """Replace a key by a new one with the same name, role and indexes.
+
+    Args:
+        path: the file.
+        name: name of the key.
+        grace: how long the old key stays valid.
+        lifetime: how long the new key is valid, by default as long as the old key was.
+
+    Returns:
+        The text for the holder of the new key, and the part of it in the file.
+
+    Raises:
+        RetrievalError: the key does not exist, or the file cannot be read or written.
+    """
+    with hold(path, "changing these keys"):
+        keys = read_keys(path)
+        old = _last_of(keys, name, path)
+        if lifetime is None and old.expires and old.created:
+            lifetime = old.expires - old.created
+        text, new = new_key(name, old.role, old.indexes or (), lifetime)
+        assert new.created is not None
+        end = new.created + grace
+        kept = list[Key]()
+        for key in keys:
+            if key.name == name:
+                key = key.model_copy(update={"expires": min(key.expires or end, end)})
+            if key.name != name or (grace and not key.expired):
+                kept.append(key)
+        _write(path, [*kept, new])
+    return text, new
+
+
+def _last_of(keys: Keys, name: str, path: Path) -> Key:
+    """Return the newest key of a name; raise a RetrievalError if there is none."""
+    for key in reversed(keys):
+        if key.name == name:
+            return key
+    known = ", ".join(sorted({key.name for key in keys})[:20]) or "none"
+    raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
 
 
 def _read(path: Path) -> bytes:
@@ -203,7 +262,7 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, keys: Iterable[Key]) -> None:
     """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
     real_path = Path(os.path.realpath(path))
-    lines = [json.dumps(key.model_dump(exclude_none=True)) for key in keys]
+    lines = [json.dumps(key.model_dump(mode="json", exclude_none=True)) for key in keys]
     text = "\n".join([_HEAD, *lines, ""]).encode()
     parse_keys(text, str(path))  # refuses a file that would be too large to read again
     with whole_file(real_path, RetrievalError, private=True) as temporary:
