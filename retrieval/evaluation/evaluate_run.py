@@ -7,7 +7,7 @@ rescorer orders the candidates by their codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation, grid
+from retrieval.evaluation.evaluation import Evaluation, Metrics, grid, left_out, resolve_metrics
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import (
     Protocol,
@@ -27,16 +27,12 @@ from retrieval.evaluation.protocol import (
     unanswerable,
 )
 from retrieval.host.files import write_json
-from retrieval.host.values import toml_value
-from retrieval.model.metrics import metric
-from retrieval.model.products import CheckedMetric
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import measured, spans_of
 from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
-    from retrieval.host.plugins import Plugins
     from retrieval.model.contracts import Metric
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.manifest import SubspaceEntry
@@ -91,6 +87,11 @@ class RunEvaluation:
     def __repr__(self) -> str:
         return self.table()
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The mean of each metric of the trained model."""
+        return self.metrics["trained"]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `evaluation-SIDE.json`, which omits keys without content."""
         table = asdict(self)
@@ -102,9 +103,7 @@ class RunEvaluation:
     def table(self) -> str:
         """Return a table: one row per metric, one column per contestant."""
         note = f"{self.queries:,} queries among {self.gallery:,} items ({self.split})"
-        if self.singletons:
-            note += f"; {self.singletons:,} left out: no other item of their class"
-        lines = [*grid(self.metrics), note]
+        lines = [*grid(self.metrics), note + left_out(self)]
         for contestant, groups in self.groups.items():
             lines += ["", f"{contestant}, by group:", *grid(groups)]
         for contestant, spread in self.spread.items():
@@ -117,34 +116,12 @@ class RunEvaluation:
         return "\n".join(lines)
 
 
-def resolve_metrics(
-    names: Sequence[str | Mapping[str, Any]],
-    plugins: Plugins,
-    always: Sequence[str | Mapping[str, Any]] = (),
-) -> dict[str, Metric]:
-    """Return the metrics in `names` and `always`, by the names under which results list them.
-
-    A metric is the short name of a built-in metric, `PLUGIN.NAME`, or a table of a name and
-    parameters. Results list a table as `NAME(parameter=value, …)`.
-    """
-    resolved: dict[str, Metric] = {}
-    for item in [*names, *always]:
-        if isinstance(item, str) and "." not in item:
-            resolved[item] = metric(item)
-        else:
-            table = {"name": item} if isinstance(item, str) else item
-            parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
-            name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
-            resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
-    return resolved
-
-
 @shown
 def evaluate(
     run: Run,
     *,
     side: str = "test",
-    metrics: Sequence[str | Mapping[str, Any]] = (),
+    metrics: Metrics = (),
     clusters: bool = False,
     baseline: bool = False,
     bundle: StrPath | None = None,
@@ -158,7 +135,7 @@ def evaluate(
     Args:
         run: a run.
         side: "test" or "validation".
-        metrics: metrics as in `[evaluate] metrics`, by default the recipe's.
+        metrics: one or more metrics, as for `retrieval.evaluate`; by default the recipe's.
         clusters: also return NMI and F1 of k-means clusters.
         baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
         bundle: also evaluate a bundle, as a server searches it.
@@ -172,8 +149,7 @@ def evaluate(
             answer.
     """
     refuse_side(side)
-    names = [metrics] if isinstance(metrics, str) else metrics
-    chosen = resolve_metrics(names or run.recipe.evaluate.metrics, run.plugins)
+    chosen = resolve_metrics(metrics or run.recipe.evaluate.metrics, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
     query, gallery = items_of(run, side)
     protocol = Protocol(run, query, gallery)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,17 +25,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
+from retrieval.evaluation.distances import Distance, measuring
 from retrieval.evaluation.neighbors import (
     Codes,
-    DistanceBlock,
     Exclusion,
     Search,
     as_tensor,
     group_numbers,
 )
 from retrieval.evaluation.ranking import Ranking
-from retrieval.model.labels import read_labels, read_values
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.values import toml_value
+from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
 from retrieval.model.metrics import metric
+from retrieval.model.products import CheckedMetric
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.runtime import load_faiss
 
@@ -47,6 +50,9 @@ Values = NDArray[np.float64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = (*(f"recall_at_{k}" for k in (1, 2, 4, 8)), "r_precision", "map_at_r")
+
+Metrics: TypeAlias = "str | Metric | Sequence[str | Metric | Mapping[str, Any]] | Mapping[str, Any]"
+"""One or several metrics; see `resolve_metrics`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,9 +87,15 @@ class Evaluation:
         width = max((len(name) for name in self.values), default=0)
         lines = [f"{name:<{width}}  {value:.4f}" for name, value in self.values.items()]
         counts = f"{self.queries:,} queries, gallery of {self.gallery:,}"
-        if self.singletons:
-            counts += f"; {self.singletons:,} left out: no other item of their class"
-        return "\n".join([*lines, counts])
+        return "\n".join([*lines, counts + left_out(self)])
+
+
+def left_out(evaluation: Any) -> str:
+    """Return the end of a sentence about the queries without a right answer, or ""."""
+    if not evaluation.singletons:
+        return ""
+    text = f"; {evaluation.singletons:,} left out: no other item of their class"
+    return text if evaluation.queries else f"{text}. Without a query there is no score."
 
 
 @shown
@@ -93,8 +105,8 @@ def evaluate(
     *,
     gallery: Codes | None = None,
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
-    metrics: Sequence[str] | Mapping[str, Metric] = DEFAULT_METRICS,
-    distance: DistanceBlock | None = None,
+    metrics: Metrics = DEFAULT_METRICS,
+    distance: Distance | None = None,
     exclude: Exclusion | None = None,
     relevance: Relevance | None = None,
     by: Sequence[Any] | None = None,
@@ -110,9 +122,13 @@ def evaluate(
         labels: (Q,), one label per query, whole numbers or text; compared exactly.
         gallery: (N, C), the codes to search in.
         gallery_labels: (N,), the labels of the gallery.
-        metrics: names of built-in metrics (see `metric`), or metrics by their name in the result.
-        distance: a function from codes (B, C) and (R, C) to distances (B, R), such as a combiner's
-            `compute_mat`; `None` means Euclidean.
+        metrics: one or more metrics: names such as "recall_at_5" or "map_at_r", tables as in
+            `[evaluate] metrics`, or objects (see `retrieval.plugin.Metric`), also as a dictionary
+            of objects by their name in the result.
+        distance: "euclidean" (the default); "cosine"; a function from codes (B, C) and (R, C) to
+            distances (B, R), such as scikit-learn's `manhattan_distances` or a combiner's
+            `compute_mat`; or a distance of pytorch-metric-learning. Of its similarities, larger is
+            closer, as their attribute `is_inverted` says. Any other similarity is refused.
         exclude: gallery items to hide from each query, such as those of its camera. `None` hides
             only the query itself.
         relevance: grades that decide which items are relevant; `None` means equal labels.
@@ -126,9 +142,10 @@ def evaluate(
         The means, which are NaN if no query has a relevant item.
 
     Raises:
-        DataError: codes and labels do not fit together, labels are missing or of two kinds, or
-            codes are not finite.
+        DataError: codes and labels do not fit together, labels are missing or of two kinds, codes
+            are not finite, or the distance is a similarity.
         RetrievalError: a metric does not exist.
+        PluginError: a metric or distance fails, or gives NaN.
     """
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together, but one of them is missing.")
@@ -141,15 +158,51 @@ def evaluate(
             )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    codes, gallery, measure = measuring(codes, gallery, distance)
     return evaluate_search(
-        Search(codes, gallery, hidden, distance, device),
+        Search(codes, gallery, hidden, measure, device),
         query_class,
         item_class,
-        metrics=metrics,
+        metrics=resolve_metrics(metrics),
         relevance=relevance,
         by=by,
         clusters=clusters,
     )
+
+
+def resolve_metrics(
+    metrics: Metrics,
+    plugins: Plugins | None = None,
+    always: Sequence[str | Mapping[str, Any]] = (),
+) -> dict[str, Metric]:
+    """Return metrics, and the names in `always`, by the names under which results list them.
+
+    A metric is the short name of a built-in metric, `PLUGIN.NAME`, a table of a name and
+    parameters, or an object. Results list a table as `NAME(parameter=value, …)`, and an object by
+    its key in a dictionary, or else by its own `__name__` or its class.
+    """
+    if isinstance(metrics, Mapping) and not isinstance(metrics.get("name"), str):
+        return {str(name): CheckedMetric(value, str(name)) for name, value in metrics.items()}
+    resolved: dict[str, Metric] = {}
+    if isinstance(metrics, str | Mapping) or not isinstance(metrics, Iterable):
+        metrics = [metrics]
+    for item in [*metrics, *always]:
+        if isinstance(item, str) and "." not in item:
+            resolved[item] = metric(item)
+        elif isinstance(item, str | Mapping):
+            table = {"name": item} if isinstance(item, str) else item
+            parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
+            name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
+            plugins = plugins or load_plugins()
+            resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
+        else:
+            name = getattr(item, "__name__", type(item).__name__)
+            if name in resolved:
+                raise DataError(
+                    f"Two metrics have the name {name}. Pass a dictionary of metrics by name."
+                )
+            resolved[name] = CheckedMetric(item, name)
+    return resolved
 
 
 def evaluate_search(
@@ -157,15 +210,12 @@ def evaluate_search(
     query_class: Ints,
     item_class: Ints,
     *,
-    metrics: Sequence[str] | Mapping[str, Metric],
+    metrics: Mapping[str, Metric],
     relevance: Relevance | None = None,
     by: Sequence[Any] | None = None,
     clusters: bool = False,
 ) -> Evaluation:
     """Return the result of `evaluate` for a search, with class numbers (Q,) and (N,)."""
-    chosen = (
-        dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
-    )
     if by is not None:
         if len(by) != len(query_class):
             raise DataError(
@@ -174,7 +224,7 @@ def evaluate_search(
         by = read_values(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
-    values, relevant = query_values(search, query_class, item_class, relevance, chosen)
+    values, relevant = query_values(search, query_class, item_class, relevance, metrics)
     answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
     groups: dict[str, dict[str, float]] = {}
@@ -335,6 +385,12 @@ def _checked_labels(
     if len(array) != count:
         raise DataError(
             f"There are {count:,} {of} and {len(array):,} {what}: one label per item is needed."
+        )
+    # With other negative labels, -1 is a number like them.
+    if array.dtype.kind != "U" and array.min() == -1:
+        raise LabelsError(
+            f"{np.sum(array == -1):,} of {count:,} {what} are -1, which data sets write for items"
+            f" without a label. {ADVICE}"
         )
     return array
 

@@ -154,7 +154,7 @@ class Neighbors:
             if self.distance is None:
                 rows, values = self._euclidean(codes, reach, left_out)
             else:
-                table = self._measured(codes, self.distance)
+                table = self.measured(codes, self.distance)
                 rows, values = self._selected(table, reach, left_out)
         # The excluded row has NaN and comes last. It is here only if all rows are.
         present = ~np.isnan(values)
@@ -163,7 +163,7 @@ class Neighbors:
             distances[:, :reach] = np.where(present, values, np.inf)
         return columns, distances
 
-    def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
+    def measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
         """Return the distances (B, N) by `distance`, in float64."""
         values = torch.empty((len(queries), self.size), dtype=torch.float64, device=self.device)
         step = max(1, _PAIRS_PER_CALL // len(queries))
@@ -179,7 +179,7 @@ class Neighbors:
         if values.isnan().any():
             raise DataError(
                 "The distance of a pair of codes is NaN, so the pair has no rank. Check the"
-                " combiner."
+                " distance or combiner."
             )
         return values
 

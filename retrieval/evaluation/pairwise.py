@@ -23,10 +23,10 @@ from retrieval.evaluation.evaluation import (
     class_numbers,
     depth_of,
     means,
+    resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
 from retrieval.host.cores import cores
-from retrieval.model.metrics import metric
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
@@ -82,7 +82,7 @@ def pairwise(
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
     """
-    chosen = {name: metric(name) for name in metrics}
+    chosen = resolve_metrics(metrics)
     searched, itself = codes if gallery is None else gallery, gallery is None
     if len(searched) > MOST_ITEMS:
         raise DataError(

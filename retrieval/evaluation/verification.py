@@ -10,6 +10,7 @@ class or two classes, then their items, so that a large class does not dominate.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from retrieval.errors import DataError
 from retrieval.model.labels import read_labels, read_values
 
 Floats = NDArray[np.float64]
+
+log = logging.getLogger(__name__)
 
 FAR_LEVELS = (1e-2, 1e-3)
 
@@ -74,7 +77,8 @@ def verification(
     the K folds (over K − 1).
 
     Args:
-        distances: (P,), the distance of each pair; smaller is closer.
+        distances: (P,), the distance of each pair; smaller is closer. An AUC below 0.5, as of
+            similarities, is logged as a warning.
         same: (P,), whether a pair is the same: true or false, or 1 or 0.
         folds: (P,), the fold of each pair: whole numbers or text.
         far: false accept rates at which to return the true accept rate, if there are enough
@@ -99,6 +103,12 @@ def verification(
         "accuracy": float(accuracy.mean()),
         "accuracy_se": float(accuracy.std(ddof=1) / np.sqrt(len(accuracy))),
     }
+    if values["auc"] < 0.5:
+        log.warning(
+            "AUC %.4f: different pairs are nearer than same pairs. Distances are smaller for closer"
+            " items; of similarities, pass the negative.",
+            values["auc"],
+        )
     different = int((~s).sum())
     for rate in far:
         if different * rate >= 1 - 1e-9:

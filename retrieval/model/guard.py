@@ -34,6 +34,13 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def refuse_class(value: Any, what: str) -> None:
+    """Raise a `PluginError` for a class in place of an object."""
+    if isinstance(value, type):
+        name = value.__name__
+        raise PluginError(f"{what} is a class, {name}; pass an object of it: {name}(…).")
+
+
 def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
     """Return the error "WHAT gave VALUE PART; it must give MUST"."""
     return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Combiner, Generator
-from retrieval.model.guard import breach, checked_rows, shown
+from retrieval.model.guard import breach, checked_rows, refuse_class, shown
 from retrieval.model.model import evaluation_mode
 from retrieval.serving.images import Preprocessing
 
@@ -85,6 +85,11 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
 def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:
     """Return a combiner if its distances have the right shapes, else raise a `PluginError`."""
     what = f"The combiner {name}"
+    if combiner.is_inverted:
+        raise PluginError(
+            f"{what} has is_inverted = True, as a similarity has; a combiner is a distance, smaller"
+            " for closer items."
+        )
     with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
         mat = combiner.compute_mat(codes, codes[:2])
@@ -133,6 +138,7 @@ class CheckedMetric:
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric, self.what = metric, f"The metric {name}"
+        refuse_class(metric, self.what)
         depth = getattr(metric, "depth", None)
         is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
         if not callable(metric) or not (is_count or depth in ("relevant", "all")):

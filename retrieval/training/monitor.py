@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from retrieval.evaluation.evaluate_run import resolve_metrics
+from retrieval.evaluation.evaluation import resolve_metrics
 from retrieval.recipe.read import Recipe
 from retrieval.run.resume import Position
 

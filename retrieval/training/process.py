@@ -21,8 +21,7 @@ from accelerate.utils import gather_object
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, RecipeError, RetrievalError
-from retrieval.evaluation.evaluate_run import resolve_metrics
-from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.protocol import Protocol
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset

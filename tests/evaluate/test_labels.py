@@ -118,6 +118,8 @@ def test_large_whole_numbers_stay_apart(labels):
         (np.ones((6, 1), int), r"shape \(6, 1\)"),
         ("aabbcc", r"shape \(\)"),
         (None, r"shape \(\)"),
+        ([0, 0, 1, 1, -1, -1], r"2 of 6 labels are -1, .* without a label. Leave those items out"),
+        (torch.tensor([-1, 0, 0, 1, 1, -1]), "2 of 6 labels are -1"),
         ([1, 2], "6 codes and 2 labels: one label per item"),
     ],
     ids=repr,

@@ -7,9 +7,8 @@ import pytest
 import torch
 from metrics_by_loops import ALL, metrics_by_loops, random_items
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from retrieval.errors import DataError, RecipeError, RetrievalError
-from retrieval.evaluation.evaluate_run import resolve_metrics
-from retrieval.evaluation.evaluation import evaluate
+from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
+from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.neighbors import Neighbors
 from retrieval.host.plugins import load_plugins
 from retrieval.model.metrics import (
@@ -21,6 +20,7 @@ from retrieval.model.metrics import (
     metric,
 )
 from sklearn.datasets import load_digits
+from sklearn.metrics import average_precision_score
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,67 @@ def test_the_name_of_a_metric_shows_its_parameters(digits):
     says = r"kk: core\.recall_at has no such parameter .*Did you mean 'k'"
     with pytest.raises(RecipeError, match=says):
         resolve_metrics([{"name": "core.recall_at", "kk": 4}], load_plugins())
+
+
+class Reciprocal:
+    """1 / the rank of the first match, or 0."""
+
+    depth = "all"
+
+    def __call__(self, matches, relevant):
+        return np.where(matches.any(1), 1 / (matches.argmax(1) + 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        ("map_at_r", ["map_at_r"]),
+        ({"name": "core.recall_at", "k": 4}, ["core.recall_at(k=4)"]),
+        (Reciprocal(), ["Reciprocal"]),
+        (["core.map", Reciprocal(), RecallAt(5)], ["core.map", "Reciprocal", "RecallAt"]),
+        ({"mrr": Reciprocal(), "r5": RecallAt(5)}, ["mrr", "r5"]),
+    ],
+)
+def test_metrics_are_names_tables_and_objects(digits, metrics, names):
+    evaluation = evaluate(digits[0][:200], digits[1][:200], metrics=metrics)
+    assert list(evaluation.values) == names
+    recalls = evaluate(digits[0][:200], digits[1][:200], metrics=["recall_at_1", "recall_at_5"])
+    for name, value in evaluation.values.items():
+        if name in ("Reciprocal", "mrr"):
+            assert recalls.values["recall_at_1"] <= value <= 1
+        if name in ("RecallAt", "r5"):
+            assert value == recalls.values["recall_at_5"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "says"),
+    [
+        ([RecallAt(1), RecallAt(5)], DataError, "Two metrics have the name RecallAt. Pass a dict"),
+        (MAPAtR, PluginError, "metric MAPAtR is a class, MAPAtR; pass an object of it"),
+        (average_precision_score, PluginError, "metric average_precision_score is .* depth = None"),
+        ({"mine": Reciprocal().__call__}, PluginError, "metric mine is .* depth = None"),
+    ],
+)
+def test_what_is_no_metric_is_named(metrics, error, says):
+    with pytest.raises(error, match=says):
+        evaluate(np.eye(4), [0, 0, 1, 1], metrics=metrics)
+
+
+def test_a_metric_of_nan_is_never_averaged():
+    class Broken(Reciprocal):
+        def __call__(self, matches, relevant):
+            return np.where(relevant > 1, np.nan, 1.0)
+
+    with pytest.raises(PluginError, match=r"metric broken gave NaN .* for 3 of 5 queries"):
+        evaluate(np.eye(5), [0, 0, 0, 1, 1], metrics={"broken": Broken()})
+
+
+def test_without_a_query_there_is_no_score():
+    evaluation = evaluate(np.eye(4), ["a", "b", "c", "d"])
+    assert np.isnan(list(evaluation.values.values())).all() and evaluation.queries == 0
+    says = "0 queries, gallery of 4; 4 left out: no other item of their class. Without a query"
+    assert says in repr(evaluation)
+    assert "Without a query" not in repr(evaluate(np.eye(4), ["a", "b", "c", "c"]))
 
 
 def test_the_core_plugin_offers_what_the_short_names_mean():

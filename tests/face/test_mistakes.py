@@ -53,6 +53,13 @@ def test_a_side_that_a_run_does_not_have(trained):
 def test_one_name_stands_for_a_list_of_one(trained, tmp_path):
     evaluation = trained.evaluate(metrics="recall_at_1", progress=False)
     assert list(evaluation.metrics["trained"]) == ["recall_at_1"]
+    recall = retrieval.evaluate(
+        trained.encode("test", progress=False), trained.labels("test"), metrics="recall_at_1"
+    )
+    assert evaluation.values == pytest.approx(recall.values, abs=0.01)
+    mine = trained.evaluate(metrics={"mine": retrieval.create("metric", "core.recall_at")})
+    assert list(mine.values.values()) == list(evaluation.values.values())
+    assert list(mine.values) == ["mine"]
     encoder = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
     assert list(encoder.bundle.manifest.variants) == ["fp16"]
 

@@ -190,6 +190,15 @@ def test_a_loss_whose_distance_is_the_combiner_trains_the_models_copy(tmp_path):
     assert "[combiner] object.Half needs a loss that takes a `distance`" in text
 
 
+class Inverted(Half):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_inverted = True
+
+
+INVERTED = Inverted()
+
+
 def flat(x: Tensor) -> Tensor:
     return x
 
@@ -202,6 +211,10 @@ MAPS.preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
     ("part", "sentence"),
     [
         ({"backbone": MAPS}, "object.Conv2d gave a tensor of shape (2, 4, "),
+        (
+            {"combiner": INVERTED, "loss": TripletMarginLoss(distance=INVERTED)},
+            "is_inverted = True",
+        ),
         ({"backbone": flat}, "object.flat gave a function; a backbone factory must give a retr"),
         ({"loss": 3.0}, "object of type float, which cannot be called"),
         ({"backbone": nn.Bilinear(3, 3, 3)}, "The backbone object.Bilinear failed: TypeError"),
