@@ -91,7 +91,9 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         MAX_BYTES,
         MAX_PIXELS,
-        click.option("--batch", default=32, type=click.IntRange(1), help="Items encoded at once."),
+        click.option(
+            "--batch-size", default=32, type=click.IntRange(1), help="Items encoded at once."
+        ),
         click.option(
             "--skip-bad", is_flag=True, help="Skip and report images that cannot be used."
         ),
@@ -577,7 +579,7 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
 @click.option(
     "--features", is_flag=True, help="Also keep the backbone's features (see export --split)."
 )
-@click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
+@click.option("--batch-size", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @MAX_PIXELS
 @MAX_BYTES
 @DEVICE
@@ -613,7 +615,7 @@ def embed_command(
         say_json(vars(done) | {"output": str(output)})
         return
     files = "file" if done.parts == 1 else "files"
-    notes = [f"{done.parts:,} {files}", f"batches of {done.batch:,}"]
+    notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
     if done.resumed:
         notes.append(f"{done.resumed:,} done before")
     if done.repeated:

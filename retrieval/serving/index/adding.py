@@ -128,7 +128,7 @@ class Options:
 
     keep: Keep = "reference"
     skip_bad: bool = False
-    batch: int = 32
+    batch_size: int = 32
     limits: Limits = field(default_factory=Limits)
 
 
@@ -417,14 +417,14 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[_Decoded] = map(decoded, items)
     else:
-        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch)
+        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch_size)
     failed = False
-    while batch := list(islice(entries, options.batch)):
+    while batch := list(islice(entries, options.batch_size)):
         inputs = [inputs for _, fault, inputs in batch if fault is None]
         failed = failed or (strict and len(inputs) < len(batch))
         arrays: dict[str, Floats] = {}
         if inputs and not failed:
-            arrays = arrays_of(bundle, np.stack(inputs), options.batch, keep_features)
+            arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
         rows = iter(range(len(inputs)))
         yield [
             (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
@@ -483,13 +483,13 @@ def _decode_item(
 
 
 def arrays_of(
-    bundle: Bundle, inputs: NDArray[Any], batch: int, keep_features: bool
+    bundle: Bundle, inputs: NDArray[Any], batch_size: int, keep_features: bool
 ) -> dict[str, Floats]:
     """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""
     if not keep_features:
-        return by_name(bundle.encode(inputs, batch=batch))
-    features = bundle.features(inputs, batch=batch)
-    return by_name(bundle.encode_features(features, batch=batch), features)
+        return by_name(bundle.encode(inputs, batch_size=batch_size))
+    features = bundle.features(inputs, batch_size=batch_size)
+    return by_name(bundle.encode_features(features, batch_size=batch_size), features)
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
