@@ -118,7 +118,12 @@ def search_command(
     help="Role of clients without a key. A server that others can reach needs this or --keys.",
 )
 @click.option(
-    "--audit", type=PATH, metavar="FILE", help="Log each change of an index here, as JSON lines."
+    "--audit",
+    type=PATH,
+    envvar="RETRIEVAL_AUDIT",
+    metavar="FILE",
+    help="Log each change of an index here, as JSON lines; by default in the file that the"
+    " environment variable RETRIEVAL_AUDIT names. 'retrieval index' has this option too.",
 )
 @click.option(
     "--images",
