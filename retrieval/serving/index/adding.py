@@ -350,8 +350,8 @@ class _Writer:
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
         """Write the `count` items that `embed` yields; collect the faults of unusable items."""
-        self.faults, self._waiting = [], list[Item]()
-        self._since = time.monotonic()
+        self.faults = []
+        self._clear()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
             for batch in results:
@@ -362,10 +362,10 @@ class _Writer:
                             meter.say(f"skipped: {fault}")
                     elif item.arrays:
                         self._waiting.append(item)
+                        self._bytes += len(item.original or b"")
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
-                size = sum(len(item.original or b"") for item in self._waiting)
-                if late or len(self._waiting) >= _ROWS or size > _BYTES:
+                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
                     self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(
@@ -381,7 +381,11 @@ class _Writer:
             changed = self._index.store.upsert(self._waiting, bundle)
             self.changed += changed
             self.added += len(self._waiting) - changed
-            self._waiting = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: list[Item] = []
+        self._bytes = 0
         self._since = time.monotonic()
 
 
