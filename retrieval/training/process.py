@@ -198,7 +198,7 @@ def validate(
         model,
         dataset,
         indices,
-        batch_size=recipe.evaluate.batch_size,
+        batch=recipe.evaluate.batch,
         device=run.device,
         from_features=from_features,
         raw=raw,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,20 @@ import numpy as np
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter
 from retrieval.serving.index.adding import short_repr
-from retrieval.serving.merging import measured
+from retrieval.serving.merging import Distances, measured, measured_alone
 from retrieval.serving.progress import Meter
-from retrieval.serving.store.contract import CODE, Item
+from retrieval.serving.store.contract import CODE, VECTOR, Item
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _PAGE_ITEMS = 256
 # The number of neighbours to request for an item. If all of them are duplicates, four times as many
-# are requested, and so on up to the maximum.
+# are requested, and so on up to the maximum, which does not count the item's exact copies.
 _FIRST_NEIGHBOURS = 8
 _MAX_NEIGHBOURS = 1024
+_MAX_COMPARED = 1000
+"""Number of different items of a group that are compared with all others of it."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,14 @@ class Duplicates:
     Attributes:
         ids: ids of the items, sorted.
         largest: largest distance between two neighbours in the group.
+        widest: largest distance between two of its items, more than `within` if only a chain of
+            neighbours connects them. Of a group with over 1,000 different items, only 1,000 are
+            compared with the others.
     """
 
     ids: tuple[str, ...]
     largest: float
+    widest: float
 
     __repr__ = short_repr
 
@@ -44,6 +51,11 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
     """Return groups of near-duplicates; see `Index.duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
+    equal: dict[bytes, list[str]] = {}  # ids of items with the same arrays, by their hash
+    for page in _pages(index, filter):
+        for item in page:
+            equal.setdefault(_hash(item), []).append(item.id)
+    copies = {ids[0]: ids[1:] for ids in equal.values()}
     parent: dict[str, str] = {}  # a union-find forest of ids
     largest: dict[str, float] = {}  # largest distance of two neighbours in a root's group
 
@@ -52,47 +64,89 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
             parent[id] = id = parent[parent[id]]
         return id
 
+    def join(first: str, second: str, distance: float) -> None:
+        lower, upper = sorted((root(first), root(second)))
+        parent[upper] = lower
+        largest[lower] = max(largest.get(lower, 0), largest.get(upper, 0), distance)
+
     with Meter("comparing", index.store.count(filter), "items") as meter:
         for page in _pages(index, filter):
-            for item, neighbours in zip(
-                page, _neighbours(index, page, within, filter), strict=True
-            ):
+            items = [item for item in page if item.id in copies]
+            counts = [len(copies[item.id]) for item in items]
+            answers = _neighbours(index, items, counts, within, filter)
+            for item, neighbours in zip(items, answers, strict=True):
                 for id, distance in neighbours:
-                    lower, upper = sorted((root(item.id), root(id)))
-                    parent[upper] = lower
-                    largest[lower] = max(largest.get(lower, 0), largest.get(upper, 0), distance)
+                    join(item.id, id, distance)
+                if copies[item.id] and (own := _distances(index, item, [item])[0]) <= within:
+                    for id in copies[item.id]:
+                        join(item.id, id, own)
             meter.update(len(page))
     members: dict[str, list[str]] = {}
     for id in sorted(parent):
         members.setdefault(root(id), []).append(id)
-    groups = [Duplicates(tuple(ids), largest[id]) for id, ids in members.items() if len(ids) > 1]
+    groups = [
+        Duplicates(tuple(ids), largest[id], _widest(index, ids, copies, largest[id]))
+        for id, ids in members.items()
+        if len(ids) > 1
+    ]
     return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
+def _hash(item: Item) -> bytes:
+    """Return a hash of the arrays on which an item's distances depend."""
+    code = item.arrays.get(CODE)
+    content = item.vector.tobytes() + (b"" if code is None else code.tobytes())
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _widest(index: Index, ids: list[str], copies: Mapping[str, object], largest: float) -> float:
+    """Return the largest distance between items; `largest` is that between neighbours."""
+    different = [id for id in ids if id in copies]
+    if len(different) <= 2:
+        return largest
+    items = [item for item in index.store.get(different, arrays=True).values() if item.arrays]
+    step = -(-len(items) // _MAX_COMPARED)
+    return max(largest, *(float(_distances(index, item, items).max()) for item in items[::step]))
+
+
+def _distances(index: Index, query: Item, items: Sequence[Item]) -> Distances:
+    """Return the distances (n,) between an item and others."""
+    codes = None
+    if CODE in query.arrays:
+        codes = np.stack([item.arrays[CODE] for item in items])
+    vectors = np.stack([item.vector for item in items])
+    code = query.arrays.get(CODE)
+    return measured(index.bundle, query.vector, code, vectors, codes, len(items))
+
+
 def _neighbours(
-    index: Index, items: Sequence[Item], within: float, filter: Filter | None
+    index: Index, items: Sequence[Item], copies: Sequence[int], within: float, filter: Filter | None
 ) -> list[list[tuple[str, float]]]:
-    """Return the ids and distances of each item's neighbours, which are at most `within` away."""
+    """Return the ids and distances of each item's neighbours, which are at most `within` away.
+
+    `copies` is the number of exact copies of each item.
+    """
     bundle = index.bundle
     neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
     rows, count = list(range(len(items))), _FIRST_NEIGHBOURS  # the items to search for
     while rows:
         queries = np.stack([items[row].vector for row in rows])
-        answers = index.store.search(queries, count, bundle.sha256, filter=filter)
+        answers = index.store.propose(queries, count, bundle.sha256, filter=filter)
         unfinished = []
-        for row, candidates in zip(rows, answers, strict=True):
-            code = items[row].arrays.get(CODE)
-            codes = None if code is None else np.stack([item.arrays[CODE] for item in candidates])
-            vectors = np.stack([item.vector for item in candidates])
-            distances = measured(bundle, items[row].vector, code, vectors, codes, len(candidates))
-            near = [
-                (item.id, float(distance))
-                for item, distance in zip(candidates, distances, strict=True)
-                if distance <= within
-            ]
-            if len(near) == len(candidates) and count <= len(candidates) < _MAX_NEIGHBOURS:
+        for row, group in zip(rows, answers, strict=True):
+            item, size = items[row], len(group.items)
+            code, codes = item.arrays.get(CODE), group.arrays.get(CODE)
+            if group.distances is not None and measured_alone(bundle):
+                distances = group.distances
+            else:
+                vectors = group.arrays[VECTOR]
+                distances = measured(bundle, item.vector, code, vectors, codes, size)
+            near = np.flatnonzero(distances <= within).tolist()
+            if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:
                 unfinished.append(row)  # the item may have more neighbours
-            neighbours[row] = [(id, distance) for id, distance in near if id != items[row].id]
+                continue
+            pairs = [(group.items[place].id, float(distances[place])) for place in near]
+            neighbours[row] = [(id, distance) for id, distance in pairs if id != item.id]
         rows, count = unfinished, 4 * count
     return neighbours
 

@@ -225,8 +225,122 @@ class Flat(FaissBackend):
         return load_faiss().IndexFlatL2(width)
 
 
+def originals_of(vectors: Floats) -> Rows:
+    """Return the first row that equals each row of vectors (N, P), often the row itself."""
+    count, width = vectors.shape
+    weights = np.random.default_rng(0).integers(2**64, size=width, dtype=np.uint64) | np.uint64(1)
+    hashes = np.empty(count, np.uint64)
+    for start in range(0, count, _ADDED_AT_ONCE):
+        piece = vectors[start : start + _ADDED_AT_ONCE] + np.float32(0)  # makes 0 of −0
+        hashes[start : start + len(piece)] = piece.view(np.uint32).astype(np.uint64) @ weights
+    order = hashes.argsort(kind="stable")
+    begins = np.concatenate([[True], np.diff(hashes[order]) != 0])
+    originals = np.empty(count, np.int64)
+    originals[order] = order[begins][begins.cumsum() - 1]
+    copies = np.flatnonzero(originals != np.arange(count))
+    for start in range(0, len(copies), _ADDED_AT_ONCE):
+        rows = copies[start : start + _ADDED_AT_ONCE]
+        collided = rows[(vectors[rows] != vectors[originals[rows]]).any(axis=1)]
+        originals[collided] = collided
+    return originals
+
+
+class _Copies:
+    """The rows that equal an earlier row, their original, and therefore are in no graph.
+
+    Args:
+        copies: (n,), ascending.
+        originals: (n,), the original of each copy.
+    """
+
+    def __init__(self, copies: Rows, originals: Rows) -> None:
+        order = originals.argsort(kind="stable")
+        self.copies = copies[order]
+        self.originals, self.starts = np.unique(originals[order], return_index=True)
+
+    def with_originals(self, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return a mask (N,) that also keeps the originals of copies that `keep` keeps."""
+        if not len(self.copies):
+            return keep
+        wider = keep.copy()
+        wider[self.originals] |= np.logical_or.reduceat(keep[self.copies], self.starts)
+        return wider
+
+    def added(
+        self, distances: Floats, rows: Rows, keep: NDArray[np.bool_] | None = None
+    ) -> tuple[Floats, Rows]:
+        """Insert copies after their originals in rows (Q, k) and their distances, cut to k.
+
+        With `keep` (N,), leave out the rows that it does not keep.
+        """
+        if not len(self.copies):
+            return distances, rows
+        group = self.originals.searchsorted(rows)
+        has_copies = self.originals.take(group, mode="clip") == rows
+        stops = np.append(self.starts[1:], len(self.copies))
+        for query in np.flatnonzero(has_copies.any(axis=1)):
+            parts = []
+            for row, number, several in zip(
+                rows[query], group[query], has_copies[query], strict=True
+            ):
+                part = np.array([row])
+                if several:
+                    copies = self.copies[self.starts[number] : stops[number]]
+                    part = np.concatenate([part, copies])
+                if keep is not None and row >= 0:
+                    part = part[keep[part]]
+                parts.append(part[: rows.shape[1]])
+            near = np.repeat(distances[query], [len(part) for part in parts])[: rows.shape[1]]
+            rows[query], distances[query] = -1, np.inf
+            rows[query, : len(near)] = np.concatenate(parts)[: len(near)]
+            distances[query, : len(near)] = near
+        return distances, rows
+
+
+def _add_copies(index: Any, different: Rows, originals: Rows) -> None:
+    """Make room for copies in a graph over the `different` rows; see `Hnsw`.
+
+    Args:
+        index: the FAISS index of the graph.
+        different: (n,), row of each vector in the graph, ascending.
+        originals: (N,), see `originals_of`.
+    """
+    faiss, hnsw, count = load_faiss(), index.hnsw, len(originals)
+    is_original = np.zeros(count, bool)
+    is_original[different] = True
+    levels = np.ones(count, np.int32)
+    levels[different] = faiss.vector_to_array(hnsw.levels)
+    sizes = np.full(count, hnsw.nb_neighbors(0))
+    sizes[different] = np.diff(faiss.vector_to_array(hnsw.offsets).astype(np.int64))
+    offsets = np.concatenate([[0], sizes.cumsum()])
+    earlier = faiss.vector_to_array(hnsw.neighbors)
+    links = np.full(offsets[-1], -1, np.int32)
+    links[np.repeat(is_original, sizes)] = np.where(earlier < 0, -1, different[earlier])
+    copies = np.flatnonzero(~is_original)
+    for slot in (0, 1):
+        links[offsets[copies] + slot] = originals[copies]
+    faiss.copy_array_to_vector(levels, hnsw.levels)
+    faiss.copy_array_to_vector(offsets.astype(np.uint64), hnsw.offsets)
+    faiss.copy_array_to_vector(links, hnsw.neighbors)
+    hnsw.entry_point = int(different[hnsw.entry_point])
+    index.ntotal = count
+
+
+def _copies_in(hnsw: Any) -> _Copies:
+    """Return the copies in a graph that `_add_copies` has made."""
+    faiss = load_faiss()
+    slots = faiss.vector_to_array(hnsw.offsets)[:-1].astype(np.int64)
+    links = faiss.rev_swig_ptr(hnsw.neighbors.data(), hnsw.neighbors.size())
+    copies = np.flatnonzero((links[slots] >= 0) & (links[slots] == links[slots + 1]))
+    return _Copies(copies, links[slots[copies]].astype(np.int64))
+
+
 class Hnsw(FaissBackend):
     """Approximate search in a graph (Malkov and Yashunin 2018): fast, but needs much memory.
+
+    Equal vectors would be one another's only neighbours and hide all others. So only the first of
+    them, the original, is part of the graph. No link leads to its copies; the first two links of a
+    copy both lead to its original.
 
     Args:
         m: links per vector. More give higher recall and need more memory (8 × m bytes a vector).
@@ -246,6 +360,23 @@ class Hnsw(FaissBackend):
     ) -> None:
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
+        self._copies = _Copies(np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Build the graph over all different vectors; see `IndexBackend`."""
+        originals = originals_of(vectors)
+        different = np.flatnonzero(originals == np.arange(len(vectors)))
+        if len(different) == len(vectors):
+            super().build(vectors, report)
+            return
+        load_faiss().cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
+        self._index = self._empty(*vectors.shape)
+        for start in range(0, len(different), _ADDED_AT_ONCE):
+            rows = different[start : start + _ADDED_AT_ONCE]
+            self._index.add(vectors[rows])
+            report(len(rows))
+        _add_copies(self._index, different, originals)
+        report(len(vectors) - len(different))
 
     def _empty(self, count: int, width: int) -> Any:
         index = getattr(load_faiss(), self.kinds[0])(width, self.m)
@@ -268,6 +399,19 @@ class Hnsw(FaissBackend):
         self._storage.codes, self._storage.ntotal = view, len(vectors)
         index.storage, index.own_fields = self._storage, False
         index.hnsw.efSearch = self.ef_search
+        if not getattr(index, "base_level_only", False):
+            self._copies = _copies_in(index.hnsw)
+
+    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        """Search the graph and add the copies of what it proposes; see `IndexBackend`."""
+        return self._copies.added(*super().search(queries, k))
+
+    def search_selected(
+        self, queries: Floats, k: int, keep: NDArray[np.bool_]
+    ) -> tuple[Floats, Rows]:
+        """Search for originals that are selected or have a selected copy; see `IndexBackend`."""
+        wider = self._copies.with_originals(keep)
+        return self._copies.added(*super().search_selected(queries, k, wider), keep)
 
     def _parameters(self, k: int) -> Any:
         if k <= self.ef_search:
