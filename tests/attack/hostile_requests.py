@@ -29,6 +29,7 @@ _HEADERS = [
 _METHODS = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "PRI"]
 _PATHS = ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff"]
 _VERSIONS = ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
+VALUES = [b'"",', b"[],", b"{},", b"null,", b'{"a":1},', b"9" * 400 + b","]
 _BYTES = [
     *(b"\r\n", b"\n", b"\0", b"\r\n ", b": ", b"%00", b"\xff" * 5, b"A" * 5000),
     b"Host: evil.example\r\n",
@@ -199,11 +200,16 @@ class Generator:
             b'{"vector":' * many,
             b'{"vector": [' + b"1," * many + b"1]}",
             b'{"vector": [' + b"1" * many + b"]}",
+            *(b'{"vector": [' + chance.choice(VALUES) * many + b"1]}" for _ in range(3)),
+            b'{"id": "a", "filter": {"a": {"in": [' + chance.choice(VALUES) * many + b"1]}}}",
+            b'{"id": "a", "filter": {"and": [' + b'{"a":1},' * many + b'{"a":1}]}}',
+            b'{"' + b"a" * many * 9 + b'": 1}',
             b'{"vector": [1e' + b"9" * many + b"]}",
             b'{"vector": "' + b"\\u0000" * many + b'"}',
             *(b'{"a": 1, "a": 2}', b"null", b"\xef\xbb\xbf{}", b'{"vector": [NaN]}'),
             *(b'{"vector": [0.5], "k": true}', b'{"k": 5}', b"\xff" * many, b" " * many * 10),
             json.dumps({str(n): n for n in range(many)}).encode(),
+            (json.dumps({str(n): 0 for n in range(many)})[:-1] + ', "9": 1}').encode(),
             json.dumps({"vector": [0.5] * width, "k": 10**6}).encode(),
             json.dumps({"vector": [1e39] * width}).encode(),
             json.dumps({"vector": [0.0] * (width + 1)}).encode(),

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 
-from hostile_requests import Generator, Request, named
+from hostile_requests import VALUES, Generator, Request, named
 from wire import FORM, form, get, post
 
 _NAMES = 300  # number of ids of new items
@@ -173,6 +173,12 @@ class WritingGenerator(Generator):
             ]
             body = _parts(images) + b"--b--\r\n"
             return Request("batch", named("POST", path, post(body, FORM)))
+        if chance.random() < 0.2:
+            name, path = chance.choice([(b"queries", path), (b"items", "/v1/items")])
+            value, values = chance.choice(VALUES), chance.choice([1000, 100_000, 2_000_000])
+            start = chance.choice([b"", b'{"vector": [', b'{"id": "a", "metadata": {"a": ['])
+            body = b'{"' + name + b'": [' + start + value * values + b"1]}"
+            return Request("batch", named("POST", path, post(body)))
         if chance.random() < 0.2:
             many = chance.choice([50, 5000])
             nested = b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}"

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -100,6 +102,69 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
             await read(bytes(900_001))
 
     asyncio.run(scenario())
+
+
+FLOODS = {
+    "texts": b'{"vector": [' + b'"",' * 660_000 + b'""]}',
+    "lists": b'{"vector": [' + b"[]," * 600_000 + b"[]]}",
+    "objects": b'{"vector": [' + b"{}," * 49_000 + b"{}]}",
+    "an object of texts": b'{"filter": {"a": [' + b'"",' * 99_000 + b'""]}}',
+    "conditions": b'{"id": "a", "filter": {"and": [' + b'{"a":1},' * 32_000 + b'{"a":1}]}}',
+    "unknown members": json.dumps(dict.fromkeys(map(str, range(90_000)), 0)).encode(),
+    "a member twice": (
+        json.dumps({str(n): 0 for n in range(90_000)})[:-1] + ',"89999":1}'
+    ).encode(),
+    "long numbers": b'{"vector": [' + (b"9" * 4000 + b",") * 490 + b'""]}',
+    "a long key": b'{"' + b"a" * 1_999_000 + b'": 1}',
+    "depth": b'{"vector": ' + b"[" * 1_900_000,
+    "fields": b'{"id": "a", "fields": [' + b"1," * 99_000 + b"1]}",
+}
+BATCHES = {
+    "entries": b'{"NAME": [' + b"{}," * 4_000_000 + b"{}]}",
+    "few entries": b'{"NAME": [' + b"{}," * 240_000 + b"{}]}",
+    "texts": b'{"NAME": [{"vector": [' + b'"",' * 499_000 + b'""]}]}',
+    "unknown members": b'{"NAME": [' + FLOODS["unknown members"] + b"]}",
+    "spaces": b'{"NAME": [' + b" " * 15_900_000 + b"]}",
+    "brackets in a text": b'{"NAME": ["' + b"[" * 15_900_000 + b'"]}',
+    "metadata": b'{"NAME": [{"id": 1, "metadata": {"a": [' + b"[]," * 249_000 + b"[]]}}]}",
+}
+
+
+def test_a_flood_of_json_needs_no_memory(served, index_path):
+    """Before its shape was read first, a body of 2 MB took 684 MB, and one of 30 MB took 6.3 GB."""
+    server = served(index_path, "--open", "write")
+
+    def most() -> int:
+        lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        (kilobytes,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+        return int(kilobytes) * 1000
+
+    before = most()
+    headers = {"Content-Type": "application/json"}
+    routes = ("POST /v1/search", "POST /v1/delete", "PUT /v1/items/a", "PATCH /v1/items/a")
+    requests = [(route, body) for body in FLOODS.values() for route in routes]
+    for path, name in (("search/batch", b"queries"), ("items", b"items")):
+        requests += [(f"POST /v1/{path}", body.replace(b"NAME", name)) for body in BATCHES.values()]
+    for route, body in requests:
+        answer = server.client.request(*route.split(), content=body, headers=headers)
+        assert answer.status_code in (400, 413), (route, body[:60], answer.text)
+        assert len(answer.content) < 1000, (route, body[:60])
+    flood = [wire.post(FLOODS["objects"])] * 6
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(partial(wire.ask, server.port), flood))
+    assert [answer.status for answer in answers] == [400] * 6
+    assert most() - before < 250_000_000
+    assert server.client.get("/v1/index").json()["items"] == 200
+
+
+def test_bodies_of_small_chunks_are_refused(port):
+    pieces = [b'{"vector": [', *[b"0.25,"] * 15, b"0.25]}"]
+    assert wire.found(wire.ask(port, wire.chunked(pieces, "application/json")))
+    for body, status in ((b" " * 16_384, 400), (b" " * 16_385, 400), (b" " * 400_000, 400)):
+        answer = wire.ask(port, wire.chunked([b"%c" % sign for sign in body], "application/json"))
+        assert answer.status == status, answer
+        assert ("small chunks" in answer.error) == (len(body) > 16_384)
+    assert wire.ask(port, LIVE).status == 200
 
 
 def test_a_file_whose_bytes_resemble_the_boundary_is_read_whole():

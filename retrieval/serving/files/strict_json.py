@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,8 @@ def _nests_too_deeply(text: str) -> bool:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} appears twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0][:80]!r} appears twice")
     return content
 
 

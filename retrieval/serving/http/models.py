@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
@@ -18,7 +19,12 @@ from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.problems import RequestError, busy
-from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
+from retrieval.serving.http.settings import (
+    BODY_MEMORY,
+    BODY_SECONDS,
+    JSON_BATCH_VALUES,
+    JSON_VALUES,
+)
 from retrieval.serving.memory import give_back
 
 MAX_K = 1000
@@ -45,11 +51,14 @@ Many clients read the error response only after they have sent the whole body.
 """
 
 
-Vector = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
+T = TypeVar("T")
+# The first fault ends the reading of a list: an error an element would fill the memory.
+List = Annotated[list[T], Field(fail_fast=True)]
+Vector = Annotated[List[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
 ItemId = Annotated[str, Field(min_length=1, max_length=1000)]
-FilterForm = Annotated[str | dict[str, JsonValue] | None, Field(description="text or an object")]
+FilterForm = Annotated[str | dict[str, Any] | None, Field(description="text or an object")]
 Names = Annotated[
-    list[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
+    List[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
 ]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
@@ -60,6 +69,13 @@ class JsonBody(BaseModel):
     """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_other(cls, content: object) -> object:
+        if isinstance(content, dict) and not content.keys() <= cls.model_fields.keys():
+            raise PydanticCustomError("extra_forbidden", "")  # instead of an error a member
+        return content
 
     @classmethod
     def of(cls, content: object) -> Self:
@@ -114,7 +130,7 @@ class SearchBody(Options, QueryBody):
 class BatchBody(Options):
     """Several searches."""
 
-    queries: Annotated[list[QueryBody], Field(min_length=1, description="a list of queries")]
+    queries: Annotated[List[QueryBody], Field(min_length=1, description="a list of queries")]
 
 
 class ListParameters(JsonBody):
@@ -132,7 +148,7 @@ class ItemChangeBody(JsonBody):
     """Changes to an item; members that are left out keep their value."""
 
     label: Annotated[str | None, Field(description="text, or null for none")] = None
-    metadata: Annotated[dict[str, JsonValue], Field(description="an object")] = {}
+    metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
 
 
 class ItemForm(ItemChangeBody):
@@ -160,19 +176,19 @@ class NamedItem(NamedImage, ItemBody):
 class ImagesForm(JsonBody):
     """Several items with images."""
 
-    items: Annotated[list[NamedImage], Field(description="a list of items")]
+    items: Annotated[List[NamedImage], Field(description="a list of items")]
 
 
 class ItemsBody(JsonBody):
     """Several items with vectors."""
 
-    items: Annotated[list[NamedItem], Field(min_length=1, description="a list of items")]
+    items: Annotated[List[NamedItem], Field(min_length=1, description="a list of items")]
 
 
 class DeleteBody(JsonBody):
     """A filter of the items to delete."""
 
-    filter: Annotated[str | dict[str, JsonValue], Field(description="text or an object")]
+    filter: Annotated[str | dict[str, Any], Field(description="text or an object")]
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
@@ -193,11 +209,16 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
 
 
-def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
+def loads(
+    text: bytes | str, sentence: str = "The request is not JSON.", most: int = JSON_VALUES
+) -> Any:
     """Parse JSON; raise a RequestError with `sentence` if it is invalid.
 
-    Duplicate keys and more than 64 levels are refused.
+    Duplicate keys, more than 64 levels and more than `most` values are refused.
     """
+    if isinstance(text, bytes) and sum(map(text.count, (b",", b"[", b"{"))) > most:
+        limit = f"{most:,} commas and opening brackets"
+        raise RequestError(413, f"The JSON has too many values; the limit is {limit}.")
     try:
         return strict_loads(text, finite=False)
     except (ValueError, RecursionError):
@@ -290,8 +311,7 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
     """Parse a body as a batch of at most `most` searches."""
     if body.kind == "form":
         return _form_query(body, most, max_bytes)
-    batch = BatchBody.of(loads(body.content))
-    _check_number("queries", len(batch.queries), most)
+    batch = BatchBody.of(_entries(body, "queries", most))
     if len({query.id is None for query in batch.queries}) > 1:
         sentence = "The queries of one request have either a vector each or the id of an item each."
         raise RequestError(400, sentence)
@@ -307,9 +327,13 @@ def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
     return Query(tuple(inputs), options, filter_of(options.filter))
 
 
-def _check_number(what: str, number: int, most: int) -> None:
-    if number > most:
-        raise RequestError(400, f"The request has {number:,} {what}; the limit is {most:,}.")
+def _entries(body: Body, name: str, most: int) -> Any:
+    """Parse a body, and check the length of its list `name` before the entries are read."""
+    content = loads(body.content, most=JSON_BATCH_VALUES)
+    entries = content.get(name) if isinstance(content, dict) else None
+    if isinstance(entries, list) and len(entries) > most:
+        raise RequestError(400, f"The request has {len(entries):,} {name}; the limit is {most:,}.")
+    return content
 
 
 class NewItem(NamedTuple):
@@ -343,7 +367,7 @@ def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     if body.kind == "json":
         new_items = [
             NewItem(item.id, item.label, item.metadata, vector=item.vector)
-            for item in ItemsBody.of(loads(body.content)).items
+            for item in ItemsBody.of(_entries(body, "items", most)).items
         ]
     else:
         images, fields = read_form(body, ("items",), max_bytes, most)
@@ -356,7 +380,6 @@ def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
             NewItem(item.id, item.label, item.metadata, image, keep="copy")
             for item, image in zip(items, images, strict=True)
         ]
-    _check_number("items", len(new_items), most)
     if len({item.id for item in new_items}) < len(new_items):
         raise RequestError(400, "The request contains an id twice.")
     return new_items
@@ -388,7 +411,7 @@ class BodyMemory:
             types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)
             raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
-        chunks, received = list[bytes](), 0
+        content, received = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
@@ -399,17 +422,17 @@ class BodyMemory:
                         if self.held + len(chunk) > BODY_MEMORY:
                             raise busy("uploads take all its memory", "memory")
                         self.held += len(chunk)
-                        chunks.append(chunk)
+                        content += chunk
             if received > limit:
                 sentence = f"The request is too large; the limit is {limits[kind]:,} bytes."
                 raise RequestError(413, sentence)
         except BaseException as error:
-            self.release(sum(map(len, chunks)))
+            self.release(len(content))
             if isinstance(error, TimeoutError):
                 sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
                 raise RequestError(408, sentence) from None
             raise
-        return Body(kind, content_type, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        return Body(kind, content_type, bytes(content))
 
     def release(self, size: int) -> None:
         """Subtract bytes that are no longer held; after many, return free memory to the system."""

@@ -18,6 +18,9 @@ HEADER_SECONDS = 15.0
 HEADER_BYTES = 32_768
 HEADER_LINES = 64
 PIPELINED_REQUESTS = 8
+BODY_PIECES = 16_384
+PIECE_BYTES = 16
+"""Smallest mean size of the pieces of a body that has more than `BODY_PIECES`."""
 _UPGRADES = (b"upgrade", b"connection", b"http2-settings")
 _SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
@@ -80,6 +83,7 @@ class Protocol(HttpToolsProtocol):
         """Start to count and time a header."""
         super().on_message_begin()
         self._header_bytes, self._in_header = 0, True
+        self._body_bytes = self._pieces = 0
         self._timer.cancel()
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
@@ -113,7 +117,11 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Receive a part of the body."""
+        """Receive a part of the body; a chunk of one byte takes as long as one of many."""
+        self._body_bytes += len(body)
+        self._pieces += 1
+        if self._pieces > BODY_PIECES and self._body_bytes < PIECE_BYTES * self._pieces:
+            self._fail(400, "The body arrives in too many small chunks.")
         if not self.parser.should_upgrade():
             super().on_body(body)
 

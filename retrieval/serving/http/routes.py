@@ -36,6 +36,7 @@ from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import (
     BATCH_BYTES,
     BODY_MEMORY,
+    JSON_BATCH_BYTES,
     JSON_BYTES,
     SEND_SECONDS,
     Settings,
@@ -50,7 +51,7 @@ from retrieval.serving.store.items import check_id
 T = TypeVar("T")
 
 _JSON_LIMITS: Mapping[Kind, int] = {"json": JSON_BYTES}
-_BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+_BATCH_LIMITS: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": JSON_BATCH_BYTES}
 """Maximum bytes of a body by its kind, for one operation on several items or queries."""
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""

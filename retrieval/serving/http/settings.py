@@ -17,6 +17,10 @@ HEALTH = ("/livez", "/readyz", "/metrics")
 
 MAX_PROCESSES = 128
 JSON_BYTES = 2_000_000
+JSON_BATCH_BYTES = 16_000_000
+JSON_VALUES = 100_000
+"""Maximum number of commas and opening brackets of a JSON body; it bounds time and memory."""
+JSON_BATCH_VALUES = 500_000
 BATCH_BYTES = 64_000_000
 BODY_MEMORY = 256_000_000
 """Maximum memory of all request bodies of one process, in bytes."""
