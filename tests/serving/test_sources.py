@@ -14,7 +14,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import adding
 from retrieval.serving.index.adding import embed
 from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.index.locations import stamp_of
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.store.local import LocalStore
 
@@ -107,19 +106,6 @@ def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch)
         collect([path], "features")
     np.savez(path, features=np.zeros((100, 1000)), vectors=np.array([None]))
     assert len(collect([path], "features").items) == 100  # the other arrays are not read
-
-
-def test_features_that_change_while_they_are_read_are_embedded_again(tmp_path, monkeypatch):
-    path, load = tmp_path / "f.npz", np.load
-    np.savez(path, features=np.zeros((2, 64)))
-    before = stamp_of(path)
-
-    def changing(*arguments, **named):
-        os.utime(path, (1, 1))
-        return load(*arguments, **named)
-
-    monkeypatch.setattr(np, "load", changing)
-    assert {item.stamp() for item in collect([path], "features").items} == {before}
 
 
 def test_originals_are_written_before_they_fill_the_memory(

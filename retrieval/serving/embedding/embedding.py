@@ -22,7 +22,7 @@ from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, Result, embed, refuse_twice
 from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file, schema_of
-from retrieval.serving.index.locations import PLAN, Source, Sources, paths_of, shown
+from retrieval.serving.index.locations import PLAN, Source, Sources, digest_of, paths_of, shown
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
@@ -109,7 +109,7 @@ def embed_sources(
         plan = Plan(
             bundle=bundle.sha256,
             variant=bundle.variant,
-            sources=_digest_of(collected),
+            sources=_hash_of(collected),
             items=count,
             part=max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS)),
             batch=batch or 32,
@@ -172,11 +172,14 @@ def _resumed(folder: Path, new: Plan, batch: int | None) -> Plan:
     return new
 
 
-def _digest_of(sources: Sources) -> str:
-    """Return a hash of the keys, labels, metadata and file stamps of all items."""
+def _hash_of(sources: Sources) -> str:
+    """Return a hash of the keys, labels, metadata, and features or states of files of all items."""
     total = hashlib.sha256()
     for item in sources.items:
-        state = [item.key, item.label, dict(item.metadata), item.stamp()]
+        content = item.item().stamp
+        if sources.features is not None:
+            content = digest_of(sources.features[item.row].tobytes())
+        state = [item.key, item.label, dict(item.metadata), item.name, content]
         total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
     return total.hexdigest()
 

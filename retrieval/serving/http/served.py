@@ -28,6 +28,7 @@ from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.adding import arrays_of, row_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
+from retrieval.serving.index.locations import digest_of
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import TRAIL, Trail, stage
 from retrieval.serving.store import contract
@@ -474,6 +475,7 @@ def _embedded(
         replace(
             item,
             original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+            stamp=digest_of(new.image or b""),
             bytes=len(new.image or b""),
             width=image.width,
             height=image.height,

@@ -35,7 +35,15 @@ from retrieval.serving.images import (
     to_png,
 )
 from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.locations import Original, Source, is_embedding, paths_of
+from retrieval.serving.index.locations import (
+    Original,
+    Source,
+    Sources,
+    digest_of,
+    is_embedding,
+    paths_of,
+    state_of,
+)
 from retrieval.serving.index.parquet import label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter
@@ -158,7 +166,7 @@ def add_sources(
     refuse_twice(item.key for item in collected.items)
     writer = _Writer(index, strict=whole and not options.skip_bad)
     for attempt in range(_MAX_ATTEMPTS):
-        new, relabelled, unchanged = _changes(index, collected.items)
+        new, rewritten, changed = _changes(index, collected, options.limits)
         try:
             if vectors:
                 results = vectors.embedded(new)
@@ -175,7 +183,7 @@ def add_sources(
     faults, count = writer.faults, len(collected.items)
     if whole and faults and len(faults) == count:
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
-    _relabel(index, relabelled)
+    _rewrite(index, rewritten)
     removed = 0
     if sync and not faults:
         removed = _remove_others(index, {item.key for item in collected.items})
@@ -184,8 +192,8 @@ def add_sources(
         raise _unusable(faults, count, advice)
     return Added(
         added=writer.added,
-        changed=writer.changed + len(relabelled),
-        unchanged=unchanged,
+        changed=writer.changed + changed,
+        unchanged=count - len(new) - changed,
         removed=removed,
         skipped=tuple(faults),
         repeated=collected.repeated,
@@ -218,7 +226,7 @@ def add_images(
             )
     keep: Keep = "nothing" if options.keep == "reference" else options.keep
     items = [
-        Item(str(id), label_text(label), dict(facts), stamp="", keep=keep)
+        Item(str(id), label_text(label), dict(facts), keep=keep)
         for id, label, facts in zip(ids, labels, metadata, strict=True)
     ]
     refuse_twice(item.id for item in items)
@@ -282,30 +290,66 @@ def refuse_twice(ids: Iterable[str]) -> None:
         )
 
 
-def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
+def _changes(
+    index: Index, sources: Sources, limits: Limits
+) -> tuple[list[Source], list[tuple[Source, str]], int]:
     """Compare items with those in the index.
 
     Returns:
-        The items to embed; the items of which only the label, metadata or path changed; and the
-        number of unchanged items.
+        The items to embed; the items to write again without embedding them, with their new stamps;
+        and of how many of these the label, metadata or path changed.
     """
+    items = sources.items
     # A migration may have skipped an item. Such an item has no arrays, and must be embedded even if
     # its file is unchanged. Generation 1 comes from no migration, so all its items have arrays.
     arrays = index.generation.number > 1
     new: list[Source] = []
-    relabelled: list[Source] = []
+    rewritten: list[tuple[Source, str]] = []
+    changed = 0
     for start in range(0, len(items), _ITEMS_PER_READ):
         page = items[start : start + _ITEMS_PER_READ]
         stored = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
             known = stored.get(item.key)
-            if known is None or (arrays and not known.arrays) or known.stamp != item.stamp():
+            stamp = None
+            if known is not None and (known.arrays or not arrays):
+                stamp = _same_content(item, known, sources.features, limits)
+            if known is None or stamp is None:
                 new.append(item)
                 continue
             details = (item.label, item.metadata, _path(item, known))
-            if details != (known.label, dict(known.metadata), known.path):
-                relabelled.append(item)
-    return new, relabelled, len(items) - len(new) - len(relabelled)
+            other = details != (known.label, dict(known.metadata), known.path)
+            changed += other
+            if other or stamp != known.stamp:
+                rewritten.append((item, stamp))
+    return new, rewritten, changed
+
+
+def _same_content(
+    source: Source, known: Item, features: Floats | None, limits: Limits
+) -> str | None:
+    """Return the stamp of an item whose content is that in the index, or None if it differs."""
+    digest = _digest(known.stamp)
+    if features is not None:
+        return digest if digest == digest_of(features[source.row].tobytes()) else None
+    if source.recorded is not None:
+        return known.stamp if digest == _digest(source.recorded) else None
+    assert source.path is not None
+    now = state_of(source.path)
+    if known.stamp == f"{digest} {now}":
+        return known.stamp
+    if not now.startswith(f"{known.bytes} "):
+        return None
+    try:  # a copy of the same content has another state
+        content = read_image(source.path, limits, source.name)
+    except DataError:
+        return None
+    return f"{digest} {now}" if digest == digest_of(content) else None
+
+
+def _digest(stamp: str | None) -> str:
+    """Return the hash in an item's stamp."""
+    return (stamp or "").partition(" ")[0]
 
 
 def _path(source: Source, known: Item) -> Path | None:
@@ -313,20 +357,28 @@ def _path(source: Source, known: Item) -> Path | None:
     return None if known.path is None or source.row is not None else source.path
 
 
-def _relabel(index: Index, sources: Sequence[Source]) -> None:
-    """Update labels, metadata and paths of items whose files are unchanged."""
-    for start in range(0, len(sources), _ITEMS_PER_READ):
-        page = {item.key: item for item in sources[start : start + _ITEMS_PER_READ]}
-        items = [
-            replace(
-                item,
-                label=page[key].label,
-                metadata=page[key].metadata,
-                path=_path(page[key], item),
-                original=index.store.original(key),
+def _rewrite(index: Index, rewritten: Sequence[tuple[Source, str]]) -> None:
+    """Update labels, metadata, paths and stamps of items whose content is unchanged."""
+    for start in range(0, len(rewritten), _ITEMS_PER_READ):
+        page = {
+            source.key: (source, stamp)
+            for source, stamp in rewritten[start : start + _ITEMS_PER_READ]
+        }
+        items = []
+        for key, item in index.store.get(page, arrays=True).items():
+            source, stamp = page[key]
+            if _digest(item.stamp) != _digest(stamp):  # another process has just replaced it
+                continue
+            items.append(
+                replace(
+                    item,
+                    label=source.label,
+                    metadata=source.metadata,
+                    path=_path(source, item),
+                    stamp=stamp,
+                    original=index.store.original(key),
+                )
             )
-            for key, item in index.store.get(page, arrays=True).items()
-        ]
         index.store.upsert(items, index.bundle.sha256)
 
 
@@ -463,7 +515,7 @@ def _decode_item(
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
-        return item, original
+        return replace(item, stamp=digest_of(original.tobytes())), original
     content = original
     if not isinstance(content, bytes):
         content = read_image(content, options.limits, name)
@@ -478,8 +530,11 @@ def _decode_item(
     except DataError as fault:
         raise DataError(f"{name}: {fault}") from fault
     width, height = full_size(image)
+    stamp = digest_of(content)
+    if isinstance(original, Path) and item.stamp:
+        stamp += f" {item.stamp}"
     item = replace(item, original=kept, bytes=len(content), width=width, height=height)
-    return item, inputs
+    return replace(item, stamp=stamp), inputs
 
 
 def arrays_of(

@@ -50,7 +50,7 @@ class Plan:
     Attributes:
         bundle: SHA-256 of the manifest of the bundle that embeds the items.
         variant: variant of the bundle's encoder. `None` for the encoder itself.
-        sources: SHA-256 over keys, labels, metadata and file stamps of all items.
+        sources: SHA-256 over keys, labels, metadata, and features or states of files of all items.
         items: number of items.
         part: number of items per part; the last part has the rest.
         batch: number of items that the encoder embeds at a time.

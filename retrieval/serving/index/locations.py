@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,13 +37,22 @@ def shown(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def stamp_of(path: Path) -> str:
-    """Return text that changes when a file changes: its path, size and time, or "missing"."""
+def state_of(path: Path) -> str:
+    """Return text that changes when a file changes, or "missing".
+
+    The text begins with the size. Programs can set a file's modification time, but neither its
+    change time (ctime) nor its inode.
+    """
     try:
         status = path.stat()
     except OSError:
-        return f"{os.fsencode(path)!r} missing"
-    return f"{os.fsencode(path)!r} {status.st_size} {status.st_mtime_ns}"
+        return "missing"
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def digest_of(content: bytes) -> str:
+    """Return the SHA-256 of an original, with which its item's stamp begins."""
+    return hashlib.sha256(content).hexdigest()
 
 
 Original: TypeAlias = "Path | bytes | Floats | DataError"
@@ -63,8 +73,8 @@ class Source:
             folder of embeddings that has no file of its own.
         metadata: further columns of a CSV manifest or a Parquet table.
         row: row of the item in `Sources.features`. `None` for an image.
-        recorded: stamp (see `stamp_of`) of the file of features, or the stamp that a folder of
-            embeddings stores. `None` for an image, whose stamp is read when it is needed.
+        recorded: stamp that a folder of embeddings stores; see `Item.stamp`. `None` for an image
+            or a row of features.
     """
 
     key: str
@@ -79,17 +89,17 @@ class Source:
         """Path of the item's file, for messages."""
         return shown(str(self.path))
 
-    def stamp(self) -> str:
-        """Return text that changes when the item's content changes; see `stamp_of`."""
-        if self.recorded is not None:
-            return self.recorded
-        assert self.path is not None  # only embedded items lack a path
-        return stamp_of(self.path)
-
     def item(self, keep: Keep = "reference") -> Item:
-        """Return the item to store, without its arrays and the sizes of its original."""
+        """Return the item to store, without its arrays and the sizes of its original.
+
+        The stamp of an image lacks the hash of its content, which has yet to be read.
+        """
+        stamp = self.recorded
+        if stamp is None and self.row is None:
+            assert self.path is not None  # only embedded items lack a path
+            stamp = state_of(self.path)
         path = None if keep == "nothing" or self.row is not None else self.path
-        return Item(self.key, self.label, self.metadata, path=path, stamp=self.stamp(), keep=keep)
+        return Item(self.key, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
 from retrieval.serving.filters import metadata_text
-from retrieval.serving.index.locations import Source, shown, stamp_of
+from retrieval.serving.index.locations import Source, shown
 from retrieval.serving.store.items import check_id
 
 ITEM_CHARACTERS = 1_000_000
@@ -123,7 +123,7 @@ class Table:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.name, self._stamp = path, shown(path), stamp_of(path)
+        self.path, self.name = path, shown(path)
         parquet = pyarrow().parquet
         with sentences(path):
             self.schema = parquet.read_schema(path)
@@ -284,7 +284,7 @@ class Table:
             return problem
         if path is not None:
             return Source(str(key), label, (self.path.parent / path).absolute(), metadata)
-        return Source(str(key), label, self.path, metadata, first + number, self._stamp)
+        return Source(str(key), label, self.path, metadata, first + number)
 
 
 def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:

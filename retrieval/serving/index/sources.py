@@ -18,7 +18,7 @@ from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown, stamp_of
+from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
 from retrieval.serving.store.items import Floats, Item, Keep
 
@@ -231,7 +231,6 @@ def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, NDArra
 
 def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
     """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
-    stamp = stamp_of(path)  # before it is read, so that a change meanwhile is noticed
     with npz_file(path, ("features", "vectors", "labels", "keys")) as file:
         name = next((name for name in ("features", "vectors") if name in file), None)
         if name is None:
@@ -261,7 +260,6 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
             None if is_missing_text(str(label)) else str(label),
             path,
             row=first + row,
-            recorded=stamp,
         )
         for row, (key, label) in enumerate(zip(keys, labels, strict=True))
     ]
@@ -289,7 +287,8 @@ def originals(
     `features` (N, F) are indexed by `Source.row`; `None` for images.
     """
     for source in sources:
-        # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
+        # Take the state of a file before its content is read, so that a change meanwhile is
+        # noticed.
         item = source.item(keep)
         yield item, source.name, _original(source, features)
 

@@ -69,7 +69,8 @@ class Item:
         metadata: a JSON object.
         path: absolute path of the file that the item was embedded from (its original). None if it
             was embedded from bytes or features.
-        stamp: fingerprint that changes when the original changes.
+        stamp: SHA-256 of the original that was embedded and, if that is a file, its size, times and
+            inode, separated by spaces.
         keep: what the index keeps of the original.
         original: bytes of the original to store with the item. Set only while the item is written;
             `Store.original` reads the bytes.

@@ -1,0 +1,133 @@
+"""What counts as a changed file: its content, whatever its size and times say."""
+
+import hashlib
+import os
+import shutil
+
+import makers
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.serving.embedding.embedding import embed_sources
+from retrieval.serving.index.index import create_index, open_index
+
+
+def picture(path, seed):
+    """Write a picture whose file always has the same size, and the same modification time."""
+    path.parent.mkdir(exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(pixels).save(path, "BMP")
+    os.utime(path, ns=(10**18, 10**18))
+
+
+@pytest.fixture
+def album(tmp_path):
+    for seed, name in enumerate(("a", "b", "c")):
+        picture(tmp_path / "album" / f"{name}.bmp", seed)
+    return tmp_path / "album"
+
+
+@pytest.fixture
+def index(album, bundle_path, tmp_path):
+    create_index(tmp_path / "i", bundle_path, [album], progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        yield index
+
+
+def counts(added):
+    return added.added, added.changed, added.unchanged, added.removed
+
+
+def overwrite(path):
+    picture(path, 99)
+
+
+def replace(path):
+    picture(path.with_name("new.bmp"), 99)
+    path.with_name("new.bmp").replace(path)
+
+
+@pytest.mark.parametrize("edit", [overwrite, replace])
+@pytest.mark.parametrize("sync", [False, True])
+def test_an_edit_that_keeps_size_and_time_is_a_change(album, index, edit, sync):
+    path = album / "a.bmp"
+    before, status = index.vector("a.bmp"), path.stat()
+    edit(path)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert counts(index.add(album, sync=sync, progress=False)) == (0, 1, 2, 0)
+    (expected,) = index.bundle.encode_images([path], progress=False)
+    assert np.allclose(index.vector("a.bmp"), expected, atol=1e-6)
+    assert not np.allclose(before, expected, atol=1e-3)
+    assert counts(index.add(album, progress=False)) == (0, 0, 3, 0)
+
+
+def test_the_same_content_in_new_files_is_unchanged(album, index, tmp_path, monkeypatch):
+    stamps = [item.stamp for item in index.scan()]
+    shutil.move(album, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", album, copy_function=shutil.copyfile)  # new times and inodes
+    monkeypatch.setattr(
+        "retrieval.serving.index.adding._embed_for", lambda *_, **__: []
+    )  # and not embedded
+    assert counts(index.add(album, sync=True, progress=False)) == (0, 0, 3, 0)
+    after = [item.stamp for item in index.scan()]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(album.iterdir())]
+    assert [stamp.split()[0] for stamp in after] == [stamp.split()[0] for stamp in stamps] == hashes
+    monkeypatch.setattr("retrieval.serving.index.adding.read_image", None)  # and now not even read
+    assert all(old != new for old, new in zip(stamps, after, strict=True))
+    assert counts(index.add(album, progress=False)) == (0, 0, 3, 0)
+
+
+def test_a_moved_folder_changes_only_paths(album, index):
+    moved = album.rename(album.with_name("moved"))
+    (moved / "a.bmp").unlink()
+    for id in ("b.bmp", "c.bmp"):
+        index.store.update(id, {"label": "moved"}, index.bundle.sha256)
+    assert counts(index.add(moved, progress=False)) == (0, 2, 0, 0)
+    assert {item.path.name: item.path.parent for item in index.scan() if item.id != "a.bmp"} == {
+        "b.bmp": moved,
+        "c.bmp": moved,
+    }
+
+
+def test_images_that_were_added_from_memory_are_known_by_their_content(album, index):
+    files = sorted(album.iterdir())
+    contents = [file.read_bytes() for file in files]
+    labels = ["album"] * 3
+    picture(files[2], 7)
+    index.delete([file.name for file in files])
+    index.add(images=contents, ids=[file.name for file in files], labels=labels, progress=False)
+    assert counts(index.add(album, progress=False)) == (0, 1, 2, 0)
+
+
+def test_an_edit_between_add_and_migrate_gets_its_vector(album, index, tmp_path):
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    overwrite(album / "b.bmp")
+    index.migrate(other, progress=False)
+    (expected,) = index.bundle.encode_images([album / "b.bmp"], progress=False)
+    assert np.allclose(index.vector("b.bmp"), expected, atol=1e-6)
+    assert counts(index.add(album, progress=False)) == (0, 1, 2, 0)
+
+
+def test_a_folder_of_embeddings_notices_the_edit(album, bundle_path, index, tmp_path):
+    embed_sources(bundle_path, [album], tmp_path / "v", progress=False)
+    assert counts(index.add(tmp_path / "v", progress=False)) == (0, 0, 3, 0)
+    overwrite(album / "b.bmp")
+    with pytest.raises(DataError, match="differs in the sources"):
+        embed_sources(bundle_path, [album], tmp_path / "v", progress=False)
+    embed_sources(bundle_path, [album], tmp_path / "w", progress=False)
+    assert counts(index.add(tmp_path / "w", progress=False)) == (0, 1, 2, 0)
+    assert counts(index.add(album, progress=False)) == (0, 0, 3, 0)
+
+
+def test_only_the_features_that_differ_are_encoded_again(tmp_path):
+    features = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    path = tmp_path / "f.npz"
+    np.savez(path, features=features)
+    bundle = makers.make_bundle(tmp_path / "features", kind="features")
+    create_index(tmp_path / "i", bundle, [path], progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        features[2] *= -1
+        np.savez(path, features=features)
+        assert counts(index.add(path, progress=False)) == (0, 1, 3, 0)
+        assert counts(index.add(path, progress=False)) == (0, 0, 4, 0)
