@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import pwd
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +83,55 @@ def opened_index(path: IndexPlace) -> Index:
     return open_index(path, plugins=_plugins())
 
 
+def audited(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option --audit, which records the command as a change of INDEX."""
+
+    @click.option(
+        "--audit",
+        type=PATH,
+        envvar="RETRIEVAL_AUDIT",
+        metavar="FILE",
+        help="Also log this command here, in the record of 'retrieval serve --audit'; by default in"
+        " the file that the environment variable RETRIEVAL_AUDIT names.",
+    )
+    @wraps(function)
+    def recorded(audit: Path | None, **arguments: Any) -> None:
+        if audit is None:
+            function(**arguments)
+            return
+        from retrieval.serving.http.access import Caller
+        from retrieval.serving.http.audit import Audit, Change
+        from retrieval.serving.http.problems import new_request_id
+        from retrieval.serving.http.server import default_name
+
+        verb, path = str(click.get_current_context().info_name), arguments["path"]
+        command = {
+            "user": _user(),
+            "path": str(path.absolute() if isinstance(path, Path) else path),
+            "command": this_command(),
+        }
+        change = Change(
+            verb,
+            default_name(str(path)),
+            Caller("", None, platform.node()),
+            new_request_id(),
+            arguments.get("ids", ()),
+            command=command,
+        )
+        with Audit(audit).recording(change):
+            change.count = function(**arguments)
+
+    return recorded
+
+
+def _user() -> str:
+    """Return the name of the process's user, which no environment variable can change."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # usual in containers
+        return str(os.getuid())
+
+
 def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of commands that embed images into an index."""
     for option in (
@@ -91,7 +143,9 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         MAX_BYTES,
         MAX_PIXELS,
-        click.option("--batch", default=32, type=click.IntRange(1), help="Items encoded at once."),
+        click.option(
+            "--batch-size", default=32, type=click.IntRange(1), help="Items encoded at once."
+        ),
         click.option(
             "--skip-bad", is_flag=True, help="Skip and report images that cannot be used."
         ),
@@ -143,6 +197,7 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
 @DEVICE
 @embedding
 @JSON
+@audited
 def create(
     path: IndexPlace,
     images: tuple[Path, ...],
@@ -154,7 +209,7 @@ def create(
     max_bytes: int,
     as_json: bool,
     **settings: Any,
-) -> None:
+) -> int:
     """Create INDEX, a folder or an address, from IMAGES, with the vectors of a bundle or a
     pretrained model.
 
@@ -189,6 +244,7 @@ def create(
     _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
     if bundle is None:
         shutil.rmtree(folder, ignore_errors=True)  # the index has its own copy
+    return summary.count
 
 
 def _exported(
@@ -260,6 +316,7 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
 @JSON
 @embedding
+@audited
 def add(
     path: IndexPlace,
     images: tuple[Path, ...],
@@ -268,7 +325,7 @@ def add(
     max_pixels: int,
     max_bytes: int,
     **settings: Any,
-) -> None:
+) -> int:
     """Embed IMAGES and add them to INDEX, skipping those that have not changed.
 
     INDEX can be searched meanwhile. About every second, items are written to the disk. To resume
@@ -288,6 +345,7 @@ def add(
     if added.skipped:
         parts.append(f"{len(added.skipped):,} skipped")
     tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
+    return added.added + added.changed + added.removed
 
 
 @verb(
@@ -299,13 +357,15 @@ def add(
 @click.argument("ids", nargs=-1)
 @FILTER
 @JSON
-def delete(path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: bool) -> None:
+@audited
+def delete(path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: bool) -> int:
     """Delete items of INDEX by id, or all that match a filter."""
     if bool(ids) == (filter is not None):
         raise click.UsageError("Name what to delete: either ids or --filter FILTER.")
     with opened_index(path) as opened:
         count = opened.delete(ids, filter=filter)
     tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
+    return count
 
 
 @verb("list", "retrieval index list photos.index --filter \"label = 'dogs'\" --limit 20")
@@ -484,6 +544,7 @@ def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: boo
     help="Delete the generations that are not served. Without BUNDLE, do nothing else.",
 )
 @JSON
+@audited
 def migrate(
     path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
 ) -> None:
@@ -521,6 +582,7 @@ def migrate(
 @verb("rollback", "retrieval index rollback photos.index")
 @INDEX
 @JSON
+@audited
 def rollback(path: IndexPlace, as_json: bool) -> None:
     """Undo the last migration of INDEX: serve the previous vectors again.
 
@@ -543,6 +605,7 @@ def _generation_facts(done: Migrated) -> dict[str, Any]:
 @INDEX
 @click.argument("target", type=PATH)
 @JSON
+@audited
 def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
     """Copy a consistent state of INDEX to the new folder TARGET, which is an index itself.
 
@@ -557,6 +620,7 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
 @click.argument("source", metavar="SNAPSHOT", type=PATH)
 @INDEX
 @JSON
+@audited
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
     from retrieval.serving.index.checking import restore as copy
@@ -581,7 +645,7 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
 @click.option(
     "--features", is_flag=True, help="Also keep the backbone's features (see export --split)."
 )
-@click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
+@click.option("--batch-size", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @MAX_PIXELS
 @MAX_BYTES
 @DEVICE
@@ -617,7 +681,7 @@ def embed_command(
         say_json(vars(done) | {"output": str(output)})
         return
     files = "file" if done.parts == 1 else "files"
-    notes = [f"{done.parts:,} {files}", f"batches of {done.batch:,}"]
+    notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
     if done.resumed:
         notes.append(f"{done.resumed:,} done before")
     if done.repeated:

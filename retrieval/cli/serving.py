@@ -118,7 +118,12 @@ def search_command(
     help="Role of clients without a key. A server that others can reach needs this or --keys.",
 )
 @click.option(
-    "--audit", type=PATH, metavar="FILE", help="Log each change of an index here, as JSON lines."
+    "--audit",
+    type=PATH,
+    envvar="RETRIEVAL_AUDIT",
+    metavar="FILE",
+    help="Log each change of an index here, as JSON lines; by default in the file that the"
+    " environment variable RETRIEVAL_AUDIT names. 'retrieval index' has this option too.",
 )
 @click.option(
     "--images",
@@ -294,9 +299,11 @@ def remove(name: str, path: Path) -> None:
 @click.option("--index", metavar="NAME", help="Name of the index, if the server has several.")
 @click.option("--connections", default=4, type=click.IntRange(1, 64), help="Concurrent requests.")
 @click.option(
-    "--batch", default=16, type=click.IntRange(1), help="Maximum number of images per request."
+    "--batch-size", default=16, type=click.IntRange(1), help="Maximum number of images per request."
 )
-def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
+def push_command(
+    folder: Path, url: str, index: str | None, connections: int, batch_size: int
+) -> None:
     """Add the images below FOLDER to the index of the search server at URL.
 
     An image's id is its path below FOLDER, and its label is the first folder of that path. Images
@@ -318,7 +325,9 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
             meter.reach(sent, total, "pushing")
 
         try:
-            report = client.push(folder, connections=connections, batch=batch, progress=show)
+            report = client.push(
+                folder, connections=connections, batch_size=batch_size, progress=show
+            )
         except KeyboardInterrupt:
             say(f"{done:,} images were sent. Run the same command again to continue.", err=True)
             raise

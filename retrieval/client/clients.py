@@ -243,7 +243,7 @@ class AsyncClient(Sender):
         folder: str | Path,
         *,
         connections: int = 4,
-        batch: int = 16,
+        batch_size: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> PushReport:
         """Upload the images of a folder and return a report.
@@ -256,10 +256,10 @@ class AsyncClient(Sender):
         Args:
             folder: folder of images, which is searched recursively except for hidden folders.
             connections: number of concurrent requests; each holds one batch in memory.
-            batch: maximum number of images per request; the server may have a lower limit.
+            batch_size: maximum number of images per request; the server may have a lower limit.
             progress: called after each batch with the numbers of images done and in total.
         """
-        return await Push(self, Path(folder), batch, progress).run(connections)
+        return await Push(self, Path(folder), batch_size, progress).run(connections)
 
 
 def _blocking(

@@ -67,11 +67,11 @@ class Push:
         self,
         client: AsyncClient,
         folder: Path,
-        batch: int,
+        batch_size: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._client, self._folder, self._progress = client, folder, progress
-        self._batch = at_least_one("batch", batch)
+        self._batch_size = at_least_one("batch_size", batch_size)
         self._batches_lock = asyncio.Lock()
         self._added = self._replaced = self._unchanged = 0
         self._bad: list[tuple[str, str]] = []
@@ -118,7 +118,7 @@ class Push:
                 self._bad.append((id, "It is a link that leads nowhere." if broken else why))
                 continue
             full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
-            if files and (full or len(files) >= min(self._batch, self._limits.batch)):
+            if files and (full or len(files) >= min(self._batch_size, self._limits.batch)):
                 yield files
                 files, size, address = {}, 0, 0
             files[id], size, address = path, size + weight, address + length

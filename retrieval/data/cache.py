@@ -51,7 +51,7 @@ def frozen_features(
     width: int,
     fingerprint: str,
     device: torch.device | str,
-    batch: int,
+    batch_size: int,
 ) -> NDArray[np.float32]:
     """Return every item's features (N, F), memory-mapped, from the cache on disk or computed now.
 
@@ -70,12 +70,12 @@ def frozen_features(
     place = None
     if identity is not None:
         device_type = torch.device(device).type
-        key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch, device_type, width]
+        key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch_size, device_type, width]
         place = cache_folder() / "features" / _checksum(json.dumps(key).encode()).hex()
 
     def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         try:
-            for x in inputs(dataset, items, preprocessing, batch):
+            for x in inputs(dataset, items, preprocessing, batch_size):
                 with torch.no_grad():
                     yield backbone_features(x.to(device)).float().cpu().numpy()
         except OSError as error:  # from the dataset, not from the cache
@@ -83,7 +83,7 @@ def frozen_features(
 
     try:
         with _entry(place) as folder:
-            _fill(folder, dataset, width, batch, compute)
+            _fill(folder, dataset, width, batch_size, compute)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
             path = folder / "features.f32"
@@ -127,13 +127,13 @@ def _fill(
     place: Path,
     dataset: Dataset,
     width: int,
-    batch: int,
+    batch_size: int,
     compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
 ) -> None:
     """Compute an entry's missing and damaged blocks."""
     row_bytes = 4 * width
-    starts = range(0, len(dataset), batch)
-    blocks = [np.arange(start, min(start + batch, len(dataset))) for start in starts]
+    starts = range(0, len(dataset), batch_size)
+    blocks = [np.arange(start, min(start + batch_size, len(dataset))) for start in starts]
     files = place / "features.f32", place / "sums"
     for path in files:
         path.touch()
@@ -141,7 +141,7 @@ def _fill(
         known = [sums.read(_CHECKSUM_BYTES) for _ in blocks]
 
         def intact(number: int) -> bool:
-            data.seek(batch * number * row_bytes)
+            data.seek(batch_size * number * row_bytes)
             return _checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
 
         missing = [n for n, checksum in enumerate(known) if not (any(checksum) and intact(n))]
@@ -160,7 +160,7 @@ def _fill(
             for number, features in zip(missing, compute(chosen), strict=True):
                 _check(features, blocks[number], width, dataset)
                 content = np.ascontiguousarray(features, dtype="<f4").tobytes()
-                data.seek(batch * number * row_bytes)
+                data.seek(batch_size * number * row_bytes)
                 data.write(content)
                 data.flush()
                 sums.seek(number * _CHECKSUM_BYTES)

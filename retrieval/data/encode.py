@@ -35,7 +35,7 @@ def encode(
     dataset: Dataset,
     indices: NDArray[np.int64],
     *,
-    batch: int = 256,
+    batch_size: int = 256,
     device: torch.device | None = None,
     progress: str | None = None,
     from_features: bool = False,
@@ -49,7 +49,7 @@ def encode(
         model: the model.
         dataset: images or vectors, or the backbone's features if `from_features` is true.
         indices: positions (N,) of the items.
-        batch: number of items that the model gets at a time.
+        batch_size: number of items that the model gets at a time.
         device: where the model is.
         progress: title of the progress display; `None` shows none.
         from_features: whether the dataset's items are the backbone's features.
@@ -66,7 +66,11 @@ def encode(
     try:
         with evaluating(model), meter:
             for chunk in inputs(
-                dataset, indices, None if from_features else model.preprocessing, batch, raw=raw
+                dataset,
+                indices,
+                None if from_features else model.preprocessing,
+                batch_size,
+                raw=raw,
             ):
                 embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
                 meter.update(len(chunk))
@@ -88,11 +92,11 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 
 def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model) -> Tensor:
     """Return the raw inputs of N items as unit vectors (N, values), a baseline without training."""
-    chunks = inputs(dataset, indices, model.preprocessing, batch=256)
+    chunks = inputs(dataset, indices, model.preprocessing, batch_size=256)
     return nn.functional.normalize(torch.cat([x.flatten(1).float() for x in chunks]), dim=1)
 
 
-def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
+def encode_images(model: Model, images: Any, batch_size: int, progress: Progress) -> Embeddings:
     """Return the vectors that a bundle of the model would return for images or rows."""
     dataset: Dataset
     if model.preprocessing is None:
@@ -116,7 +120,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
                 model.to(device),
                 dataset,
                 np.arange(len(dataset)),
-                batch=at_least_one("batch", batch),
+                batch_size=at_least_one("batch_size", batch_size),
                 device=device,
                 progress="encoding",
                 raw=RawInputs(dataset, model.preprocessing, budget=0),

@@ -44,7 +44,7 @@ COMPARED_ITEMS = 8
 
 
 def backbone_features(
-    model: Model, dataset: Dataset, device: torch.device, batch: int
+    model: Model, dataset: Dataset, device: torch.device, batch_size: int
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
     what = f"The backbone {type(model.backbone).__name__}"
@@ -57,7 +57,7 @@ def backbone_features(
         if device.type == "cpu":
             keep_large_blocks()
         with calling(what), evaluating(model):
-            features = _features(model, dataset, device, batch, what)
+            features = _features(model, dataset, device, batch_size, what)
     return ArrayDataset(
         features,
         dataset.labels,
@@ -70,7 +70,7 @@ def backbone_features(
 
 
 def _features(
-    model: Model, dataset: Dataset, device: torch.device, batch: int, what: str
+    model: Model, dataset: Dataset, device: torch.device, batch_size: int, what: str
 ) -> NDArray[np.float32]:
     """Return features (N, F), computed by ONNX Runtime if possible, else by torch."""
 
@@ -87,7 +87,7 @@ def _features(
             width=model.backbone.features,
             fingerprint=identity,
             device=device,
-            batch=batch,
+            batch_size=batch_size,
         )
 
     identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)

@@ -408,7 +408,7 @@ def inputs(
     dataset: Dataset,
     indices: NDArray[np.int64] | Sequence[int],
     preprocessing: Preprocessing | None,
-    batch: int,
+    batch_size: int,
     *,
     raw: RawInputs | None = None,
 ) -> Iterator[Tensor]:
@@ -422,7 +422,7 @@ def inputs(
     """
     raw = raw or RawInputs(dataset, preprocessing, budget=0)
     chosen = np.asarray(indices, dtype=np.int64)
-    blocks = [chosen[i : i + batch] for i in range(0, len(chosen), batch)]
+    blocks = [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
 
     def make(block: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(raw.batch(block))

@@ -135,7 +135,7 @@ def verify(
     distances = {"trained": pair_distances(run.model, codes(items), first, second)}
     if baseline:
         # pixels remain bytes until a distance is computed, because floats take four times as much
-        chunks = inputs(run.dataset, items, run.model.preprocessing, codes.batch)
+        chunks = inputs(run.dataset, items, run.model.preprocessing, codes.batch_size)
         raw = torch.cat([chunk.flatten(1) for chunk in chunks])
         name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         distances[name] = pair_distances(None, raw, first, second)

@@ -227,9 +227,9 @@ class BackboneEncoder(Encoder):
         width = self.model.backbone.features
         return f"Encoder {self.name}: images of {shape} to vectors of {width}"
 
-    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
-        return encode_images(self.model, images, batch, progress)
+        return encode_images(self.model, images, batch_size, progress)
 
     @shown
     def export(

@@ -53,5 +53,5 @@ class Evaluate(Section):
     identified, at a threshold that accepts at most the share f of the unknown queries. A query is
     unknown if its class is not in the gallery.
     """
-    batch: Count = 256
+    batch_size: Count = 256
     """Number of images encoded at a time."""

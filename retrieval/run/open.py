@@ -279,13 +279,13 @@ class ItemCodes:
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
+        self.run, self.device, self.batch_size = run, device, run.recipe.evaluate.batch_size
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
         # the cache holds features of the dataset's items, not of the inputs stored in the run
         self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:
-            self.source = backbone_features(run.model, run.dataset, device, self.batch)
+            self.source = backbone_features(run.model, run.dataset, device, self.batch_size)
 
     def __call__(self, indices: NDArray[np.int64]) -> Tensor:
         """Return the codes (N, C) of items by index (N,): the head's outputs, on the CPU."""
@@ -299,7 +299,7 @@ class ItemCodes:
             model,
             self.source,
             indices,
-            batch=self.batch,
+            batch_size=self.batch_size,
             device=self.device,
             progress="encoding",
             from_features=self.from_features,

@@ -174,7 +174,7 @@ class Bundle:
 
         opened_whole(self.path, write)
 
-    def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
+    def encode(self, inputs: NDArray[Any], *, batch_size: int = 32) -> Encoded:
         """Run the encoder on uint8 images (N, C, H, W) from `preprocess`, or real features (N, F).
 
         Raises:
@@ -182,7 +182,7 @@ class Bundle:
                 infinity.
         """
         manifest, graph = self.manifest, self._sessions.encoder
-        return self._encoded(self._run(graph, self._widths, inputs, manifest.input, batch))
+        return self._encoded(self._run(graph, self._widths, inputs, manifest.input, batch_size))
 
     def _run(
         self,
@@ -190,15 +190,18 @@ class Bundle:
         widths: Mapping[str, int],
         inputs: NDArray[Any],
         input: Input,
-        batch: int,
+        batch_size: int,
         what: str = "encoder",
     ) -> dict[str, Floats]:
         """Run a graph in batches on inputs that `input` describes.
 
         `widths` are the widths of the graph's outputs, and `what` is its name in messages.
         """
-        inputs, batch = checked_inputs(inputs, input, self.path), at_least_one("batch", batch)
-        parts = (inputs[start : start + batch] for start in range(0, len(inputs), batch))
+        inputs, batch_size = (
+            checked_inputs(inputs, input, self.path),
+            at_least_one("batch_size", batch_size),
+        )
+        parts = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
         return run_batches(graph, widths, parts, len(inputs), what)
 
     def _encoded(self, out: Mapping[str, Floats]) -> Encoded:
@@ -213,7 +216,7 @@ class Bundle:
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
-    def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
+    def features(self, inputs: NDArray[Any], *, batch_size: int = 32) -> Floats:
         """Return the backbone's features (N, F), the input of the head, for inputs as in `encode`.
 
         A bundle that takes features returns its inputs.
@@ -226,10 +229,10 @@ class Bundle:
         if input.kind == "features":
             return checked_inputs(inputs, input, self.path)
         backbone, width, _ = self._split()
-        out = self._run(backbone, {"features": width}, inputs, input, batch, "backbone")
+        out = self._run(backbone, {"features": width}, inputs, input, batch_size, "backbone")
         return out["features"]
 
-    def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
+    def encode_features(self, features: NDArray[Any], *, batch_size: int = 32) -> Encoded:
         """Run the head on features (N, F): `encode(x)` equals `encode_features(features(x))`.
 
         The features may come from another bundle with the same `backbone_sha256`. In a bundle that
@@ -240,10 +243,10 @@ class Bundle:
             DataError: see `encode`.
         """
         if self.manifest.input.kind == "features":
-            return self.encode(features, batch=batch)
+            return self.encode(features, batch_size=batch_size)
         _, width, head = self._split()
         input = Input(kind="features", dtype="float32", shape=(width,))
-        return self._encoded(self._run(head, self._widths, features, input, batch))
+        return self._encoded(self._run(head, self._widths, features, input, batch_size))
 
     @property
     def features_width(self) -> int:
@@ -274,7 +277,7 @@ class Bundle:
         self,
         images: Sequence[ImageLike] | ImageLike,
         *,
-        batch: int = 32,
+        batch_size: int = 32,
         progress: Progress = True,
     ) -> Floats:
         """Return the vectors (N, P) of N images, as an index stores them.
@@ -284,7 +287,7 @@ class Bundle:
 
         Args:
             images: one image or several, as `preprocess` takes them.
-            batch: number of items per batch.
+            batch_size: number of items per batch.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
 
@@ -295,13 +298,13 @@ class Bundle:
         if isinstance(images, np.ndarray) and images.ndim > 3:
             images = list(images)
         items = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
-        return self.encode_each(items, batch=batch, progress=progress).vector
+        return self.encode_each(items, batch_size=batch_size, progress=progress).vector
 
     def encode_each(
         self,
         images: Sequence[ImageLike],
         *,
-        batch: int = 32,
+        batch_size: int = 32,
         progress: Progress = True,
         name: str = "images",
     ) -> Encoded:
@@ -309,7 +312,7 @@ class Bundle:
 
         See `encode_images`. Error messages name an image by its place in the list `name`.
         """
-        batch = at_least_one("batch", batch)
+        batch_size = at_least_one("batch_size", batch_size)
 
         def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
             number, image = numbered
@@ -323,11 +326,11 @@ class Bundle:
             except DataError as fault:
                 raise DataError(f"{name}[{number}]: {fault}") from fault
 
-        decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch)
+        decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch_size)
         with showing(progress), Meter("encoding", len(images), "images") as meter:
 
             def batches() -> Iterator[NDArray[np.uint8]]:
-                while rows := list(itertools.islice(decoded, batch)):
+                while rows := list(itertools.islice(decoded, batch_size)):
                     yield np.stack(rows)
                     meter.update(len(rows))
 

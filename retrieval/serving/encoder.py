@@ -21,7 +21,7 @@ class Encoder(ABC):
     """Base class of the encoders that `retrieval.load` returns for a backbone, run or bundle."""
 
     @abstractmethod
-    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images, float32, as an index stores them.
 
         Args:
@@ -29,7 +29,7 @@ class Encoder(ABC):
                 Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or
                 a tensor of such pixels with channels first. An array (N, H, W, 3) or a tensor
                 (N, 3, H, W) is N images. An encoder trained on vectors takes rows (N, F).
-            batch: number of items per batch.
+            batch_size: number of items per batch.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
 
@@ -56,11 +56,11 @@ class BundleEncoder(Encoder):
     def __repr__(self) -> str:
         return repr(self.bundle).replace("Bundle", "Encoder", 1)
 
-    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
         if self.bundle.manifest.input.kind == "features":
-            return self.bundle.encode(as_rows(images), batch=batch).vector
-        return self.bundle.encode_images(as_list(images), batch=batch, progress=progress)
+            return self.bundle.encode(as_rows(images), batch_size=batch_size).vector
+        return self.bundle.encode_images(as_list(images), batch_size=batch_size, progress=progress)
 
     def exported(self) -> AbstractContextManager[Path]:
         """Return a context manager that yields the bundle's folder."""

@@ -106,7 +106,9 @@ def _fit_some(
         per_class = -(-items // class_count)
         chosen = classes[:class_count]
         rows = np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in chosen])
-        batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+        batches = inputs(
+            dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch_size
+        )
         with calling(backbone), torch.inference_mode():
             x = torch.cat([model.features(batch) for batch in batches]).numpy().astype(np.float64)
         check_width(x, backbone, model.backbone.features)

@@ -54,7 +54,7 @@ def fit_learner(
     take_weights(model, recipe)
     for warning in random_frozen(recipe, dataset):
         report(f"warning: {warning}")
-    features = backbone_features(model, dataset, device, recipe.evaluate.batch)
+    features = backbone_features(model, dataset, device, recipe.evaluate.batch_size)
     learner = build_learner(recipe, model.backbone.features)
     assert features.arrays is not None
     started = time.perf_counter()

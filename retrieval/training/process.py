@@ -198,7 +198,7 @@ def validate(
         model,
         dataset,
         indices,
-        batch=recipe.evaluate.batch,
+        batch_size=recipe.evaluate.batch_size,
         device=run.device,
         from_features=from_features,
         raw=raw,

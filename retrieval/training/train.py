@@ -52,13 +52,13 @@ class Run(OpenedRun, Encoder):
     verify = verify
     export = export
 
-    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images, or of the run's own items.
 
         Args:
             images: what `Encoder.encode` takes; or "train", "validation", "test" or "gallery" for
                 the items of that side, in the order of `labels`.
-            batch: number of items that go through the model at once.
+            batch_size: number of items that go through the model at once.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
 
@@ -69,7 +69,7 @@ class Run(OpenedRun, Encoder):
             with showing(progress):
                 codes = ItemCodes(self, torch.device("cpu"))(self._items(images))
             return index_vectors(self.model, codes)
-        return encode_images(self.model, images, batch, progress)
+        return encode_images(self.model, images, batch_size, progress)
 
     def labels(self, side: str = "test") -> NDArray[np.str_]:
         """Return the labels (N,) of a side's items: "train", "validation", "test" or "gallery".

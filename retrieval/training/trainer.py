@@ -126,7 +126,7 @@ class Trainer:
             dataset: Dataset = run.dataset
             if self.from_features:
                 dataset = backbone_features(
-                    without_additions(run.model), dataset, run.device, recipe.evaluate.batch
+                    without_additions(run.model), dataset, run.device, recipe.evaluate.batch_size
                 )
             # validation uses the same inputs, so it does not decode images again
             self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
@@ -280,7 +280,7 @@ class Trainer:
                     self.run.model,
                     self.dataset,
                     self.run.splits.train,
-                    batch=self.recipe.evaluate.batch,
+                    batch_size=self.recipe.evaluate.batch_size,
                     device=self.run.device,
                     from_features=self.from_features,
                     raw=self.raw,

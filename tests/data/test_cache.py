@@ -40,7 +40,7 @@ class Net:
 def compute(
     net: Any, data: Dataset, preprocessing: Preprocessing = PRE, **options: Any
 ) -> NDArray[np.float32]:
-    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch": 8} | options
+    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch_size": 8} | options
     return frozen_features(net, data, preprocessing, **settings)
 
 
@@ -149,7 +149,7 @@ def test_whatever_could_change_a_feature_makes_another_entry(data, whole):
         (other, {}),
         (fewer, {}),
         (data, {"fingerprint": "net 2"}),
-        (data, {"batch": 9}),
+        (data, {"batch_size": 9}),
         (data, {"preprocessing": Preprocessing((6, 6), 1, (0.1,), (1.0,))}),
     ]:
         net = Net()
@@ -245,7 +245,7 @@ pixels = np.random.default_rng(0).integers(0, 256, (4000, 6, 6), dtype=np.uint8)
 features = frozen_features(
     lambda x: x.flatten(1).float(), ArrayDataset(pixels, ["a"] * 4000),
     Preprocessing((6, 6), 1, (0.0,), (1.0,)),
-    width=36, fingerprint="net", device="cpu", batch=100,
+    width=36, fingerprint="net", device="cpu", batch_size=100,
 )
 features[0] = 1  # reaches memory only
 tensor = torch.from_numpy(features)

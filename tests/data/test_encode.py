@@ -45,7 +45,7 @@ def test_a_cpu_gets_channels_last_and_the_same_codes(channels):
     torch.manual_seed(0)
     net = Net(channels, lambda maps: maps.flatten(1))
     model = Model(net, nn.Linear(net.features, 5)).train()
-    codes = encode(model, items(channels), ITEMS, batch=4)
+    codes = encode(model, items(channels), ITEMS, batch_size=4)
     assert net.seen == [True] * 3 and not model.channels_last and model.training
     pixels = (
         torch.from_numpy(items(channels).arrays).reshape(len(ITEMS), 8, 8, channels).movedim(3, 1)
@@ -59,10 +59,12 @@ def test_a_net_that_views_its_maps_gets_channels_first():
     torch.manual_seed(0)
     net = Net(3, lambda maps: maps.view(len(maps), -1))  # fails with channels last
     model = Model(net, nn.Linear(net.features, 5))
-    codes = encode(model, items(3), ITEMS, batch=4)
+    codes = encode(model, items(3), ITEMS, batch_size=4)
     assert net.seen == [True, False, False, False]
     net.flat = lambda maps: maps.flatten(1)
-    torch.testing.assert_close(codes, encode(model, items(3), ITEMS, batch=4), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        codes, encode(model, items(3), ITEMS, batch_size=4), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_a_nets_own_fault_is_raised_unchanged():

@@ -41,7 +41,7 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
     assert graph.opset_import[0].version == manifest.opset == 18
     bundle, expected = Bundle.open(tmp_path / "b", threads=1), torch_codes(net, pixels)
     for batch in (1, 2, 13, 300):
-        assert np.abs(bundle.encode(pixels, batch=batch).vector - expected).max() < 1e-5
+        assert np.abs(bundle.encode(pixels, batch_size=batch).vector - expected).max() < 1e-5
 
 
 def test_the_probe_of_a_bundle_is_no_item(net, digits, tmp_path):

@@ -70,9 +70,9 @@ def test_wrong_sources_and_queries_are_refused(bundle, photos, tmp_path):
     query = next(photos.glob("*/*.png"))
     for sources, batch, sentence in (
         ([Image.new("L", (8, 8))], 32, "not an object of type Image"),
-        (photos, 0, "batch must be at least 1, not 0"),
+        (photos, 0, "batch_size must be at least 1, not 0"),
     ):
-        options = {"model": bundle, "batch": batch, "progress": False}
+        options = {"model": bundle, "batch_size": batch, "progress": False}
         create = retrieval.Index.create
         assert sentence in refusal(DataError, create, tmp_path / "index", sources, **options)
     assert not list(tmp_path.iterdir())

@@ -38,7 +38,7 @@ def test_vectors_are_those_of_the_cpu(bundles, encoder_device, name):
     assert bundle.device == encoder_device and bundle.fallback is None
     for rows in (1, 3, 32, 65):
         images = pixels(bundle, rows)
-        actual, expected = (b.encode(images, batch=rows).vector for b in (bundle, reference))
+        actual, expected = (b.encode(images, batch_size=rows).vector for b in (bundle, reference))
         assert np.linalg.norm(actual - expected, axis=1).max() < 1e-2, rows  # TF32
 
 

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import platform
+import pwd
 import resource
 import signal
 import stat
@@ -78,6 +80,47 @@ def test_both_lines_of_a_change_are_written_before_its_response(living, served, 
     assert sent not in audit.read_text()
 
 
+def test_commands_write_to_the_same_record(living, photos, tmp_path, cli, monkeypatch, bundle_path):
+    audit = tmp_path / "audit.jsonl"
+    assert cli("index", "delete", living, "3/0003.png", "nobody", "--audit", audit).code == 0
+    begun, done = lines(audit)
+    who = {"key": None, "role": None, "address": platform.node()}
+    who["user"] = pwd.getpwuid(os.getuid()).pw_name
+    what = {"index": living.name, "path": str(living), "what": "delete", "ids_left_out": 0}
+    for line in (begun, done):
+        assert line | who | what | {"ids": ["3/0003.png", "nobody"]} == line
+    assert done["command"].startswith("retrieval index delete ") and done["count"] == 1
+    assert begun["request"] == done["request"]
+    monkeypatch.setenv("RETRIEVAL_AUDIT", str(audit))
+    for verb, *arguments in (
+        ("add", living, photos),
+        ("migrate", living, bundle_path),
+        ("rollback", living),
+        ("snapshot", living, tmp_path / "copy"),
+        ("restore", tmp_path / "copy", tmp_path / "restored.index"),
+        ("create", tmp_path / "new.index", photos / "3", "--bundle", bundle_path),
+    ):
+        before = len(lines(audit))
+        code = cli("index", verb, *arguments).code
+        begun, done = lines(audit)[before:]
+        assert (begun["what"], begun["outcome"]) == (verb, "begun")
+        assert done["outcome"] == ("failed" if code else "done")
+        if verb == "add":
+            assert done["count"] == 1
+    assert done["index"] == "new" and done["path"] == str(tmp_path / "new.index")
+    assert cli("index", "delete", tmp_path / "none", "a").code == 2
+    assert lines(audit)[-1]["outcome"] == "failed" and "none" in lines(audit)[-1]["reason"]
+    before = len(lines(audit))
+    assert cli("index", "list", living).code == 0 and len(lines(audit)) == before
+
+    # No change without a line
+    size = audit.stat().st_size
+    with files_of_at_most(size):
+        refused = cli("index", "delete", living, "1/0001.png")
+    assert refused.code == 2 and "nothing is changed" in refused.err
+    assert json.loads(cli("index", "show", living, "1/0001.png", "--json").out)["id"]
+
+
 def test_a_full_disk_permits_no_change_and_rotation_loses_no_line(living, served, tmp_path):
     audit = tmp_path / "audit.jsonl"
     with audit.open("wb") as file:
@@ -88,7 +131,7 @@ def test_a_full_disk_permits_no_change_and_rotation_loses_no_line(living, served
         bounds = (size + room, resource.RLIM_INFINITY)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, bounds)
         answer = client.put("/v1/items/a", json=VECTOR)
-        assert answer.status_code == 503 and "cannot record changes" in answer.json()["detail"]
+        assert answer.status_code == 503 and "nothing is changed" in answer.json()["detail"]
         assert client.delete("/v1/items/b").status_code == 503
         assert client.get("/v1/items/a").status_code == 404
         assert client.post("/v1/search", json=VECTOR).status_code == 200
@@ -164,7 +207,7 @@ def test_a_file_that_cannot_be_written_to_is_refused(tmp_path, cli, index_path):
     audit, done = Audit(tmp_path / "a"), []
     with (
         files_of_at_most(0),
-        pytest.raises(RequestError, match="cannot record"),
+        pytest.raises(RequestError, match="cannot be written, so nothing"),
         audit.recording(change("put", ["a"])),
     ):
         done.append("changed")

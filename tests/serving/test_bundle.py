@@ -46,7 +46,7 @@ def by_loops(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def test_the_encoder_equals_a_plain_loop(bundle_path, makers):
     pixels = makers.digits()[0][:10, None]
     bundle = Bundle.open(bundle_path, threads=1)
-    encoded = bundle.encode(pixels, batch=3)
+    encoded = bundle.encode(pixels, batch_size=3)
     assert encoded.vector.dtype == np.float32
     assert np.abs(encoded.vector - by_loops(pixels, makers.weights())).max() < 1e-6
     assert encoded.query is encoded.vector

@@ -28,7 +28,7 @@ MISTAKES = [
     ("index create j photos --bundle {bundle}", "1 of 61 items cannot be used"),
     ("index create j photos --bundle {bundle} --set m", "is not KEY=VALUE"),
     ("index create j photos --bundle {bundle} --backend falt", "Did you mean 'flat'"),
-    ("index create j photos --bundle {bundle} --batch 0", "--batch"),
+    ("index create j photos --bundle {bundle} --batch-size 0", "--batch-size"),
     ("index create j photos --bundle {bundle} --max-bytes 100B", "the limit is 100"),
     ("index create j photos --bundle {bundle} --device gpu", "Did you mean 'cuda'?"),
     ("index create j photos --bundle i", "bundles that embedded its items lie in i/bundles."),
@@ -111,7 +111,7 @@ main()
 def test_ctrl_c_prints_the_command_that_resumes(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "my photos", 40)
     words = ["index", "create", "i", "my photos", "--bundle", str(bundle_path)]
-    words += ["--batch", "16", "--set", "m=16", "--backend", "hnsw"]
+    words += ["--batch-size", "16", "--set", "m=16", "--backend", "hnsw"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     line = [sys.executable, "-c", HANGING, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

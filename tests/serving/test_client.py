@@ -156,7 +156,11 @@ def test_a_push_sends_only_new_and_changed_images(served, empty, folder):
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
     reports, count = [], len(images)
     with Client(server.url) as client:
-        options = {"connections": 3, "batch": 5, "progress": lambda *pair: reports.append(pair)}
+        options = {
+            "connections": 3,
+            "batch_size": 5,
+            "progress": lambda *pair: reports.append(pair),
+        }
         first = client.push(folder, **options)
         assert (first.added, first.replaced, first.unchanged, first.left_out) == (count, 0, 0, 1)
         assert first.bad == ()
@@ -178,7 +182,7 @@ def test_a_push_reports_every_bad_file_and_adds_the_others(served, empty, folder
     (folder / "empty.gif").touch()
     (folder / "gone.png").symlink_to("nowhere")
     (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
-    done = push(process, server, folder, "--batch", "100")
+    done = push(process, server, folder, "--batch-size", "100")
     assert done.code == 2, done.err
     counts = f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 left out"
     assert counts in done.out
@@ -193,7 +197,7 @@ def test_an_interrupted_push_resumes(served, empty, folder, process):
     server = served(empty, WRITE)
     total = len(list(folder.rglob("[0-9]*.png")))
     command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
-    command += ["--batch", "1", "--connections", "1"]
+    command += ["--batch-size", "1", "--connections", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pushing = subprocess.Popen(command, cwd=folder.parent, **pipes)
     with Client(server.url) as client:

@@ -32,7 +32,7 @@ def folder(makers, tmp_path):
 def test_bad_images_are_all_found_and_nothing_is_written(makers, folder, bundle_path, tmp_path):
     bad = makers.spoil(folder / "1", 13)
     with pytest.raises(DataError) as caught:
-        create_index(tmp_path / "i", bundle_path, [folder], batch=4, progress=False)
+        create_index(tmp_path / "i", bundle_path, [folder], batch_size=4, progress=False)
     text = str(caught.value)
     assert text.startswith("13 of 53 items cannot be used:") and "--skip-bad" in text
     assert [str(path) in text for path in bad] == [True] * 10 + [False] * 3
@@ -51,7 +51,7 @@ def test_bad_images_are_skipped_and_reported_when_asked(
 ):
     bad = [*makers.spoil(folder / "1", 13), folder / "1" / "large.png"]
     Image.new("1", (6000, 6000)).save(bad[-1])
-    options = {"batch": 4, "skip_bad": True}
+    options = {"batch_size": 4, "skip_bad": True}
     create_index(tmp_path / "quiet", bundle_path, [folder], progress=False, **options)
     assert capsys.readouterr().err == ""
     summary = create_index(tmp_path / "i", bundle_path, [folder], **options)
@@ -184,7 +184,9 @@ def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, ki
         return encode(self, inputs, **options)
 
     def create():
-        return create_index(out, bundle_path, [photos], batch=16, skip_bad=True, progress=False)
+        return create_index(
+            out, bundle_path, [photos], batch_size=16, skip_bad=True, progress=False
+        )
 
     monkeypatch.setattr(Bundle, "encode", counted)
     monkeypatch.setattr(adding, "_SECONDS", 0)

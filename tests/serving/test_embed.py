@@ -29,7 +29,7 @@ def small_parts(monkeypatch):
 
 
 def embedded(bundle: Path, sources: list[Path], folder: Path, **options):
-    return embed_sources(bundle, sources, folder, **{"batch": 8, "progress": False, **options})
+    return embed_sources(bundle, sources, folder, **{"batch_size": 8, "progress": False, **options})
 
 
 def whole(folder: Path) -> dict[str, list]:
@@ -61,7 +61,7 @@ def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers
     assert (done.items, done.bad, done.parts) == (100, 0, 4)
     keep = {"progress": False, "keep_features": features}
     create_index(tmp_path / "i", bundle, [tmp_path / "v"], **keep)
-    create_index(tmp_path / "j", bundle, [source], batch=8, **keep)
+    create_index(tmp_path / "j", bundle, [source], batch_size=8, **keep)
     with (
         open_index(tmp_path / "i", threads=1) as ours,
         open_index(tmp_path / "j", threads=1) as theirs,
@@ -143,7 +143,7 @@ def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path,
     other = makers.make_bundle(tmp_path / "other", seed=3)
     refuses("differs in the bundle", embedded, other, ones, out)
     refuses("differs in the sources", embedded, bundle_path, [photos / "2"], out)
-    refuses("differs in --batch", embedded, bundle_path, ones, out, batch=4)
+    refuses("differs in --batch-size", embedded, bundle_path, ones, out, batch_size=4)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     says = "is not empty, and holds no embedding"
@@ -161,7 +161,7 @@ main()
 
 def test_a_killed_command_resumes_with_equal_parts(photos, bundle_path, tmp_path):
     embedded(bundle_path, [photos], tmp_path / "whole")
-    words = ["embed", bundle_path, photos, "--output", tmp_path / "v", "--batch", "8"]
+    words = ["embed", bundle_path, photos, "--output", tmp_path / "v", "--batch-size", "8"]
     command = [sys.executable, "-c", SMALL_PARTS, *map(str, words)]
     options = {"stderr": subprocess.PIPE, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     process = subprocess.Popen(command, cwd=tmp_path, **options)
@@ -209,7 +209,14 @@ main()
     [("torch", 0, "Embedded"), ("pyarrow", 2, "pip install 'embedding-retrieval[parquet]'")],
 )
 def test_without_torch_or_pyarrow(hidden, code, sentence, photos, bundle_path, tmp_path, process):
-    words = [str(bundle_path), str(photos / "1"), "--output", str(tmp_path / "v"), "--batch", "8"]
+    words = [
+        str(bundle_path),
+        str(photos / "1"),
+        "--output",
+        str(tmp_path / "v"),
+        "--batch-size",
+        "8",
+    ]
     done = process("-c", ALONE.format(hidden=hidden, words=words), cwd=tmp_path)
     assert done.code == code and sentence in done.out + done.err and "Traceback" not in done.err
     assert (tmp_path / "v").exists() == (code == 0)

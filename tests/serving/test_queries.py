@@ -97,7 +97,7 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
 def test_many_images_get_the_vectors_of_single_images(index, photos):
     paths, bundle, steps = sorted(photos.rglob("*.png"))[:70], index.bundle, []
     alone = np.concatenate([bundle.encode_image(path).vector for path in paths])
-    vectors = bundle.encode_images(paths, batch=16, progress=lambda *step: steps.append(step))
+    vectors = bundle.encode_images(paths, batch_size=16, progress=lambda *step: steps.append(step))
     assert vectors.dtype == np.float32 and vectors.shape == (70, 16)
     np.testing.assert_allclose(vectors, alone, atol=1e-6)
     assert steps == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
@@ -112,8 +112,8 @@ def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
         index.bundle.encode_images([*paths, tmp_path / "bad.png"], progress=False)
     with pytest.raises(DataError, match=r"images\[1\]: an image is a path.* type int"):
         index.bundle.encode_images([paths[0], 3], progress=False)
-    with pytest.raises(DataError, match="batch must be at least 1"):
-        index.bundle.encode_images(paths, batch=0, progress=False)
+    with pytest.raises(DataError, match="batch_size must be at least 1"):
+        index.bundle.encode_images(paths, batch_size=0, progress=False)
     with pytest.raises(DataError, match="not images"):
         of_features[0].bundle.encode_images(paths, progress=False)
 
@@ -140,6 +140,6 @@ def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
 
     monkeypatch.setattr(bundle_module, "decode", counted)
     monkeypatch.setattr(graph, "__call__", encoder)
-    vectors = bundle.encode_images([paths[0]] * 200, batch=4, progress=False)
+    vectors = bundle.encode_images([paths[0]] * 200, batch_size=4, progress=False)
     assert len(vectors) == used == decoded == 200
     assert most <= 3 * 4

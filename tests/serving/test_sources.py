@@ -121,7 +121,9 @@ def test_originals_are_written_before_they_fill_the_memory(
     monkeypatch.setattr(adding, "_SECONDS", 3600.0)
     for name, limit in (("i", adding._BYTES), ("j", 10)):
         monkeypatch.setattr(adding, "_BYTES", limit)
-        create_index(tmp_path / name, bundle_path, [photos], keep="copy", batch=8, progress=False)
+        create_index(
+            tmp_path / name, bundle_path, [photos], keep="copy", batch_size=8, progress=False
+        )
     assert sizes[0] == sum(sizes[1:]) and max(sizes[1:]) == 8
 
 
@@ -136,7 +138,7 @@ def test_at_most_three_batches_are_decoded_at_a_time(photos, bundle_path, monkey
 
     monkeypatch.setattr(adding, "_decode_item", counted)
     images = originals(collect([photos], "image").items, None)
-    batches = embed(Bundle.open(bundle_path, threads=1), images, adding.Options(batch=20))
+    batches = embed(Bundle.open(bundle_path, threads=1), images, adding.Options(batch_size=20))
     assert [len(batch) for batch in batches] == [20] * 10
     assert max(most) <= 3 * 20
 

@@ -117,7 +117,7 @@ def test_what_a_killed_create_left_is_added_to(
     with monkeypatch.context() as patch:
         patch.setattr(Bundle, "encode", until_the_third)
         patch.setattr(adding, "_SECONDS", 0.0)
-        killed(lambda: create_index(address, plain_bundle, [digits], batch=8, **options))
+        killed(lambda: create_index(address, plain_bundle, [digits], batch_size=8, **options))
     monkeypatch.setattr(Bundle, "encode", counted)
     with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
         create_index(address, plain_bundle, [digits], **options)

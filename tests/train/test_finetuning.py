@@ -343,7 +343,12 @@ def test_the_recipe_on_the_page_trains_the_head_then_the_whole_net(tmp_path):
     page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
     text = page.split(":caption: finetuned.toml\n")[1].split("```")[0]
     (tmp_path / "finetuned.toml").write_text(text, encoding="utf-8")
-    small = ["backbone.size=32", "sampler.classes=3", "sampler.batches=2", "evaluate.batch=512"]
+    small = [
+        "backbone.size=32",
+        "sampler.classes=3",
+        "sampler.batches=2",
+        "evaluate.batch_size=512",
+    ]
     digits = ["data={name='core.digits'}", "phase.0.epochs=2", "phase.1.epochs=1"]
     recipe = read_recipe(tmp_path / "finetuned.toml", [*digits, *small])
     run, lines = reported(tmp_path / "run", recipe)

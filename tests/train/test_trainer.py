@@ -159,7 +159,7 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make, tmp_path):
     assert changed and all(name.startswith("model.head") for name in changed)
     run = Run.open(tmp_path / "run")
     whole = encode(run.model, run.dataset, run.splits.query)
-    features = backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch)
+    features = backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch_size)
     cached = encode(run.model, features, run.splits.query, from_features=True)
     torch.testing.assert_close(whole, cached)
 

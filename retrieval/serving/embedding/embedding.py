@@ -47,7 +47,7 @@ class Embedding:
         bad: number of items that could not be used; `bad.jsonl` in the folder has a line for each.
         resumed: number of items in parts that already existed.
         parts: number of Parquet files in the folder.
-        batch: number of items per batch.
+        batch_size: number of items per batch.
         repeated: number of repeated files in the sources; a file is used once.
         left_out: one sentence per reason why files or columns were left out.
         seconds: duration in seconds.
@@ -58,7 +58,7 @@ class Embedding:
     bad: int
     resumed: int
     parts: int
-    batch: int
+    batch_size: int
     repeated: int
     left_out: tuple[str, ...]
     seconds: float
@@ -71,7 +71,7 @@ def embed_sources(
     *,
     variant: str | None = None,
     features: bool = False,
-    batch: int | None = None,
+    batch_size: int | None = None,
     limits: Limits | None = None,
     device: Device = "auto",
     progress: Progress = True,
@@ -86,7 +86,7 @@ def embed_sources(
         output: the folder to write, or to complete if it holds parts of the same items.
         features: also write the backbone's features. The bundle must be split into backbone and
             head, or take features.
-        batch: number of items per batch. `None` is that of the folder to complete, or 32.
+        batch_size: number of items per batch. `None` is that of the folder to complete, or 32.
         variant, limits, device, progress: see `Index.create`.
 
     Raises:
@@ -97,7 +97,7 @@ def embed_sources(
     """
     began = time.monotonic()
     pyarrow()
-    batch = None if batch is None else at_least_one("batch", batch)
+    batch_size = None if batch_size is None else at_least_one("batch_size", batch_size)
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, variant=variant, device=device)
     folder, limits = Path(output).absolute(), limits or Limits()
@@ -112,7 +112,7 @@ def embed_sources(
             sources=_hash_of(collected),
             items=count,
             part=max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS)),
-            batch=batch or 32,
+            batch_size=batch_size or 32,
             widths=dict(widths),
             limits=[limits.pixels, limits.bytes],
         )
@@ -121,7 +121,7 @@ def embed_sources(
         except OSError as fault:
             raise DataError(f"{folder} cannot be created: {fault.strerror or fault}.") from None
         with hold(folder, "embedding into this folder", DataError):
-            plan = _resumed(folder, plan, batch)
+            plan = _resumed(folder, plan, batch_size)
             if not (folder / PLAN).exists():
                 write_text(folder / PLAN, plan.text(), DataError)
             bad, resumed = _embed_missing(folder, plan, collected, bundle, limits)
@@ -131,7 +131,7 @@ def embed_sources(
         bad=bad,
         resumed=resumed,
         parts=plan.parts,
-        batch=plan.batch,
+        batch_size=plan.batch_size,
         repeated=collected.repeated,
         left_out=collected.left_out,
         seconds=time.monotonic() - began,
@@ -142,14 +142,14 @@ _SETTINGS = {
     "bundle": "the bundle",
     "variant": "--variant",
     "sources": "the sources (their files, labels or metadata)",
-    "batch": "--batch",
+    "batch_size": "--batch-size",
     "widths": "--features",
     "limits": "--max-pixels or --max-bytes",
 }
 """What determines each field of a plan, for error messages."""
 
 
-def _resumed(folder: Path, new: Plan, batch: int | None) -> Plan:
+def _resumed(folder: Path, new: Plan, batch_size: int | None) -> Plan:
     """Return the plan to follow: `new`, or that of an earlier embedding of the same items.
 
     Raises:
@@ -161,7 +161,7 @@ def _resumed(folder: Path, new: Plan, batch: int | None) -> Plan:
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
         return new
     earlier = Plan.read(folder)
-    new = replace(new, batch=batch or earlier.batch, part=earlier.part)
+    new = replace(new, batch_size=batch_size or earlier.batch_size, part=earlier.part)
     differing = [name for name in _SETTINGS if getattr(earlier, name) != getattr(new, name)]
     if differing:
         texts = ", ".join(_SETTINGS[name] for name in differing)
@@ -192,7 +192,7 @@ def _embed_missing(
     Returns:
         The number of items that cannot be used, and the number of items in parts that existed.
     """
-    options = Options(batch=plan.batch, limits=limits)
+    options = Options(batch_size=plan.batch_size, limits=limits)
 
     def embedded(part: Sequence[Source]) -> list[Result]:
         contents = originals(part, sources.features)

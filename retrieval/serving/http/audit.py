@@ -16,7 +16,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,13 +44,14 @@ class Change:
     """A change that a caller requests.
 
     Attributes:
-        what: "put", "change", "delete" or "snapshot".
+        what: "put", "change", "delete" or "snapshot", or the verb of `retrieval index`.
         index: name of the index.
         caller: sender of the request.
         request: id of the request.
         ids: ids of the items.
         filter: filter that selects the items, instead of `ids`.
         count: number of changed items, set after the change.
+        command: of a change by the command line: the user, the path of the index and the command.
     """
 
     what: str
@@ -60,6 +61,7 @@ class Change:
     ids: Sequence[str] = ()
     filter: Filter | None = None
     count: int | None = None
+    command: Mapping[str, str] | None = None
 
     def line(self) -> dict[str, Any]:
         """Return what both lines of the change contain; long texts and lists are cut."""
@@ -71,9 +73,11 @@ class Change:
             "index": self.index,
             "what": self.what,
         }
+        if self.command is not None:
+            line |= {name: text[:_MAX_FILTER] for name, text in self.command.items()}
         if self.filter is not None:
             line["filter"] = filter_to_text(self.filter)[:_MAX_FILTER]
-        elif self.what != "snapshot":
+        elif self.ids:
             line["ids"] = [id[:_MAX_TEXT] for id in self.ids[:MAX_IDS]]
             line["ids_left_out"] = max(0, len(self.ids) - MAX_IDS)
         return line
@@ -111,8 +115,8 @@ class Audit:
         if not self._write({**line, "outcome": "begun"}):
             raise RequestError(
                 503,
-                "The server cannot record changes at the moment, so it makes none. Its log says"
-                " why. Try again in a moment.",
+                "The record of changes cannot be written, so nothing is changed. The log says why."
+                " Try again in a moment.",
                 "audit",
             )
         try:

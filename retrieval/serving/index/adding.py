@@ -136,7 +136,7 @@ class Options:
 
     keep: Keep = "reference"
     skip_bad: bool = False
-    batch: int = 32
+    batch_size: int = 32
     limits: Limits = field(default_factory=Limits)
 
 
@@ -402,8 +402,8 @@ class _Writer:
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
         """Write the `count` items that `embed` yields; collect the faults of unusable items."""
-        self.faults, self._waiting = [], list[Item]()
-        self._since = time.monotonic()
+        self.faults = []
+        self._clear()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
             for batch in results:
@@ -414,10 +414,10 @@ class _Writer:
                             meter.say(f"skipped: {fault}")
                     elif item.arrays:
                         self._waiting.append(item)
+                        self._bytes += len(item.original or b"")
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
-                size = sum(len(item.original or b"") for item in self._waiting)
-                if late or len(self._waiting) >= _ROWS or size > _BYTES:
+                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
                     self._write(bundle)
         if self.strict and self.faults:
             raise _unusable(
@@ -433,7 +433,11 @@ class _Writer:
             changed = self._index.store.upsert(self._waiting, bundle)
             self.changed += changed
             self.added += len(self._waiting) - changed
-            self._waiting = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: list[Item] = []
+        self._bytes = 0
         self._since = time.monotonic()
 
 
@@ -469,14 +473,14 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[_Decoded] = map(decoded, items)
     else:
-        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch)
+        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch_size)
     failed = False
-    while batch := list(islice(entries, options.batch)):
+    while batch := list(islice(entries, options.batch_size)):
         inputs = [inputs for _, fault, inputs in batch if fault is None]
         failed = failed or (strict and len(inputs) < len(batch))
         arrays: dict[str, Floats] = {}
         if inputs and not failed:
-            arrays = arrays_of(bundle, np.stack(inputs), options.batch, keep_features)
+            arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
         rows = iter(range(len(inputs)))
         yield [
             (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
@@ -538,13 +542,13 @@ def _decode_item(
 
 
 def arrays_of(
-    bundle: Bundle, inputs: NDArray[Any], batch: int, keep_features: bool
+    bundle: Bundle, inputs: NDArray[Any], batch_size: int, keep_features: bool
 ) -> dict[str, Floats]:
     """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""
     if not keep_features:
-        return by_name(bundle.encode(inputs, batch=batch))
-    features = bundle.features(inputs, batch=batch)
-    return by_name(bundle.encode_features(features, batch=batch), features)
+        return by_name(bundle.encode(inputs, batch_size=batch_size))
+    features = bundle.features(inputs, batch_size=batch_size)
+    return by_name(bundle.encode_features(features, batch_size=batch_size), features)
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:

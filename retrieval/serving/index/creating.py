@@ -49,7 +49,7 @@ def create(
     keep_features: bool = False,
     skip_bad: bool = False,
     replace: bool = False,
-    batch: int = 32,
+    batch_size: int = 32,
     limits: Limits | None = None,
     progress: Progress = True,
     device: Device = "auto",
@@ -76,7 +76,7 @@ def create(
             needs no original. The bundle must be split into backbone and head, or take features.
         skip_bad: leave out images that cannot be used, instead of failing.
         replace: replace an existing index; at an address it is deleted first.
-        batch: number of items per batch.
+        batch_size: number of items per batch.
         limits: largest images to decode.
         progress: see `Index.add`.
         device: where the encoder runs: "auto", "cpu" or "cuda".
@@ -92,8 +92,8 @@ def create(
     """
     began = time.monotonic()
     place = place_of(path)
-    batch = at_least_one("batch", batch)
-    adding = Options(keep, skip_bad, batch, limits or Limits())
+    batch_size = at_least_one("batch_size", batch_size)
+    adding = Options(keep, skip_bad, batch_size, limits or Limits())
     named = paths_of(sources)
     with showing(progress):
         if isinstance(place, Address):

@@ -53,7 +53,7 @@ class Plan:
         sources: SHA-256 over keys, labels, metadata, and features or states of files of all items.
         items: number of items.
         part: number of items per part; the last part has the rest.
-        batch: number of items that the encoder embeds at a time.
+        batch_size: number of items that the encoder embeds at a time.
         widths: width of each column: "vector" and, if present, "code" and "features".
         limits: largest number of pixels and of bytes of an image that is decoded.
         complete: whether every part exists.
@@ -65,7 +65,7 @@ class Plan:
     sources: str
     items: PositiveInt
     part: PositiveInt
-    batch: PositiveInt
+    batch_size: PositiveInt
     widths: dict[str, PositiveInt]
     limits: Annotated[list[int], Field(min_length=2, max_length=2)]
     complete: bool = False

@@ -310,7 +310,7 @@ class Index:
         keep: Keep = "reference",
         sync: bool = False,
         skip_bad: bool = False,
-        batch: int = 32,
+        batch_size: int = 32,
         limits: Limits | None = None,
         progress: Progress = True,
     ) -> Added:
@@ -332,7 +332,7 @@ class Index:
             sync: delete items that are not in `sources`.
             skip_bad: skip images that cannot be used. If False, the other images are still added,
                 and then an error lists those that cannot be used.
-            batch: number of items per batch.
+            batch_size: number of items per batch.
             limits: largest images to decode.
             progress: True shows a progress bar. A function is called with (what, done, total)
                 instead.
@@ -341,8 +341,8 @@ class Index:
             DataError: there are no items, an id is used twice, or images cannot be used.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
-        batch = at_least_one("batch", batch)
-        options = Options(keep, skip_bad, batch, limits or Limits())
+        batch_size = at_least_one("batch_size", batch_size)
+        options = Options(keep, skip_bad, batch_size, limits or Limits())
         with showing(progress):
             if images is not None:
                 return add_images(self, images, ids, labels, metadata, options)

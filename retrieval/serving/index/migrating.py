@@ -151,7 +151,7 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
 
 
 def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
-    return by_name(bundle.encode_features(features, batch=_BATCH))
+    return by_name(bundle.encode_features(features, batch_size=_BATCH))
 
 
 def _by_head(
