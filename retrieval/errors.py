@@ -51,9 +51,14 @@ class Diverged(DataError):
 
 
 class Interrupted(RetrievalError):
-    """Training was interrupted; it can resume from the last checkpoint."""
+    """Training was interrupted; it can resume from the last checkpoint.
+
+    Attributes:
+        begun: whether there is a run to resume. A run that `replace` has not replaced yet is none.
+    """
 
     exit_code = 130
+    begun = True
 
 
 class BundleError(RetrievalError):

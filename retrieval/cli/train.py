@@ -135,31 +135,18 @@ def train(
         # slow to import; a wrong path has already been reported
         from accelerate import PartialState
 
+        from retrieval.training.process import interruptible
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
-    written = _modified(folder / "recipe.toml")
     try:
-        with naming(recipe), tracking(track, checked, say):
+        with interruptible(folder, resume), naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
-    except KeyboardInterrupt:
-        # --resume would resume the old run if --replace has not replaced it yet
-        begun = resume or _modified(folder / "recipe.toml") != written
-        go_on = this_command("--resume", without=ONCE) if begun else this_command()
-        raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
     except Interrupted as error:
-        go_on = this_command("--resume", without=ONCE)
+        go_on = this_command("--resume", without=ONCE) if error.begun else this_command()
         raise Interrupted(f"{error} Go on with: {go_on}") from None
     if PartialState().is_main_process:
         say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
-
-
-def _modified(file: Path) -> int | None:
-    """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 @click.command()
@@ -196,14 +183,15 @@ def distill(
     """
     with loading():
         from retrieval.training.distill import distill as distilled
+        from retrieval.training.process import last_modified
     run = run or Path("runs") / output.stem
-    written = _modified(run / "distill.json")
+    written = last_modified(run / "distill.json")
     try:
         result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
     except (KeyboardInterrupt, Interrupted):
         # --resume would resume the old run if --replace has not removed it yet. The suggested
         # command keeps --replace, because the old bundle is still there.
-        begun = options["resume"] or _modified(run / "distill.json") != written
+        begun = options["resume"] or last_modified(run / "distill.json") != written
         again = this_command("--resume") if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))

@@ -98,18 +98,16 @@ def read_given(
         objects: Python objects that replace parts of the recipe, by recipe table.
 
     Returns:
-        The run's folder and the checked recipe.
+        The run's folder, which may be none yet, and the checked recipe.
 
     Raises:
-        DataError: the folder is not a run.
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
     table, named = read_table(recipe, overrides, plugins)
     folder = Path(output) if output else Path("runs") / str(table.get("name", "run"))
-    refuse_unless_run(folder)
     recipe, objects = apart(recipe, objects)
     where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
-    if replace_plugins:
+    if replace_plugins or not is_run(folder):
         if where is not None:
             require(named, Path(where))
         return folder, check_recipe(table, where, objects)
@@ -121,19 +119,6 @@ def read_given(
             " --replace-plugins (in Python replace_plugins=True)."
         )
     return folder, check_recipe(table | {"plugins": _plugins(run_table)}, where, objects)
-
-
-def refuse_unless_run(folder: Path) -> None:
-    """Refuse to resume a folder that is not a run.
-
-    Raises:
-        DataError: the folder is not a run.
-    """
-    if not is_run(folder):
-        raise DataError(
-            f"{folder} is not a run and cannot be resumed: it holds no recipe.toml. Start the run"
-            " without --resume (in Python without resume=True)."
-        )
 
 
 def changed_plugins(named: Sequence[str], run_plugins: Sequence[str]) -> list[str]:
@@ -185,9 +170,8 @@ def standing(folder: Path) -> Standing | None:
     """Return a run's checkpoint `last`, or else `previous`; `None` if the run has neither.
 
     Raises:
-        DataError: the folder is not a run, or the checkpoint is damaged.
+        DataError: the checkpoint is damaged.
     """
-    refuse_unless_run(folder)
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))

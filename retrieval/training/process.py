@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
-from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.protocol import Protocol
 from retrieval.host.files import write_text
@@ -134,7 +134,7 @@ def going_on(
     """Return the checkpoint from which a run resumes, and the changes of its recipe; report these.
 
     Raises:
-        DataError: the folder is not a run, or the recipe has changes that are not allowed.
+        DataError: the recipe has changes that are not allowed.
     """
     last = standing(path)
     changed = changes(path, recipe, None if last is None else last.progress)
@@ -143,6 +143,50 @@ def going_on(
     for line in changed:
         report(line)
     return last, changed
+
+
+@contextlib.contextmanager
+def interruptible(folder: Path, resume: bool) -> Iterator[None]:
+    """Context manager that turns Ctrl-C into `Interrupted`, even before the first step."""
+    written = last_modified(folder / "recipe.toml")
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupted = Interrupted("Interrupted.")
+        interrupted.begun = resume or last_modified(folder / "recipe.toml") != written
+        raise interrupted from None
+
+
+def last_modified(file: Path) -> int | None:
+    """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def same_threads(
+    last: Standing | None, device: torch.device, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Context manager in which torch uses as many threads as before a run was stopped.
+
+    On a CPU the number of threads decides the order of sums, and so the weights' last bits.
+    """
+    before = torch.get_num_threads()
+    threads = before if last is None else last.state.get("threads", before)
+    if threads == before or device.type != "cpu":
+        yield
+        return
+    report(
+        f"note: the run goes on with {threads} threads of torch, as it began, not with {before},"
+        " so that its weights stay the same."
+    )
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ def save(run: Run, step: Step, average: Average, progress: Position) -> None:
         **step.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "random": checkpoint.random_state(),
+        "threads": torch.get_num_threads(),
         "progress": asdict(progress),
     }
     for entry, key, shard in _divided_rows(state, step):

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.encode import encode_images, index_vectors
-from retrieval.errors import DataError, Interrupted
+from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
+from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.folder import objects_of
@@ -31,6 +32,7 @@ from retrieval.run.resume import read_given
 from retrieval.serving.encoder import Embeddings, Encoder
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, showing, shown
+from retrieval.training.process import interruptible
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train as train_run
 
@@ -123,6 +125,9 @@ def train(
     recipe: StrPath | Mapping[str, Any] | Recipe,
     output: StrPath | None = None,
     *,
+    epochs: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     resume: bool = False,
@@ -149,10 +154,13 @@ def train(
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
         output: the run's folder, by default `runs/NAME` of the recipe.
+        epochs: replaces `[train] epochs`.
+        seed: replaces `seed`.
+        device: replaces `[train] device`: "auto", "cpu" or "cuda".
         overrides: changes to the recipe, such as `"loss.margin=0.2"`.
         plugins: further plugin files or modules.
-        resume: continue from the run's last checkpoint; `overrides=["train.epochs=N"]` can extend
-            the run.
+        resume: continue from the run's last checkpoint, or begin if there is no run yet. A larger
+            `epochs` extends the run.
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`; anything that `retrieval.as_dataset` takes.
@@ -180,7 +188,8 @@ def train(
         PluginError: a part breaks its contract.
         DataError: the folder is taken or in use, its run does not fit the recipe, or the loss
             became NaN.
-        Interrupted: Ctrl-C or SIGTERM stopped training; the checkpoint is written.
+        Interrupted: Ctrl-C or SIGTERM stopped training; the checkpoint is written, if training had
+            begun.
     """
     objects = objects_of(
         dataset=dataset,
@@ -192,6 +201,9 @@ def train(
         generator=generator,
         learner=learner,
     )
+    keywords = {"train.epochs": epochs, "seed": seed, "train.device": device}
+    changes = [f"{key}={toml_value(value)}" for key, value in keywords.items() if value is not None]
+    overrides = [*overrides, *changes]
     tell = report or (print if progress is True else lambda line: None)
     with naming(recipe) if isinstance(recipe, str | PathLike) else nullcontext():
         if resume:
@@ -207,8 +219,13 @@ def train(
         else:
             checked = read_recipe(recipe, overrides, plugins, objects=objects)
             folder = Path(output) if output else Path("runs") / checked.name
+        if epochs is not None and checked.phase:
+            raise RecipeError(
+                "epochs has no effect in a recipe with [[phase]]. Set the epochs of a phase, with"
+                f' overrides=["phase.{len(checked.phase) - 1}.epochs={epochs}"].'
+            )
         try:
-            with tracking(track, checked, tell):
+            with interruptible(folder, resume), tracking(track, checked, tell):
                 return _whole(
                     train_run(
                         folder,
@@ -220,7 +237,10 @@ def train(
                     )
                 )
         except Interrupted as stopped:
-            raise Interrupted(f"{stopped} Continue in {folder} with resume=True.") from None
+            advice = "Call it again."
+            if stopped.begun:
+                advice = f"Continue in {folder} with resume=True."
+            raise Interrupted(f"{stopped} {advice}") from None
 
 
 def _whole(run: OpenedRun) -> Run:

@@ -36,7 +36,14 @@ from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
 from retrieval.run.adapters import merge, without_additions
 from retrieval.run.build import Objective, build_sampler, drawn_at_random
-from retrieval.run.folder import absolute_paths, claimed, is_complete, record_changes, refuse_taken
+from retrieval.run.folder import (
+    absolute_paths,
+    claimed,
+    is_complete,
+    is_run,
+    record_changes,
+    refuse_taken,
+)
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
@@ -53,6 +60,7 @@ from retrieval.training.process import (
     make_accelerator,
     place,
     repeating,
+    same_threads,
     signals,
     together,
     validate,
@@ -573,7 +581,8 @@ def train(
         path: the run's folder, which must be empty unless `resume` or `replace` is set.
         recipe: a checked recipe. To resume a run, only the keys in `run.resume.MAY_CHANGE` may
             differ from the recipe that started it.
-        resume: continue from the folder's last checkpoint, or start over if it has none.
+        resume: continue from the folder's last checkpoint, or start over if it has none, or begin
+            if the folder is missing or empty.
         replace: replace an existing run.
         replace_plugins: with `resume`, replace the run's copies with the recipe's plugin files.
         report: called in the main process with one line per epoch.
@@ -590,14 +599,19 @@ def train(
     with ExitStack() as locks:
 
         def claim() -> tuple[Standing | None, list[str], bool]:
+            nonlocal resume
             if main:
                 locks.enter_context(claimed(path))
-            if resume:
+            if resume and is_run(path):
                 return *going_on(path, recipe, report), is_complete(path)
             refuse_taken(path, replace)
+            if resume:
+                report(f"note: {path} holds no run yet: training starts from the beginning.")
+                resume = False
             return None, [], False
 
         standing, changed, complete = together(accelerator, claim)
+        locks.enter_context(same_threads(standing, accelerator.device, report))
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
             return Run.open(path)
