@@ -27,7 +27,7 @@ from retrieval.cli.common import (
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
-from retrieval.host.hit_table import text_table
+from retrieval.host.tables import text_table
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, overload
 
-from retrieval.host.hit_table import html_table, text_table
+from retrieval.host.tables import html_hits, text_table
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Results(Sequence[Hit]):
         return text_table(self)
 
     def _repr_html_(self) -> str:
-        return html_table(self)
+        return html_hits(self)
 
     def __len__(self) -> int:
         return len(self.results)

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation, Metrics, grid, left_out, resolve_metrics
+from retrieval.evaluation.evaluation import (
+    Evaluation,
+    Metrics,
+    cells,
+    grid,
+    left_out,
+    resolve_metrics,
+)
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import (
     Protocol,
@@ -27,6 +34,7 @@ from retrieval.evaluation.protocol import (
     unanswerable,
 )
 from retrieval.host.files import write_json
+from retrieval.host.tables import html_table
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import measured, spans_of
@@ -100,10 +108,16 @@ class RunEvaluation:
                 del table[name]
         return table
 
+    def _repr_html_(self) -> str:
+        return html_table(cells(self.metrics), self._notes())
+
     def table(self) -> str:
         """Return a table: one row per metric, one column per contestant."""
+        return "\n".join([*grid(self.metrics), *self._notes()])
+
+    def _notes(self) -> list[str]:
         note = f"{self.queries:,} queries among {self.gallery:,} items ({self.split})"
-        lines = [*grid(self.metrics), note + left_out(self)]
+        lines = [note + left_out(self)]
         for contestant, groups in self.groups.items():
             lines += ["", f"{contestant}, by group:", *grid(groups)]
         for contestant, spread in self.spread.items():
@@ -113,7 +127,7 @@ class RunEvaluation:
             shares = self.candidates.overlap_at_10.items()
             text = ", ".join(f"{share:.3f} with {count}" for count, share in shares)
             lines.append(f"share of the ten nearest items among the candidates: {text} candidates")
-        return "\n".join(lines)
+        return lines
 
 
 @shown

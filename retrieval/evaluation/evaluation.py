@@ -35,6 +35,7 @@ from retrieval.evaluation.neighbors import (
 )
 from retrieval.evaluation.ranking import Ranking
 from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
 from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
 from retrieval.model.metrics import metric
@@ -82,12 +83,17 @@ class Evaluation:
     def __repr__(self) -> str:
         return self.table()
 
+    def _repr_html_(self) -> str:
+        return html_table(cells({"mean": self.values}), [self._counts()])
+
     def table(self) -> str:
         """Return the metrics as text, one per line, followed by the counts."""
         width = max((len(name) for name in self.values), default=0)
         lines = [f"{name:<{width}}  {value:.4f}" for name, value in self.values.items()]
-        counts = f"{self.queries:,} queries, gallery of {self.gallery:,}"
-        return "\n".join([*lines, counts + left_out(self)])
+        return "\n".join([*lines, self._counts()])
+
+    def _counts(self) -> str:
+        return f"{self.queries:,} queries, gallery of {self.gallery:,}{left_out(self)}"
 
 
 def left_out(evaluation: Any) -> str:
@@ -335,17 +341,27 @@ def metric_title(metric: str) -> str:
     return _TITLES.get(metric, metric)
 
 
+def cells(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return a table with one row per metric and one column per contestant, with titles."""
+    columns = columns_by_title.values()
+    rows = [["", *columns_by_title]]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rows.append(
+            [name, *(f"{column[name]:.4f}" if name in column else "" for column in columns)]
+        )
+    return rows
+
+
 def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of a table with one row per metric and one column per contestant."""
-    names = list(dict.fromkeys(name for column in columns_by_title.values() for name in column))
-    width = max(map(len, names))
-    lines = [" ".join([" " * width, *(f"{title:>8}" for title in columns_by_title)])]
-    for name in names:
-        line = f"{name:<{width}}"
-        for title, column in columns_by_title.items():
-            value = f"{column[name]:.4f}" if name in column else ""
-            line += f" {value:>{max(len(title), 8)}}"
-        lines.append(line.rstrip())
+    """Return the table of `cells` as lines of text."""
+    rows = cells(columns_by_title)
+    width = max(len(name) for name, *_ in rows)
+    lines = []
+    for name, *values in rows:
+        padded = (
+            f"{v:>{max(len(title), 8)}}" for v, title in zip(values, rows[0][1:], strict=True)
+        )
+        lines.append(" ".join([f"{name:<{width}}", *padded]).rstrip())
     return lines
 
 

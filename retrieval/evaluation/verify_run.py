@@ -19,7 +19,7 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import grid
+from retrieval.evaluation.evaluation import cells, grid
 from retrieval.evaluation.protocol import device_of, items_of, refuse_side
 from retrieval.evaluation.verification import (
     Roc,
@@ -29,6 +29,7 @@ from retrieval.evaluation.verification import (
     verification,
 )
 from retrieval.host.files import whole_file, write_json
+from retrieval.host.tables import html_table
 from retrieval.model.model import Model
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
@@ -71,14 +72,19 @@ class RunVerification:
         """Return the content of `verification-SIDE.json`."""
         return {"protocol": "verification"} | asdict(self)
 
+    def _repr_html_(self) -> str:
+        return html_table(cells(self.metrics), self._notes())
+
     def table(self) -> str:
         """Return a table: one row per metric, one column per contestant."""
+        return "\n".join([*grid(self.metrics), *self._notes()])
+
+    def _notes(self) -> list[str]:
         pairs = self.pairs
         origin = (
             f"from {pairs['file']}" if "file" in pairs else f"drawn from the {self.split} items"
         )
-        lines = [
-            *grid(self.metrics),
+        return [
             (
                 f"{pairs['same']:,} same and {pairs['different']:,} different pairs of"
                 f" {pairs['items']:,} items, {origin}, in {pairs['folds']} folds"
@@ -86,7 +92,6 @@ class RunVerification:
             *self.notes,
             f"ROC curve: {Path(self.run, self.files['roc.svg'])}",
         ]
-        return "\n".join(lines)
 
 
 @shown

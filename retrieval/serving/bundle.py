@@ -141,6 +141,10 @@ class Bundle:
 
         return opened_whole(folder, load)
 
+    def __reduce__(self) -> Any:
+        # ONNX Runtime's sessions cannot be pickled
+        return _reopened, (self.path.absolute(), self.sha256, self.variant, self.device)
+
     def __repr__(self) -> str:
         manifest = self.manifest
         what = "images" if manifest.input.kind == "image" else "vectors"
@@ -388,3 +392,11 @@ class Bundle:
     def has_code(self) -> bool:
         """Whether the bundle has a rescorer, which needs the encoder's output "code"."""
         return self.manifest.rescorer is not None
+
+
+def _reopened(path: Path, sha256: str, variant: str | None, device: Device) -> Bundle:
+    """Open a pickled bundle again."""
+    bundle = Bundle.open(path, variant=variant, device=device)
+    if bundle.sha256 != sha256:
+        raise BundleError(f"{path} now holds another bundle than the one that was pickled.")
+    return bundle

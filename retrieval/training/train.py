@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
+from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
 from retrieval.recipe.read import Recipe, naming, read_recipe
@@ -114,10 +114,8 @@ class Run(OpenedRun, Encoder):
             k for epoch in history for k, v in epoch.items() if isinstance(v, float | int | str)
         ]
         names = list(dict.fromkeys(shown))
-        rows = ["".join(f"<th>{escape(name)}</th>" for name in names)]
-        rows += ["".join(f"<td>{_short(epoch.get(k))}</td>" for k in names) for epoch in history]
-        table = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{escape(repr(self))}</p><table>{table}</table>"
+        rows = [names, *([_short(epoch.get(name)) for name in names] for epoch in history)]
+        return html_table(rows, [repr(self)])
 
 
 @shown
@@ -250,4 +248,4 @@ def _whole(run: OpenedRun) -> Run:
 def _short(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.host.hit_table import text_table
+from retrieval.host.tables import text_table
 from retrieval.serving.index.hits import Hit
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp"

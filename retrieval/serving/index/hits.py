@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from PIL.Image import Image
 
 from retrieval.errors import RetrievalError
-from retrieval.host.hit_table import html_table, text_table
+from retrieval.host.tables import html_hits, text_table
 from retrieval.serving.images import decode, to_mode
 
 PICTURE_PIXELS = 96
@@ -45,7 +45,8 @@ class Hit(NamedTuple):
 class Hits(list[Hit]):
     """The hits of one query, nearest first.
 
-    They print as a table; in a notebook, the table has pictures.
+    They print as a table; in a notebook, the table has pictures. Pickled hits lose the function
+    `original`, and show only pictures that are still at their path.
 
     Args:
         hits: the hits.
@@ -59,11 +60,14 @@ class Hits(list[Hit]):
         super().__init__(hits)
         self._original = original
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_original": None}  # the open store cannot be pickled
+
     def __repr__(self) -> str:
         return text_table(self)
 
     def _repr_html_(self) -> str:
-        return html_table(self, self._picture)
+        return html_hits(self, self._picture)
 
     def image(self, hit: Hit) -> Image | None:
         """Return a hit's original as an image, or `None` if it is not kept or cannot be read."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from retrieval.host.tables import html_table
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, Plan
 from retrieval.training.comparison.search import Search, agreement
@@ -66,6 +67,13 @@ class Comparison:
         rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
         head = f"{'':{wide}}  {PRIMARY} over {self.plan.blocks}"
         return "\n".join([head, *rows, self.conclusion])
+
+    def _repr_html_(self) -> str:
+        rows = [["", *self.metrics]]
+        for row in self.contestants:
+            means = (self.mean(row, metric) for metric in self.metrics)
+            rows.append([row.name, *(f"{mean.value:.4f} ± {mean.half:.4f}" for mean in means)])
+        return html_table(rows, [self.conclusion])
 
     @property
     def metrics(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hits of a search as a table, in a terminal or a notebook."""
+"""Results as tables: hits in a terminal or a notebook, others in a notebook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,19 @@ def text_table(hits: Sequence[Any]) -> str:
     return "\n".join(f"{row[0]:>{distance}}  {row[1]:{label}}  {row[2]}" for row in rows)
 
 
-def html_table(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) -> str:
+def html_table(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> str:
+    """Return rows as an HTML table, the first as its head, and lines of text below the table."""
+    tags = ["th", *["td"] * len(rows)]
+    lines = [
+        "".join(f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in row)
+        for tag, row in zip(tags, rows, strict=False)
+    ]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    text = escape(printable("\n".join(below)))
+    return f"<table>{table}</table><pre>{text}</pre>" if below else f"<table>{table}</table>"
+
+
+def html_hits(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) -> str:
     """Return hits as an HTML table; `picture` returns the HTML of a hit's picture, or ""."""
     rows = "".join(
         f"<tr><td>{picture(hit) if picture and number < MOST_PICTURES else ''}</td>"
