@@ -18,8 +18,7 @@ from retrieval.errors import DataError, at_least_one
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
 from retrieval.serving.bundle import is_image
-from retrieval.serving.encoder import Embeddings, as_rows
-from retrieval.serving.images import as_list
+from retrieval.serving.encoder import Embeddings, as_rows, listed_images
 from retrieval.serving.progress import Meter, Progress, showing
 
 
@@ -103,7 +102,7 @@ def encode_images(model: Model, images: Any, batch_size: int, progress: Progress
         rows = as_rows(images)
         dataset = ArrayDataset(rows, [""] * len(rows), kind="features")
     else:
-        listed = as_list(images)
+        listed = listed_images(images)
         for number, image in enumerate(listed):
             if not is_image(image):
                 raise DataError(

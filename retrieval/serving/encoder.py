@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.image_files import find_images
 from retrieval.serving.images import as_list
 from retrieval.serving.progress import Progress
 
 Embeddings = NDArray[np.float32]
+
+log = logging.getLogger(__name__)
 
 
 class Encoder(ABC):
@@ -25,10 +30,12 @@ class Encoder(ABC):
         """Return the embeddings (N, D) of N images, float32, as an index stores them.
 
         Args:
-            images: one image or a list of images. An image is a path, an encoded image's bytes, a
-                Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0 to 1, or
-                a tensor of such pixels with channels first. An array (N, H, W, 3) or a tensor
-                (N, 3, H, W) is N images. An encoder trained on vectors takes rows (N, F).
+            images: one image, a list of images, or a folder. An image is a path, an encoded image's
+                bytes, a Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0
+                to 1, or a tensor of such pixels with channels first. An array (N, H, W, 3) or a
+                tensor (N, 3, H, W) is N images. A folder's images, subfolders included, are encoded
+                in the order in which `retrieval.plugin.find_images` lists them. An encoder trained
+                on vectors takes rows (N, F).
             batch_size: number of items per batch.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
@@ -60,11 +67,24 @@ class BundleEncoder(Encoder):
         """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
         if self.bundle.manifest.input.kind == "features":
             return self.bundle.encode(as_rows(images), batch_size=batch_size).vector
-        return self.bundle.encode_images(as_list(images), batch_size=batch_size, progress=progress)
+        return self.bundle.encode_images(
+            listed_images(images), batch_size=batch_size, progress=progress
+        )
 
     def exported(self) -> AbstractContextManager[Path]:
         """Return a context manager that yields the bundle's folder."""
         return nullcontext(self.path)
+
+
+def listed_images(images: Any) -> list[Any]:
+    """Return one image, several, or those below a folder as a list; see `Encoder.encode`."""
+    if not isinstance(images, str | os.PathLike) or not Path(images).is_dir():
+        return as_list(images)
+    folder = Path(images)
+    files = find_images(folder)
+    for note in filter(None, [*files.notes(folder), files.dangling(folder)]):
+        log.warning("%s", note)
+    return files.images
 
 
 def as_rows(features: Any) -> NDArray[np.float32]:

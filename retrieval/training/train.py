@@ -54,6 +54,10 @@ class Run(OpenedRun, Encoder):
     verify = verify
     export = export
 
+    def __getstate__(self) -> dict[str, Any]:
+        # as in a reopened run; a plugin may define the loss's class inside a function
+        return vars(self) | {"objective": None}
+
     def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images, or of the run's own items.
 

@@ -1,5 +1,8 @@
 """What can be encoded, added and searched; results and their representations; progress."""
 
+import contextlib
+import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 import retrieval
 import torch
 from PIL import Image
+from refusals import refusal
 
 from .conftest import SMALL
 
@@ -94,6 +98,73 @@ def test_a_side_is_encoded_in_the_order_of_its_labels(trained):
     assert trained.labels("gallery")[:4].tolist() == labels
     images = [trained.dataset[int(item)] for item in items]
     assert trained.encode(images, progress=False) == pytest.approx(codes[:4], abs=1e-6)
+
+
+def test_a_folder_is_encoded_in_the_order_of_its_files(trained, bundle, photos, tmp_path, caplog):
+    folder = tmp_path / "test"  # also the name of a side
+    for number in (2, 0, 1):
+        (folder / str(number)).mkdir(parents=True)
+        shutil.copy(next(photos.glob(f"{number}/*.png")), folder / str(number) / "a.png")
+    (folder / "notes.txt").write_text("no image")
+    files = [folder / str(number) / "a.png" for number in range(3)]
+    for encoder in (trained, bundle):
+        expected = encoder.encode(files, progress=False)
+        for path in (folder, f"{folder}/"):
+            assert np.array_equal(encoder.encode(path, progress=False), expected)
+        assert "1 file is left out (not an image): notes.txt" in caplog.text
+        caplog.clear()
+        text = refusal(retrieval.errors.DataError, encoder.encode, tmp_path / "none")
+        assert "none cannot be read" in text
+    with contextlib.chdir(tmp_path):
+        sides = trained.encode("test", progress=False)
+        assert len(sides) == len(trained.labels("test")) > 3
+        assert np.array_equal(trained.encode(Path("test"), progress=False), trained.encode(files))
+
+
+def test_an_index_is_read_as_a_dictionary(index, photos):
+    ids = sorted(f"{file.parent.name}/{file.name}" for file in photos.glob("*/*.png"))
+    assert list(index) == ids and len(index) == 60 and bool(index)
+    assert index[ids[3]] == index.get(ids[3])[ids[3]] and index[ids[3]].label == ids[3][0]
+    assert ids[3] in index and "none" not in index and 3 not in index
+    for id, words in (("none", "has no item 'none'"), (3, "has no item 3")):
+        with pytest.raises(KeyError, match=words) as raised:
+            index[id]
+        assert isinstance(raised.value, retrieval.errors.DataError)
+        assert str(raised.value) == f"The index {index.path} {words}."
+    index.delete(ids[3])
+    assert ids[3] not in index and list(index) == ids[:3] + ids[4:]
+
+
+def test_hits_and_encoders_are_pickled(trained, bundle, index, photos, tmp_path):
+    file = next(photos.glob("3/*.png"))
+    hits = index.search(file, k=3)
+    again = pickle.loads(pickle.dumps(hits))
+    assert again == hits and type(again) is type(hits) and repr(again) == repr(hits)
+    picture = again.image(again[0])
+    assert picture is not None and picture.tobytes() == Image.open(file).tobytes()
+    parameters = {"size": 8, "width": 8, "depth": 2, "layers": 1}
+    backbone = retrieval.load("core.convnet", parameters=parameters, random_weights=True)
+    for encoder in (trained, bundle, backbone, bundle.bundle):
+        other = pickle.loads(pickle.dumps(encoder))
+        encode = [getattr(each, "encode_images", each.encode) for each in (encoder, other)]
+        assert np.array_equal(*(each(file, progress=False) for each in encode))
+    moved = retrieval.load(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    pickled = pickle.dumps(moved)
+    backbone.export(tmp_path / "bundle", replace=True, progress=False)
+    with pytest.raises(retrieval.errors.BundleError, match="now holds another bundle"):
+        pickle.loads(pickled)
+
+
+def test_results_are_tables_in_a_notebook(trained, tmp_path):
+    evaluation = trained.evaluate(metrics="recall_at_1", baseline=True, progress=False)
+    html = evaluation._repr_html_()
+    assert "<tr><th></th><th>trained</th><th>raw pixels</th></tr>" in html
+    assert f"<td>recall_at_1</td><td>{evaluation.values['recall_at_1']:.4f}</td>" in html
+    assert "items (test)</pre>" in html
+    assert "same and" in trained.verify(draw=40, progress=False)._repr_html_()
+    metrics = {"<b>\x1b": retrieval.create("metric", "core.recall_at")}
+    html = retrieval.evaluate(np.eye(4), ["a", "a", "b", "c"], metrics=metrics)._repr_html_()
+    assert "<td>&lt;b&gt;\\x1b</td><td>1.0000</td>" in html and "2 left out: no other" in html
 
 
 def test_a_pretrained_backbone_encodes_and_is_exported(photos, tmp_path):

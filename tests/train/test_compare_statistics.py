@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
+from html import escape
 from itertools import combinations
 from typing import Any
 
@@ -172,6 +173,11 @@ def test_the_blocks_of_several_splits_are_the_splits():
     paired = stats.ttest_rel([0.8, 0.7, 0.5], [0.7, 0.6, 0.45])
     assert comparison.differences[0].p == pytest.approx(paired.pvalue)
     assert "map_at_r over 3 splits" in repr(comparison)
+    mean = comparison.mean(comparison.contestants[-1], "map_at_r")
+    row = f"<tr><td>b</td><td>{mean.value:.4f} ± {mean.half:.4f}</td>"
+    html = comparison._repr_html_()
+    assert "<tr><th></th><th>map_at_r</th>" in html and row in html
+    assert html.endswith(f"<pre>{escape(comparison.conclusion)}</pre>")
     assert "The interval covers splits and seeds" in comparison.notes[0]
     assert "over splits and seeds" in markdown(comparison)
     assert "over seeds only" in markdown(result({"a": A, "b": B}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias, overload
 
@@ -49,12 +49,19 @@ _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
 
 
+class NoSuchItem(DataError, KeyError):
+    """An index has no item with this id; also a KeyError, as users expect of `index[id]`."""
+
+    __str__ = Exception.__str__
+
+
 class Index:
     """An index of images or vectors that can be changed while it is searched.
 
     `Index.open` and `Index.create` return an index. Its methods are thread-safe. All arrays that
     one bundle (an exported model) computed for the items form a generation. One generation is
-    served: it is searched and written to.
+    served: it is searched and written to. As in a dictionary, `index[id]` is an item, `id in index`
+    says whether there is one, `len(index)` counts them, and a loop over the index gives the ids.
 
     Attributes:
         path: folder or address of the index.
@@ -132,6 +139,31 @@ class Index:
 
     def __len__(self) -> int:
         return self.store.count()
+
+    def __contains__(self, id: object) -> bool:
+        return isinstance(id, str) and id in self.get(id)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of all items, sorted."""
+        after = None
+        while page := self.scan(after=after):
+            yield from (item.id for item in page)
+            after = page[-1].id
+
+    def __getitem__(self, id: str) -> Item:
+        """Return an item by id.
+
+        Raises:
+            NoSuchItem: the item does not exist; also a `KeyError`.
+            StoreError: the index is closed or damaged.
+        """
+        return self._item(id)
+
+    def _item(self, id: str, arrays: bool = False) -> Item:
+        item = self.get([id], arrays=arrays).get(id)
+        if item is None:
+            raise NoSuchItem(f"The index {self.path} has no item {id!r}.")
+        return item
 
     def __repr__(self) -> str:
         return f"Index {self.path}: {len(self):,} items, vectors of {self.bundle.manifest.vector}"
@@ -390,9 +422,7 @@ class Index:
         Raises:
             DataError: the item does not exist, or the served generation has no vector for it.
         """
-        item = self.get([id], arrays=True).get(id)
-        if item is None:
-            raise DataError(f"The index {self.path} has no item '{id}'.")
+        item = self._item(id, arrays=True)
         if not item.arrays:
             raise DataError(
                 f"The served generation of {self.path} has no vector for the item '{id}': it could"
