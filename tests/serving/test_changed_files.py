@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.embedding.embedding import embed_sources
+from retrieval.serving.index import migrating
 from retrieval.serving.index.index import create_index, open_index
 
 
@@ -131,3 +132,49 @@ def test_only_the_features_that_differ_are_encoded_again(tmp_path):
         np.savez(path, features=features)
         assert counts(index.add(path, progress=False)) == (0, 1, 3, 0)
         assert counts(index.add(path, progress=False)) == (0, 0, 4, 0)
+
+
+def deleted(index):
+    index.delete(["b.bmp"])
+    return {"a.bmp", "c.bmp"}
+
+
+def labelled(index):
+    index.store.update("b.bmp", {"label": "new"}, index.bundle.sha256)
+    return {"a.bmp", "b.bmp", "c.bmp"}
+
+
+def added_again(index):
+    image = np.full((8, 8), 77, np.uint8)
+    index.add(images=[image], ids=["b.bmp"], keep="copy", progress=False)
+    return {"a.bmp", "b.bmp", "c.bmp"}
+
+
+@pytest.mark.parametrize("change", [deleted, labelled, added_again])
+@pytest.mark.parametrize("keep", ["reference", "copy"])
+def test_a_migration_while_items_change(album, keep, change, index, tmp_path, monkeypatch):
+    index.add(album, keep=keep, progress=False)
+    index.delete(["b.bmp"])
+    index.add(album, keep=keep, progress=False)  # so that the index keeps b.bmp in this way
+    genuine, ids = migrating._by_originals, []
+
+    def interrupted(*arguments):
+        if not ids:  # after the first items were read from the index, and before their originals
+            (album / "b.bmp").unlink()
+            ids.extend(change(index))
+        return genuine(*arguments)
+
+    monkeypatch.setattr(migrating, "_by_originals", interrupted)
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    if (keep, change) == ("reference", labelled):  # its original is truly missing
+        with pytest.raises(DataError, match=r"b\.bmp: its file .* is gone"):
+            index.migrate(other, progress=False)
+        return
+    done = index.migrate(other, progress=False)
+    assert not done.skipped and index.bundle.sha256 == index.generation.bundle
+    items = index.get(ids, arrays=True)
+    assert set(items) == set(ids) == {item.id for item in index.scan()}
+    assert all(len(item.vector) == 16 for item in items.values())
+    if change is added_again:
+        (expected,) = index.bundle.encode_images([np.full((8, 8), 77, np.uint8)], progress=False)
+        assert np.allclose(index.vector("b.bmp"), expected, atol=1e-6)

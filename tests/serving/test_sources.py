@@ -7,8 +7,10 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import adding
@@ -168,3 +170,31 @@ def test_file_names_that_are_not_utf_8(bundle_path, makers, tmp_path):
     create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     with open_index(tmp_path / "i", threads=1) as index:
         assert index.get("caf\\xe9.png")["caf\\xe9.png"].path == odd
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_file_with_two_ids_is_two_items(kind, photos, bundle_path, tmp_path):
+    path = min(photos.rglob("*.png"))
+    columns = {"path": [str(path)] * 4, "id": ["a", "b", "a", "c"], "label": ["A", "B", "A", "C"]}
+    table = tmp_path / f"items.{kind}"
+    if kind == "csv":
+        rows = zip(*columns.values(), strict=True)
+        table.write_text("".join(",".join(row) + "\n" for row in [tuple(columns), *rows]))
+    else:
+        parquet.write_table(pa.table(columns), table)
+    summary = create_index(tmp_path / "i", bundle_path, [table], progress=False)
+    assert (summary.count, summary.repeated) == (3, 1)
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert {item.id: item.label for item in index.scan()} == {"a": "A", "b": "B", "c": "C"}
+        assert np.array_equal(index.vector("a"), index.vector("c"))
+        again = index.add([table, path.parent], progress=False)
+        assert (again.changed, again.unchanged) == (0, 3)
+        assert again.repeated == 2  # the row, and the file in its folder
+
+
+def test_a_table_without_ids_names_a_file_once(photos, bundle_path, tmp_path):
+    path = min(photos.rglob("*.png"))
+    table = tmp_path / "items.csv"
+    table.write_text(f"path\n{path}\n{path}\n")
+    summary = create_index(tmp_path / "i", bundle_path, [table], progress=False)
+    assert (summary.count, summary.repeated) == (1, 1)

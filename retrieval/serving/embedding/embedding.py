@@ -48,7 +48,7 @@ class Embedding:
         resumed: number of items in parts that already existed.
         parts: number of Parquet files in the folder.
         batch_size: number of items per batch.
-        repeated: number of repeated files in the sources; a file is used once.
+        repeated: number of repeated items in the sources: the same file, and no other id.
         left_out: one sentence per reason why files or columns were left out.
         seconds: duration in seconds.
     """

@@ -84,7 +84,7 @@ class Added:
         unchanged: number of items that were already in the index.
         removed: number of items that `sync` deleted.
         skipped: one sentence per item that could not be used.
-        repeated: number of repeated files in the sources; a file is used once.
+        repeated: number of repeated items in the sources: the same file, and no other id.
         left_out: one sentence per reason why files or columns were left out.
         seconds: duration in seconds.
     """
@@ -109,7 +109,7 @@ class Summary:
         path: folder or address of the index.
         count: number of items in the index.
         skipped: one sentence per image that could not be used.
-        repeated: number of repeated files in the sources; a file is used once.
+        repeated: number of repeated items in the sources: the same file, and no other id.
         resumed: number of items added by an earlier, interrupted run.
         backend: name of the back end; at an address, name of the store.
         recall_at_10: measured recall of the back end. `None` if its search is exact.

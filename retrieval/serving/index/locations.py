@@ -75,6 +75,7 @@ class Source:
         row: row of the item in `Sources.features`. `None` for an image.
         recorded: stamp that a folder of embeddings stores; see `Item.stamp`. `None` for an image
             or a row of features.
+        has_id: whether a table gives the id in a column of its own.
     """
 
     key: str
@@ -83,6 +84,7 @@ class Source:
     metadata: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
     recorded: str | None = None
+    has_id: bool = False
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ class Sources:
     Attributes:
         items: the items.
         features: features (N, F), or `None` for images.
-        repeated: number of repeated files in the sources; a file is used once.
+        repeated: number of repeated items in the sources: the same file, and no other id.
         left_out: one sentence per reason why files or columns were left out.
     """
 

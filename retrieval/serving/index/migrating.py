@@ -126,6 +126,12 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
                     break
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
+            if wrong:
+                # An original is missing if its item was deleted or written meanwhile. Such an item
+                # is not, or once more, pending.
+                stored = store.get(wrong)
+                before = {item.id: replace(item, arrays={}) for item in items}
+                wrong = {id: why for id, why in wrong.items() if stored.get(id) == before[id]}
             served = served_of(store.generations())
             if by_head and served.number != source.number:
                 # The features that `pending` returned may come from another backbone.

@@ -283,7 +283,8 @@ class Table:
         if problem := text_problem(str(key), label, metadata):
             return problem
         if path is not None:
-            return Source(str(key), label, (self.path.parent / path).absolute(), metadata)
+            file = (self.path.parent / path).absolute()
+            return Source(str(key), label, file, metadata, has_id=self._key is not None)
         return Source(str(key), label, self.path, metadata, first + number)
 
 

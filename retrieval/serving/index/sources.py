@@ -68,10 +68,16 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             left_out += table.left_out
         else:
             items.append(Source(shown(source), None, place.absolute()))
-    unique: dict[Path | None, Source] = {}
+    unique: list[Source] = []
+    seen: set[object] = set()
     for item in items:
-        unique.setdefault(item.path, item)
-    return Sources(list(unique.values()), None, len(items) - len(unique), tuple(left_out))
+        # A table may name a file under several ids, and each is an item. A file that folders or
+        # tables without ids name again is the same item.
+        identity = (item.path, item.key)
+        if (identity if item.has_id else item.path) not in seen:
+            unique.append(item)
+        seen.update((item.path, identity))
+    return Sources(unique, None, len(items) - len(unique), tuple(left_out))
 
 
 def _place(source: object, kind: str) -> Path:
@@ -144,6 +150,7 @@ def _csv(manifest: Path) -> list[Source]:
             None if is_missing_text(row.get("label", "")) else row["label"],
             path,
             metadata,
+            has_id=bool(id and row[id]),
         )
         for (_, row), path, metadata in zip(rows, paths, further, strict=True)
     ]
