@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
+    DependsOnInputs,
     Encoder,
     Exporter,
     Rescorer,
@@ -37,6 +39,8 @@ QUERIES = 16
 """Number of queries whose distances to all items are compared at once."""
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
+OUTLIER_TOLERANCE = 100
+"""Outliers may differ by this many tolerances: rounding errors grow outside the usual range."""
 
 EXPORTERS: Sequence[Exporter] = ("dynamo", "torchscript")
 """torch's exporters; the first whose graph agrees with torch is used."""
@@ -121,6 +125,38 @@ def _worst(
     return max(differences)
 
 
+def outliers(items: NDArray[Any]) -> NDArray[Any]:
+    """Return inputs that are unlike the items (N, …), to reveal a path that only items take.
+
+    For pixels these are almost black and almost white images, noise, negatives, and images in poor
+    light; for vectors zeros, noise, negatives, and much smaller and larger vectors.
+    """
+    rng = np.random.default_rng(0)
+    shape = (2, *items.shape[1:])
+    few = items[:2]
+    if items.dtype == np.uint8:
+        # Models such as those that scale each image by its deviation amplify the rounding errors
+        # of constant images, so that these have a little noise.
+        dark = rng.integers(0, 3, shape, np.uint8)
+        noise = rng.integers(0, 256, shape, np.uint8)
+        return np.concatenate([dark, 255 - dark, noise, 255 - few, few // 8, 255 - few // 8])
+    noise = rng.normal(items.mean(axis=0), 3 * items.std(axis=0) + 1e-3, shape)
+    extremes = [np.zeros_like(few), noise, -few, few / 100, few * 10]
+    return np.concatenate(extremes).astype(np.float32)
+
+
+def _accepted(run: Callable[[Tensor], Sequence[Tensor]], rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the rows for which torch gives finite numbers; others tell nothing about a graph."""
+
+    def is_finite(row: NDArray[Any]) -> bool:
+        try:
+            return all(bool(output.isfinite().all()) for output in run(torch.from_numpy(row[None])))
+        except Exception:  # whatever the model's code raises
+            return False
+
+    return rows[[is_finite(row) for row in rows]]
+
+
 def compare_encoder(
     reference: Mapping[str, Floats], run: RunGraph, items: NDArray[Any]
 ) -> Difference:
@@ -182,10 +218,16 @@ def encoder_graph(
     )
     example = torch.from_numpy(np.resize(items[:2], (2, *items.shape[1:])))
 
-    def compare(graph: bytes) -> Difference:
-        return compare_encoder(outputs, session(graph).run, items)
+    def check(graph: bytes) -> float:
+        run = session(graph).run
+        worst = compare_encoder(outputs, run, items)
+        refuse_difference(worst, module, tolerance)
+        if len(rows := _accepted(module, outliers(items))):
+            expected = torch_outputs(module, rows, 1)
+            refuse_outliers(_worst(expected, onnx_outputs(run, module.names, rows)), tolerance)
+        return worst.value
 
-    return agreed_graph(module, (example,), signature, compare, tolerance, what)
+    return agreed_graph(module, (example,), signature, check, what)
 
 
 def rescorer_graph(combiner: Combiner, codes: Floats, tolerance: float) -> tuple[bytes, float]:
@@ -195,36 +237,53 @@ def rescorer_graph(combiner: Combiner, codes: Floats, tolerance: float) -> tuple
         inputs={"query": ("Q", width), "items": ("N", width)}, outputs={"distance": ("Q", "N")}
     )
     example = tuple(torch.from_numpy(np.resize(codes, (rows, width))) for rows in (3, 5))
+    refuse_state(module, lambda: module(*example))
+    some = torch.from_numpy(codes[:QUERIES])
 
-    def compare(graph: bytes) -> Difference:
-        return compare_rescorer(module, session(graph), codes)
+    def check(graph: bytes) -> float:
+        run = session(graph)
+        worst = compare_rescorer(module, run, codes)
+        refuse_difference(worst, module, tolerance)
+        rows = _accepted(lambda row: [module(row, some), module(some, row)], outliers(codes))
+        if len(rows):
+            both = np.concatenate([rows, codes[:QUERIES]])
+            refuse_outliers(compare_rescorer(module, run, both), tolerance)
+        return worst.value
 
-    return agreed_graph(module, example, signature, compare, tolerance, "rescorer")
+    return agreed_graph(module, example, signature, check, "rescorer")
 
 
 def agreed_graph(
     module: nn.Module,
     example: tuple[Tensor, ...],
     signature: Signature,
-    compare: Callable[[bytes], Difference],
-    tolerance: float,
+    check: Callable[[bytes], float],
     what: str,
 ) -> tuple[bytes, float]:
     """Return the graph of the first exporter that agrees with torch, and its difference.
 
+    Args:
+        module: the module to export.
+        example: inputs of the module.
+        signature: names and shapes of the graph's inputs and outputs.
+        check: returns a graph's difference from torch, and refuses a graph that disagrees.
+        what: the module's name in messages.
+
     Raises:
-        BundleError: no exporter's graph agrees; the message is about the first exporter.
+        BundleError: no exporter's graph agrees. The message names the line of code that depends on
+            inputs, if there is one, and is otherwise about the first exporter.
     """
-    faults = []
+    faults: list[BundleError] = []
     for exporter in EXPORTERS:
         try:
             proto = to_onnx(module, example, signature, exporter=exporter)
             graph: bytes = proto.SerializeToString()
-            refuse_difference(worst := compare(graph), module, tolerance)
-            return graph, worst.value
+            return graph, check(graph)
         except BundleError as fault:
             faults.append(fault)
-    raise BundleError(f"The {what} cannot be exported. {faults[0]}") from faults[0]
+    named = [fault for fault in faults if isinstance(fault, DependsOnInputs)]
+    cause = [*named, *faults][0]
+    raise BundleError(f"The {what} cannot be exported. {cause}") from cause
 
 
 def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) -> None:
@@ -246,6 +305,47 @@ def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) ->
     )
 
 
+def refuse_outliers(worst: Difference, tolerance: float) -> None:
+    """Refuse a graph that differs from torch by more than the tolerance for `outliers`."""
+    if worst.value > OUTLIER_TOLERANCE * tolerance:
+        raise BundleError(
+            f"torch and ONNX Runtime agree on real items, but disagree by {worst.value:.2g}"
+            f" {worst.where} of inputs made to be unlike them (almost black and white images,"
+            f" noise); the tolerance there is {OUTLIER_TOLERANCE * tolerance:g}. The graph probably"
+            " holds only one branch of the model's Python code."
+        )
+
+
+def refuse_state(module: nn.Module, call: Callable[[], object]) -> None:
+    """Refuse a module that draws random numbers or changes itself when `call` runs it again."""
+    before = _state(module)
+    call()
+    after = _state(module)
+    changed = [name for name in after if name not in before or after[name] != before[name]]
+    if changed:
+        raise BundleError(
+            f"The model changes {changed[0]} on each call in evaluation mode, but a graph has no"
+            " state and would give other numbers after some calls. Do so only if self.training."
+        )
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return what a call may change, by its name in a sentence."""
+    state: dict[str, Any] = {
+        "torch's random numbers": torch.get_rng_state().tolist(),
+        "Python's random numbers": random.getstate(),
+        "NumPy's random numbers": repr(np.random.get_state(legacy=False)["state"]),
+    }
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        version = 0 if tensor.is_inference() else tensor._version
+        state[f"the tensor '{name}'"] = (id(tensor), version)
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, bool | int | float):
+                state[f"'{f'{path}.{name}'.lstrip('.')}'"] = value
+    return state
+
+
 def check_repeatable(
     encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
 ) -> None:
@@ -259,12 +359,15 @@ def check_repeatable(
         " statistic of the batch, is still computed in evaluation mode."
     )
     # `outputs` come from batches of `BATCH`, so that in the first comparison only the call differs
-    for batch, part, cause in ((BATCH, items[:BATCH], by_call), (1, items[:ODD], by_batch)):
+    few = items[:ODD]
+    calls = [(BATCH, items[:BATCH], by_call), *((size, few, by_batch) for size in (3, 2, 1))]
+    for batch, part, cause in calls:
         worst = _worst(outputs, torch_outputs(encoder, part, batch))
         if worst.value > tolerance:
             raise BundleError(
                 f"The model disagrees with itself by {worst.value:.2g} {worst.where}: {cause}"
             )
+    refuse_state(encoder, lambda: torch_outputs(encoder, items[:1], 1))
 
 
 def merged_distances(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Backbone, Combiner
 from retrieval.model.model import Model, evaluation_mode
+from retrieval.model.traced_reads import TracedReads
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -147,15 +148,17 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    Both exporters trace the module with `example`, so control flow that depends on input values is
-    fixed. `example` needs at least two rows, because a batch of one would become a constant.
+    Both exporters trace the module with `example`: a branch of its Python code is fixed to the side
+    that `example` takes. Modules whose code reads numbers of the inputs are therefore refused, and
+    those whose code depends on the size of a batch if the graph would not work for all sizes.
+    `example` needs at least two rows, because a batch of one would become a constant.
 
     The exporter "dynamo" takes seconds, the deprecated "torchscript" tenths of a second. Graphs of
     "dynamo" are at least as fast (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes and 10.6
     ms against 609 nodes and 14.2 ms).
 
     Raises:
-        BundleError: torch cannot export the module.
+        BundleError: torch cannot export the module, or its code depends on the inputs.
     """
     axes = {
         name: {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
@@ -180,17 +183,60 @@ def to_onnx(
                 )
                 if program is None:
                     raise RuntimeError("torch.onnx.export returned None")
+                # This exporter fails where code reads numbers. Where code branches on the size of
+                # a batch, it limits the sizes to one side.
+                limits = program.exported_program.range_constraints.values()
+                if any(bool(limit.upper < LIMIT) for limit in limits):
+                    raise BundleError(_ONE_BATCH)
                 proto = program.model_proto
             else:
                 file: Any = io.BytesIO()  # torch's annotation allows only paths
-                with _silent_stdout():
+                with _silent_stdout(), refused_reads(len(example), any(axes.values())):
                     torch.onnx.export(
                         module, example, file, dynamo=False, dynamic_axes=axes, **options
                     )
                 proto = onnx.load_from_string(file.getvalue())
+    except BundleError:
+        raise
     except Exception as fault:  # exporters raise any error of the traced code or of an operator
         raise BundleError(f"torch's exporter {exporter} failed: {first_line(fault)}") from fault
     return clean(proto, signature, exporter)
+
+
+class DependsOnInputs(BundleError):
+    """The Python code of a module depends on its inputs, and the message names the line."""
+
+
+_ONE_BATCH = (
+    "The model's Python code depends on how many items a batch has, but a graph must take batches"
+    " of all sizes."
+)
+
+
+@contextlib.contextmanager
+def refused_reads(inputs: int, any_size: bool) -> Iterator[None]:
+    """Context in which torch traces a module, and whose end refuses code that depends on inputs.
+
+    Args:
+        inputs: number of the module's inputs.
+        any_size: whether the graph must take batches of all sizes.
+
+    Raises:
+        BundleError: the code reads numbers of the inputs, or depends on the size of the batch.
+    """
+    reads = TracedReads(inputs)
+    try:
+        with reads:
+            yield
+    finally:  # an error may follow from what was read
+        if reads.numbers:
+            raise DependsOnInputs(
+                "The model's Python code reads numbers that depend on its input, so a graph would"
+                " take the path of one example for all inputs. Compute with tensors instead, such"
+                f" as torch.where(condition, a, b). The code is in {reads.numbers}"
+            )
+        if reads.batch and any_size:
+            raise DependsOnInputs(f"{_ONE_BATCH} The code is in {reads.batch}")
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
