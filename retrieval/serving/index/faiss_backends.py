@@ -6,6 +6,7 @@ again from the uncompressed vectors.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -98,6 +99,10 @@ class FaissBackend(IndexBackend):
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
+        self._build(vectors, np.arange(len(vectors)), report)
+
+    def _build(self, vectors: Floats, rows: Rows, report: Callable[[int], object]) -> None:
+        """Build over some rows of the vectors."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = self._empty(*vectors.shape)
@@ -105,8 +110,8 @@ class FaissBackend(IndexBackend):
             lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
             lists.train(vectors)
         # Add the vectors in pieces, so that progress is shown and Ctrl-C works in between.
-        for start in range(0, len(vectors), _ADDED_AT_ONCE):
-            piece = vectors[start : start + _ADDED_AT_ONCE]
+        for start in range(0, len(rows), _ADDED_AT_ONCE):
+            piece = vectors[rows[start : start + _ADDED_AT_ONCE]]
             self._index.add(piece)
             report(len(piece))
 
@@ -227,120 +232,19 @@ class Flat(FaissBackend):
 
 def originals_of(vectors: Floats) -> Rows:
     """Return the first row that equals each row of vectors (N, P), often the row itself."""
-    count, width = vectors.shape
-    weights = np.random.default_rng(0).integers(2**64, size=width, dtype=np.uint64) | np.uint64(1)
-    hashes = np.empty(count, np.uint64)
-    for start in range(0, count, _ADDED_AT_ONCE):
-        piece = vectors[start : start + _ADDED_AT_ONCE] + np.float32(0)  # makes 0 of −0
-        hashes[start : start + len(piece)] = piece.view(np.uint32).astype(np.uint64) @ weights
-    order = hashes.argsort(kind="stable")
-    begins = np.concatenate([[True], np.diff(hashes[order]) != 0])
-    originals = np.empty(count, np.int64)
-    originals[order] = order[begins][begins.cumsum() - 1]
-    copies = np.flatnonzero(originals != np.arange(count))
-    for start in range(0, len(copies), _ADDED_AT_ONCE):
-        rows = copies[start : start + _ADDED_AT_ONCE]
-        collided = rows[(vectors[rows] != vectors[originals[rows]]).any(axis=1)]
-        originals[collided] = collided
+    hashes = (hashlib.blake2b(row + 0.0, digest_size=16).digest() for row in vectors)  # 0 for −0
+    table = np.fromiter(hashes, "S16", len(vectors))
+    _, first, place = np.unique(table, return_index=True, return_inverse=True)
+    originals: Rows = first[place]
     return originals
-
-
-class _Copies:
-    """The rows that equal an earlier row, their original, and therefore are in no graph.
-
-    Args:
-        copies: (n,), ascending.
-        originals: (n,), the original of each copy.
-    """
-
-    def __init__(self, copies: Rows, originals: Rows) -> None:
-        order = originals.argsort(kind="stable")
-        self.copies = copies[order]
-        self.originals, self.starts = np.unique(originals[order], return_index=True)
-
-    def with_originals(self, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return a mask (N,) that also keeps the originals of copies that `keep` keeps."""
-        if not len(self.copies):
-            return keep
-        wider = keep.copy()
-        wider[self.originals] |= np.logical_or.reduceat(keep[self.copies], self.starts)
-        return wider
-
-    def added(
-        self, distances: Floats, rows: Rows, keep: NDArray[np.bool_] | None = None
-    ) -> tuple[Floats, Rows]:
-        """Insert copies after their originals in rows (Q, k) and their distances, cut to k.
-
-        With `keep` (N,), leave out the rows that it does not keep.
-        """
-        if not len(self.copies):
-            return distances, rows
-        group = self.originals.searchsorted(rows)
-        has_copies = self.originals.take(group, mode="clip") == rows
-        stops = np.append(self.starts[1:], len(self.copies))
-        for query in np.flatnonzero(has_copies.any(axis=1)):
-            parts = []
-            for row, number, several in zip(
-                rows[query], group[query], has_copies[query], strict=True
-            ):
-                part = np.array([row])
-                if several:
-                    copies = self.copies[self.starts[number] : stops[number]]
-                    part = np.concatenate([part, copies])
-                if keep is not None and row >= 0:
-                    part = part[keep[part]]
-                parts.append(part[: rows.shape[1]])
-            near = np.repeat(distances[query], [len(part) for part in parts])[: rows.shape[1]]
-            rows[query], distances[query] = -1, np.inf
-            rows[query, : len(near)] = np.concatenate(parts)[: len(near)]
-            distances[query, : len(near)] = near
-        return distances, rows
-
-
-def _add_copies(index: Any, different: Rows, originals: Rows) -> None:
-    """Make room for copies in a graph over the `different` rows; see `Hnsw`.
-
-    Args:
-        index: the FAISS index of the graph.
-        different: (n,), row of each vector in the graph, ascending.
-        originals: (N,), see `originals_of`.
-    """
-    faiss, hnsw, count = load_faiss(), index.hnsw, len(originals)
-    is_original = np.zeros(count, bool)
-    is_original[different] = True
-    levels = np.ones(count, np.int32)
-    levels[different] = faiss.vector_to_array(hnsw.levels)
-    sizes = np.full(count, hnsw.nb_neighbors(0))
-    sizes[different] = np.diff(faiss.vector_to_array(hnsw.offsets).astype(np.int64))
-    offsets = np.concatenate([[0], sizes.cumsum()])
-    earlier = faiss.vector_to_array(hnsw.neighbors)
-    links = np.full(offsets[-1], -1, np.int32)
-    links[np.repeat(is_original, sizes)] = np.where(earlier < 0, -1, different[earlier])
-    copies = np.flatnonzero(~is_original)
-    for slot in (0, 1):
-        links[offsets[copies] + slot] = originals[copies]
-    faiss.copy_array_to_vector(levels, hnsw.levels)
-    faiss.copy_array_to_vector(offsets.astype(np.uint64), hnsw.offsets)
-    faiss.copy_array_to_vector(links, hnsw.neighbors)
-    hnsw.entry_point = int(different[hnsw.entry_point])
-    index.ntotal = count
-
-
-def _copies_in(hnsw: Any) -> _Copies:
-    """Return the copies in a graph that `_add_copies` has made."""
-    faiss = load_faiss()
-    slots = faiss.vector_to_array(hnsw.offsets)[:-1].astype(np.int64)
-    links = faiss.rev_swig_ptr(hnsw.neighbors.data(), hnsw.neighbors.size())
-    copies = np.flatnonzero((links[slots] >= 0) & (links[slots] == links[slots + 1]))
-    return _Copies(copies, links[slots[copies]].astype(np.int64))
 
 
 class Hnsw(FaissBackend):
     """Approximate search in a graph (Malkov and Yashunin 2018): fast, but needs much memory.
 
     Equal vectors would be one another's only neighbours and hide all others. So only the first of
-    them, the original, is part of the graph. No link leads to its copies; the first two links of a
-    copy both lead to its original.
+    them, the original, is part of the graph. No link leads to its copies; all links of a copy lead
+    to its original.
 
     Args:
         m: links per vector. More give higher recall and need more memory (8 × m bytes a vector).
@@ -360,23 +264,40 @@ class Hnsw(FaissBackend):
     ) -> None:
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
-        self._copies = _Copies(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._copies = self._originals = np.empty(0, np.int64)
+        self._copies_of: dict[int, list[int]] = {}
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Build the graph over all different vectors; see `IndexBackend`."""
         originals = originals_of(vectors)
-        different = np.flatnonzero(originals == np.arange(len(vectors)))
-        if len(different) == len(vectors):
-            super().build(vectors, report)
-            return
-        load_faiss().cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
-        self._index = self._empty(*vectors.shape)
-        for start in range(0, len(different), _ADDED_AT_ONCE):
-            rows = different[start : start + _ADDED_AT_ONCE]
-            self._index.add(vectors[rows])
-            report(len(rows))
-        _add_copies(self._index, different, originals)
-        report(len(vectors) - len(different))
+        rows = np.flatnonzero(originals == np.arange(len(vectors)))
+        self._build(vectors, rows, report)
+        if len(rows) < len(vectors):
+            self._add_copies(rows, originals)
+            report(len(vectors) - len(rows))
+
+    def _add_copies(self, rows: Rows, originals: Rows) -> None:
+        """Insert the copies of a graph's vectors; see the class.
+
+        Args:
+            rows: (n,), row of each vector of the graph, ascending.
+            originals: (N,), see `originals_of`.
+        """
+        faiss, hnsw, count = load_faiss(), self._index.hnsw, len(originals)
+        levels = np.ones(count, np.int32)
+        levels[rows] = faiss.vector_to_array(hnsw.levels)
+        sizes = np.full(count, hnsw.nb_neighbors(0))
+        sizes[rows] = np.diff(faiss.vector_to_array(hnsw.offsets).astype(np.int64))
+        offsets = np.append(0, sizes.cumsum()).astype(np.uint64)
+        links = np.repeat(originals.astype(np.int32), sizes)
+        earlier = faiss.vector_to_array(hnsw.neighbors)
+        in_graph = np.repeat(originals == np.arange(count), sizes)
+        links[in_graph] = np.where(earlier < 0, -1, rows[earlier])
+        faiss.copy_array_to_vector(levels, hnsw.levels)
+        faiss.copy_array_to_vector(offsets, hnsw.offsets)
+        faiss.copy_array_to_vector(links, hnsw.neighbors)
+        hnsw.entry_point = int(rows[hnsw.entry_point])
+        self._index.ntotal = count
 
     def _empty(self, count: int, width: int) -> Any:
         index = getattr(load_faiss(), self.kinds[0])(width, self.m)
@@ -399,19 +320,44 @@ class Hnsw(FaissBackend):
         self._storage.codes, self._storage.ntotal = view, len(vectors)
         index.storage, index.own_fields = self._storage, False
         index.hnsw.efSearch = self.ef_search
-        if not getattr(index, "base_level_only", False):
-            self._copies = _copies_in(index.hnsw)
+        if getattr(index, "base_level_only", False):
+            return  # a graph of a GPU, which has no copies
+        links = faiss.rev_swig_ptr(index.hnsw.neighbors.data(), index.hnsw.neighbors.size())
+        slots = faiss.vector_to_array(index.hnsw.offsets)[:-1].astype(np.int64)
+        self._copies = np.flatnonzero((links[slots] >= 0) & (links[slots] == links[slots + 1]))
+        self._originals = links[slots[self._copies]].astype(np.int64)
+        for copy, original in zip(self._copies.tolist(), self._originals.tolist(), strict=True):
+            self._copies_of.setdefault(original, []).append(copy)
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Search the graph and add the copies of what it proposes; see `IndexBackend`."""
-        return self._copies.added(*super().search(queries, k))
+        """Search the graph, and add the copies of its rows; see `IndexBackend`."""
+        return self._with_copies(*super().search(queries, k))
 
     def search_selected(
         self, queries: Floats, k: int, keep: NDArray[np.bool_]
     ) -> tuple[Floats, Rows]:
-        """Search for originals that are selected or have a selected copy; see `IndexBackend`."""
-        wider = self._copies.with_originals(keep)
-        return self._copies.added(*super().search_selected(queries, k, wider), keep)
+        """Search also for originals of which a copy is selected; see `IndexBackend`."""
+        wider = keep.copy()
+        wider[self._originals[keep[self._copies]]] = True
+        return self._with_copies(*super().search_selected(queries, k, wider), keep)
+
+    def _with_copies(
+        self, distances: Floats, rows: Rows, keep: NDArray[np.bool_] | None = None
+    ) -> tuple[Floats, Rows]:
+        """Insert copies after their originals in rows (Q, k), and cut them to k.
+
+        With `keep` (N,), leave out the rows that it does not keep.
+        """
+        for query in np.flatnonzero(np.isin(rows, self._originals).any(axis=1)):
+            pairs = [
+                (distance, row)
+                for distance, original in zip(distances[query], rows[query].tolist(), strict=True)
+                for row in (original, *self._copies_of.get(original, ()))
+                if keep is None or row < 0 or keep[row]
+            ]
+            pairs = (pairs + [(np.float32(np.inf), -1)] * len(rows[query]))[: len(rows[query])]
+            distances[query], rows[query] = zip(*pairs, strict=True)
+        return distances, rows
 
     def _parameters(self, k: int) -> Any:
         if k <= self.ef_search:
