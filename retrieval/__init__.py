@@ -162,6 +162,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name, with any type
             from retrieval.host.version import installed_version
 
             return installed_version()
+        if name == "Index":
+            from retrieval.serving.index import creating
+
+            creating.load_named = load
         return _load(name)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import pwd
-import shutil
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -226,7 +225,7 @@ def create(
     if model is not None and not images:
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
     parameters = _options(options)
-    folder = bundle or _exported(str(model), path, images, extra)
+    folder = bundle or _exported(str(model), images, extra)
     from retrieval.serving.images import Limits
     from retrieval.serving.index.index import create_index
 
@@ -242,28 +241,17 @@ def create(
             say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
         raise
     _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
-    if bundle is None:
-        shutil.rmtree(folder, ignore_errors=True)  # the index has its own copy
     return summary.count
 
 
-def _exported(
-    model: str, path: IndexPlace, images: tuple[Path, ...], plugins: tuple[str, ...]
-) -> Path:
-    """Export a bundle of a pretrained model, or return the bundle of an interrupted call.
+def _exported(model: str, images: tuple[Path, ...], plugins: tuple[str, ...]) -> Path:
+    """Return the bundle of a pretrained model, which is in the cache."""
+    from retrieval.export.export_backbone import BackboneEncoder
+    from retrieval.serving.index.locations import is_table
 
-    The bundle is next to the index or, for an address, in the working directory.
-    """
-    target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
-    target = target.with_name(f".{target.name}.bundle")
-    if not target.is_dir():
-        from retrieval.export.export_backbone import BackboneEncoder
-        from retrieval.serving.index.locations import is_table
-
-        # the export verifies on image files and cannot read tables
-        photos = [image for image in images if not is_table(image.name)]
-        BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
-    return target
+    # the export verifies on image files and cannot read tables
+    photos = [image for image in images if not is_table(image.name)]
+    return BackboneEncoder(model, plugins=plugins).kept(photos)
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:

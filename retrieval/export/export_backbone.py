@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +20,10 @@ from torch import Tensor, nn
 from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
-from retrieval.export.export_model import export_model, refuse_existing
+from retrieval.export.export_model import export_model, library_versions, refuse_existing
 from retrieval.export.variants import VariantName
 from retrieval.host.cores import cores
+from retrieval.host.files import cache_folder
 from retrieval.host.plugin_calls import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Backbone
@@ -31,6 +34,7 @@ from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.run.build import differing
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.bundle_folder import FILE as MANIFEST
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.serving.files.places import StrPath, no_such
 from retrieval.serving.image_files import find_images
@@ -43,6 +47,8 @@ log = logging.getLogger(__name__)
 Pixels = NDArray[np.uint8]
 
 _CROPS = 64
+_COMPARED = 8
+"""Number of photos on which a bundle from the cache is compared with torch."""
 
 
 class Photos:
@@ -104,8 +110,8 @@ class Photos:
             log.warning(note, len(bad), len(files), bad[0])
 
 
-def example_photos(preprocessing: Preprocessing) -> Pixels:
-    """Return 64 crops of scikit-learn's two photographs, uint8 (64, channels, H, W).
+def example_photos(preprocessing: Preprocessing, count: int = _CROPS) -> Pixels:
+    """Return crops of scikit-learn's two photographs, uint8 (count, channels, H, W).
 
     They verify a bundle if the user names no photos.
     """
@@ -114,7 +120,7 @@ def example_photos(preprocessing: Preprocessing) -> Pixels:
     images = load_sample_images().images
     rng = np.random.default_rng(0)
     crops = []
-    for number in range(_CROPS):
+    for number in range(count):
         image = images[number % len(images)]
         height, width = image.shape[:2]
         side = int(rng.integers(height // 4, height))
@@ -218,6 +224,7 @@ class BackboneEncoder(Encoder):
         random_weights: bool = False,
     ) -> None:
         self.name = name
+        self._parameters = dict(parameters or {})
         backbone = named_backbone(load_plugins(plugins), name, parameters or {}, random_weights)
         self.model = Model(backbone, nn.Identity())
 
@@ -301,9 +308,46 @@ class BackboneEncoder(Encoder):
 
     @contextmanager
     def exported(self) -> Iterator[Path]:
-        """Context manager that yields the folder of a bundle and removes it at the end."""
-        with tempfile.TemporaryDirectory() as folder:
-            yield self.export(Path(folder) / "bundle", progress=False).path
+        """Context manager that yields the folder of the bundle in the cache; see `kept`."""
+        yield self.kept(progress=False)
+
+    def kept(self, photos: Places = (), *, progress: Progress = True) -> Path:
+        """Return the folder of the backbone's bundle in the cache, which is exported if need be.
+
+        The bundle of an earlier call is used if its checksums match, the same versions of the
+        libraries wrote it, and it agrees with torch on a few photos.
+
+        Args:
+            photos, progress: see `export`.
+        """
+        settings = json.dumps(self._parameters, sort_keys=True, default=repr)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        folder = cache_folder() / "backbones" / f"{self.name}.{digest}"
+        if not self._is_kept(folder):
+            if not (folder / MANIFEST).is_file():  # `export` replaces nothing but bundles
+                shutil.rmtree(folder, ignore_errors=True)
+            self.export(folder, photos=photos, replace=True, progress=progress)
+        return folder
+
+    def _is_kept(self, folder: Path) -> bool:
+        """Return whether a folder holds this backbone's bundle, unaltered and up to date."""
+        model = self.model
+        assert model.preprocessing is not None
+        try:
+            bundle = Bundle.open(folder, device="cpu")
+        except BundleError:
+            return False
+        manifest = bundle.manifest
+        if manifest.versions != library_versions():
+            return False
+        if manifest.input.preprocessing != model.preprocessing:
+            return False
+        pixels = example_photos(model.preprocessing, _COMPARED)
+        with evaluating(model):
+            expected = model.features(torch.from_numpy(pixels)).float().numpy()
+        scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
+        gap = np.abs(bundle.encode(pixels).vector - expected).max() / scale
+        return bool(gap <= manifest.verified.tolerance)
 
 
 def _photos(places: Places) -> Photos | None:

@@ -55,6 +55,12 @@ _LIBRARIES = ("embedding-retrieval", "torch", "onnx", "onnxscript", *ONNXRUNTIME
 """Distributions whose versions the manifest records."""
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide what a bundle contains."""
+    versions = {name: version(name) for name in installed_packages(_LIBRARIES)}
+    return {"python": platform.python_version(), **versions}
+
+
 @contextlib.contextmanager
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `output` at the end.
@@ -349,10 +355,7 @@ def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Mani
     try:
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={
-                "python": platform.python_version(),
-                **{name: version(name) for name in installed_packages(_LIBRARIES)},
-            },
+            versions=library_versions(),
             **content,
         )
     except ValidationError as fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting
+from retrieval.export import export_model
+from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
@@ -113,6 +116,40 @@ def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
     bundle = export_backbone("core.pixels", tmp_path / "b", **SMALL)
     pixels = pixels_of(bundle, folder)
     assert np.allclose(bundle.encode(pixels).vector, pixels.reshape(160, -1) / 255, atol=1e-6)
+
+
+def test_the_bundle_of_a_backbone_is_kept_while_it_is_right(tmp_path, folder, monkeypatch):
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path))
+    encoder = BackboneEncoder("core.pixels", {"size": 4})
+
+    def written() -> tuple[Path, int]:
+        bundle = encoder.kept([folder], progress=False)
+        return bundle, (bundle / "manifest.json").stat().st_mtime_ns
+
+    bundle, first = written()
+    assert bundle.parent == tmp_path / "backbones" and written() == (bundle, first)
+    with encoder.exported() as exported:  # what `Index.create(model=encoder)` uses
+        assert exported == bundle and written() == (bundle, first)
+    other = BackboneEncoder("core.pixels", {"size": 5})
+    assert other.kept(progress=False) != bundle and written() == (bundle, first)
+
+    # Altered files, another version, other outputs: it is exported again.
+    content = (bundle / "encoder.onnx").read_bytes()
+    (bundle / "encoder.onnx").write_bytes(content[:-1] + b"x")
+    second = written()[1]
+    assert second != first and (bundle / "encoder.onnx").read_bytes() == content
+    (bundle / "manifest.json").unlink()
+    third = written()[1]
+    newer = {**export_model.library_versions(), "torch": "99.0"}
+    monkeypatch.setattr(exporting, "library_versions", lambda: newer)
+    fourth = written()[1]
+    monkeypatch.undo()
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path))
+    fifth = written()
+    assert len({first, second, third, fourth}) == 4 and fifth == (bundle, fourth)
+    features = encoder.model.backbone.forward
+    monkeypatch.setattr(encoder.model.backbone, "forward", lambda x: 1 - features(x))
+    assert written()[1] != fourth
 
 
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):

@@ -179,6 +179,21 @@ def test_a_pretrained_backbone_encodes_and_is_exported(photos, tmp_path):
         assert len(index) == 3  # exported for the index, which keeps its own bundle
 
 
+def test_an_index_is_created_by_the_name_of_a_backbone(photos, tmp_path):
+    files = sorted(photos.glob("*/*.png"))[:3]
+    with retrieval.Index.create(
+        tmp_path / "i", files, model="core.pixels", progress=False
+    ) as index:
+        assert len(index) == 3 and index.bundle.manifest.name == "core.pixels"
+        assert index.search(files[0], k=1)[0].distance == pytest.approx(0, abs=1e-5)
+    for model, error, says in (
+        ("core.pixel", retrieval.errors.PluginError, "Did you mean 'core.pixels'"),
+        (str(tmp_path / "none"), retrieval.errors.BundleError, "there is no such folder"),
+    ):
+        with pytest.raises(error, match=says):
+            retrieval.Index.create(tmp_path / "j", files, model=model, progress=False)
+
+
 def test_images_from_memory_are_added(index, photos):
     pixels = np.array(Image.open(next(photos.glob("3/*.png"))))
     images, quiet = [pixels, 255 - pixels], {"progress": False}

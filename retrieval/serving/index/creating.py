@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ from retrieval.serving.store.structure import StructureChoice
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+
+load_named: Callable[..., Encoder] | None = None
+"""`retrieval.load`, which `retrieval` sets, because this module imports nothing of training."""
 
 
 def create(
@@ -63,9 +69,9 @@ def create(
     Args:
         path: folder to write, whose parent must exist, or the address of a plugin's store.
         sources: see `Index.add`. Without sources the index is empty.
-        model: model that embeds the items: an opened bundle, a bundle's folder, or an encoder from
-            `retrieval.load`. An encoder of a run or of a backbone is exported first. The index
-            keeps a copy of the bundle.
+        model: model that embeds the items: an opened bundle, a bundle's folder, the name of a
+            pretrained backbone, or an encoder from `retrieval.load`. An encoder of a run or of a
+            backbone is exported first. The index keeps a copy of the bundle.
         backend: back end that speeds up the search of a large index: "auto" (by size), "flat",
             "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: parameters of the back end.
@@ -94,6 +100,8 @@ def create(
     place = place_of(path)
     batch_size = at_least_one("batch_size", batch_size)
     adding = Options(keep, skip_bad, batch_size, limits or Limits())
+    if load_named is not None and isinstance(model, str) and _NAME.fullmatch(model):
+        model = Path(model) if Path(model).exists() else load_named(model, plugins=plugins)
     named = paths_of(sources)
     with showing(progress):
         if isinstance(place, Address):
