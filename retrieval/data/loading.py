@@ -19,6 +19,7 @@ from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
+from retrieval.host.main_script import refuse_unguarded
 from retrieval.serving.images import from_array
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ class Workers:
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:
+        refuse_unguarded()
         self._jobs: list[Job] = []
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Work(make),

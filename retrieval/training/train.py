@@ -21,6 +21,7 @@ from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
+from retrieval.host.main_script import exit_if_imported
 from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
@@ -193,6 +194,7 @@ def train(
         Interrupted: Ctrl-C or SIGTERM stopped training; the checkpoint is written, if training had
             begun.
     """
+    exit_if_imported()
     objects = objects_of(
         dataset=dataset,
         sampler=sampler,

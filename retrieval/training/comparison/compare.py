@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
+from retrieval.host.main_script import exit_if_imported
 from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -108,6 +109,7 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
+    exit_if_imported()
     _refuse_too_few(seeds, splits, search, folds, repeats)
     if not 1 <= workers <= MOST_WORKERS or (ray is not None and workers != 1):
         raise DataError(f"Use 1 to {MOST_WORKERS} workers here, or ray on a cluster; not both.")

@@ -20,6 +20,7 @@ import torch
 from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
 from retrieval.host.cores import cores
 from retrieval.host.lazy import keep_compiler_out
+from retrieval.host.main_script import refuse_unguarded
 from retrieval.host.version import installed_version
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import quiet_threads
@@ -130,6 +131,7 @@ class Processes(Parallel):
 
     def __init__(self, count: int, meter: Meter) -> None:
         super().__init__(meter)
+        refuse_unguarded()
         self.pool = ProcessPoolExecutor(
             count,
             multiprocessing.get_context("spawn"),
