@@ -70,7 +70,7 @@ class BatchAnswer:
 class ItemAnswer:
     """An item with the size of its original image and, if requested, its vector.
 
-    `bytes`, `width` and `height` are those of the original.
+    `bytes`, `sha256`, `width` and `height` are those of the original.
     """
 
     id: str
@@ -83,6 +83,7 @@ class ItemAnswer:
     keep: Literal["reference", "copy", "thumbnail", "nothing"]
     image_url: str | None
     thumbnail_url: str | None
+    sha256: str | None = None
     vector: tuple[float, ...] | None = None
 
 

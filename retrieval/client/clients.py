@@ -248,10 +248,9 @@ class AsyncClient(Sender):
     ) -> PushReport:
         """Upload the images of a folder and return a report.
 
-        An item's id is its path relative to the folder, its label is the first folder in this
-        path, and its metadata field `sha256` is the hash of the file. An image is not sent if the
-        item with its id has the same hash, so an interrupted push can be resumed. The report lists
-        the files that could not be added.
+        An item's id is its path relative to the folder, and its label is the first folder in this
+        path. An image is not sent if the item with its id has the same SHA-256, so an interrupted
+        push can be resumed. The report lists the files that could not be added.
 
         Args:
             folder: folder of images, which is searched recursively except for hidden folders.

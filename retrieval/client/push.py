@@ -18,9 +18,6 @@ from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, ow
 if TYPE_CHECKING:
     from retrieval.client.clients import AsyncClient
 
-HASH = "sha256"
-"""Metadata field with the SHA-256 of an item's file."""
-
 _BATCH_BYTES = 8_000_000
 """Maximum size of a batch of more than one image."""
 _ADDRESS_CHARACTERS = 8_000
@@ -131,8 +128,8 @@ class Push:
                 files = await asyncio.to_thread(next, self._batches, None)
             if files is None:
                 return
-            stored = self._client.items({"id": {"in": [*files]}}, fields=[HASH], page=len(files))
-            hashes = {item.id: item.metadata.get(HASH) async for item in stored}
+            stored = self._client.items({"id": {"in": [*files]}}, fields=[], page=len(files))
+            hashes = {item.id: item.sha256 async for item in stored}
             items, unchanged = await asyncio.to_thread(self._read, files, hashes)
             self._unchanged += unchanged
             if items:
@@ -142,7 +139,7 @@ class Push:
                 self._progress(done, self._total)
 
     def _read(
-        self, files: Mapping[str, Path], hashes: Mapping[str, object]
+        self, files: Mapping[str, Path], hashes: Mapping[str, str | None]
     ) -> tuple[list[NewItem], int]:
         """Return the new and changed items, and the number of unchanged ones; runs in a thread."""
         items, unchanged = [], 0
@@ -153,13 +150,12 @@ class Push:
             except DataError as fault:
                 self._bad.append((id, str(fault)))
                 continue
-            hash = hashlib.sha256(content).hexdigest()
-            if hashes.get(id) == hash:
+            if hashes.get(id) == hashlib.sha256(content).hexdigest():
                 unchanged += 1
             else:
                 first, slash, _ = id.partition("/")
                 label = first if slash else own_name(self._folder)
-                items.append(NewItem(id, content, None, label, {HASH: hash}))
+                items.append(NewItem(id, content, None, label))
         return items, unchanged
 
     async def _send(self, items: Sequence[NewItem]) -> None:

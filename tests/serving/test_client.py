@@ -172,6 +172,14 @@ def test_a_push_sends_only_new_and_changed_images(served, empty, folder):
         shutil.copy(folder / images[-1], folder / images[0])
         again = client.push(folder)
         assert (again.added, again.replaced, again.unchanged) == (0, 1, count - 1)
+        # `index add` and `push` agree on what has changed.
+        with open_index(empty) as index:
+            added = index.add([folder], progress=False)
+            assert (added.added, added.changed, added.unchanged) == (0, 0, count)
+        again = client.push(folder)
+        assert (again.added, again.replaced, again.unchanged) == (0, 0, count)
+        client.put("vector", vector=[0.5] * 16)
+        assert client.get("vector").sha256 is None
 
 
 def test_a_push_reports_every_bad_file_and_adds_the_others(served, empty, folder, process):

@@ -486,6 +486,7 @@ def _item_json(
         "label": item.label,
         "metadata": _chosen(item.metadata, names),
         "bytes": item.bytes,
+        "sha256": (item.stamp or "").partition(" ")[0] if item.bytes is not None else None,
         "width": item.width,
         "height": item.height,
         "keep": item.keep,
