@@ -64,6 +64,32 @@ def test_a_fault_of_an_image_is_a_sentence(pool):
         pool.decode("png", photo()[:500])
 
 
+@pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGTERM])
+def test_an_image_is_decoded_again_if_the_system_kills_its_decoder(pool, code):
+    content = photo()
+
+    def killed(times: int) -> bytes:
+        ended = set[int]()
+        with ThreadPoolExecutor(1) as thread:
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGSTOP)
+            answer = thread.submit(pool.decode, "png", content)
+            while len(ended) < times and not answer.done():
+                for pid in set(pool.pids) - ended:
+                    time.sleep(0.3 if not ended else 0)  # it has the image by now
+                    os.kill(pid, code)
+                    os.kill(pid, signal.SIGCONT)
+                    ended.add(pid)
+                time.sleep(0.001)
+            return answer.result(60)
+
+    assert killed(1) == pool.decode("png", content)
+    content = photo(3000, 4000)  # takes long enough to be hit
+    with pytest.raises(Undecodable, match="were killed"):
+        killed(2)
+    assert pool.decode("png", photo())
+
+
 def test_a_hanging_process_is_ended_at_the_deadline_and_others_decode_meanwhile():
     with closing(Decoders(seconds=2)) as pool, ThreadPoolExecutor(2) as threads:
         (stopped,) = pool.pids

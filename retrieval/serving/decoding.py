@@ -49,6 +49,9 @@ SECONDS = 5.0
 _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
 """Largest freed memory blocks that a process keeps for its next image."""
+_ATTEMPTS = 2
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that the system or a person has ended."""
 _LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?III")
 """Header of an answer: whether the image was decoded, width, height, and number of bytes after it.
@@ -76,7 +79,7 @@ class Decoded(NamedTuple):
 
 
 class Undecodable(Exception):
-    """Raised if no decoder process can be started."""
+    """Raised if no decoder process can be started, or if others kill it."""
 
 
 class Decoders:
@@ -114,7 +117,7 @@ class Decoders:
 
         Raises:
             DataError: the image cannot be decoded.
-            Undecodable: no process can be started.
+            Undecodable: no process can be started, or others kill it.
         """
         if preprocessing is None:
             # A PNG has up to four channels and the image's colour profile.
@@ -122,20 +125,25 @@ class Decoders:
         else:
             longest = math.prod(preprocessing.shape)
         longest = max(longest, 4 * _LONGEST_SENTENCE)  # UTF-8 has up to 4 bytes per character
-        worker = self._take()
-        try:
-            result = worker.ask((kind, content, preprocessing, name), longest)
-        except (OSError, EOFError, ValueError) as fault:
-            self._end(worker)
-            reason = "cannot be decoded: it crashes its decoder"
-            if isinstance(fault, TimeoutError):
-                reason = f"takes longer than {self.seconds:g} seconds to decode"
-            raise DataError(f"{name} {reason}. Save it as a plain PNG or JPEG.") from None
-        with self._lock:
-            self._idle.append(worker)  # on top, because the next image profits from warm caches
-        if isinstance(result, str):
-            raise DataError(result)
-        return result
+        for _ in range(_ATTEMPTS):
+            worker = self._take()
+            try:
+                result = worker.ask((kind, content, preprocessing, name), longest)
+            except (OSError, EOFError, ValueError) as fault:
+                self._end(worker)
+                ours = isinstance(fault, TimeoutError | ValueError)  # `_end` kills it, too
+                if not ours and worker.process.exitcode in _KILLED:
+                    continue  # the image may be sound
+                reason = "cannot be decoded: it crashes its decoder"
+                if isinstance(fault, TimeoutError):
+                    reason = f"takes longer than {self.seconds:g} seconds to decode"
+                raise DataError(f"{name} {reason}. Save it as a plain PNG or JPEG.") from None
+            with self._lock:
+                self._idle.append(worker)  # on top, because the next image profits from warm caches
+            if isinstance(result, str):
+                raise DataError(result)
+            return result
+        raise Undecodable("Two decoder processes were killed, perhaps because memory was short.")
 
     @property
     def pids(self) -> list[int]:

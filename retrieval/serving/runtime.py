@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError, MissingDependency
+from retrieval.serving.files.plain import out_of_files
 
 # Families of PyPI packages (distributions). Those of a family install the same module and overwrite
 # each other's files, so at most one may be installed.
@@ -55,11 +56,13 @@ def require(module: str, family: tuple[str, ...]) -> Any:
         )
     try:
         return importlib.import_module(module)
-    except ImportError as fault:
+    except (ImportError, OSError) as fault:
         if present:
+            advice = f"Install it again: pip install --force-reinstall {present[0]}"
+            if out_of_files(fault):
+                advice = "Raise the limit on open files (ulimit -n)."
             raise MissingDependency(
-                f"{present[0]} is installed but cannot be imported ({fault}). Install it again: "
-                f"pip install --force-reinstall {present[0]}"
+                f"{present[0]} is installed but cannot be imported ({fault}). {advice}"
             ) from fault
         raise MissingDependency(
             f"{module} is not installed. Install it with: pip install 'embedding-retrieval[cpu]'"

@@ -3,15 +3,20 @@
 import asyncio
 import gc
 import io
+import os
+import resource
 import signal
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+import wire
 from PIL import Image
+from retrieval.serving.files.plain import read_beneath
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.index import create_index, open_index
@@ -154,6 +159,87 @@ def test_originals_are_shown_only_below_folders_that_the_operator_names(
         for what in ("image", "thumbnail"):
             assert client.get(f"{url}/{what}").status_code == status, folder
     assert client.get(IMAGE).content == (photos / "3" / "0003.png").read_bytes()
+
+
+def test_a_server_without_a_free_file_descriptor_is_busy_and_recovers(served, index_path, photos):
+    """Its first search once broke its threads for ever, and it spoke of damage."""
+    program = ("-m", "retrieval.cli")
+    server = served(index_path, "--images", str(photos), program=program, wait=False)
+    client, pid = server.client, server.process.pid
+    client.get("/livez")
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        for _ in range(2):
+            answers = [
+                client.post("/v1/search", json={"vector": [0.0] * 16}),
+                client.post("/v1/search", json={"vector": [0.0] * 16, "filter": "label = '1'"}),
+                client.get("/v1/items/3%2F0003.png/image"),
+            ]
+            assert {answer.status_code for answer in answers} <= {200, 503}, answers
+            assert answers[1].status_code == answers[2].status_code == 503
+            assert not any("damage" in a.text.replace("known to be damaged", "") for a in answers)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert client.post("/v1/search", json={"vector": [0.0] * 16}).status_code == 200
+    assert client.get("/v1/items/3%2F0003.png/image").status_code == 200
+    wire.until(lambda: client.get("/readyz").status_code == 200)
+
+
+def test_a_folder_that_is_exchanged_with_a_link_shows_nothing_from_outside(
+    served, bundle_path, tmp_path
+):
+    inside, outside = tmp_path / "images" / "d", tmp_path / "outside"
+    aside, link = tmp_path / "images" / "e", tmp_path / "images" / "x"
+    for folder, grey in ((inside, 10), (outside, 200)):
+        folder.mkdir(parents=True)
+        Image.new("L", (16, 16), grey).save(folder / "a.bmp")
+    create_index(tmp_path / "i", bundle_path, [inside.parent], progress=False)
+    link.symlink_to(outside)
+    client = served(tmp_path / "i", "--images", str(inside.parent)).client
+    over = threading.Event()
+
+    def exchange() -> None:
+        while not over.is_set():
+            for folder, other in ((inside, aside), (link, inside), (inside, link), (aside, inside)):
+                folder.rename(other)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    try:
+        answers = [client.get("/v1/items/d%2Fa.bmp/image") for _ in range(400)]
+    finally:
+        over.set()
+        thread.join()
+    assert {answer.status_code for answer in answers} <= {200, 404}
+    shown = {answer.content for answer in answers if answer.status_code == 200}
+    assert shown <= {(inside / "a.bmp").read_bytes()}
+    assert client.get("/v1/items/d%2Fa.bmp/image").status_code == 200
+    for path in (Path("d/a.bmp"), Path("a.bmp")):  # the race, lost in either folder
+        (tmp_path / "linked").unlink(missing_ok=True)
+        (tmp_path / "linked").symlink_to(inside.parent if path.parts[1:] else inside)
+        with pytest.raises(OSError, match=r"Not a directory|link"):
+            read_beneath(tmp_path / "linked", path, 10)
+    with pytest.raises(OSError, match=r"Not a directory|link"):
+        read_beneath(inside.parent, Path("x/a.bmp"), 10)
+
+
+def test_names_that_are_not_utf_8_are_served_or_refused(served, cli, bundle_path, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    (folder / "d").mkdir(parents=True)
+    Image.new("L", (16, 16), 10).save(folder / "d" / os.fsdecode(b"\xe9.bmp"), "BMP")
+    create_index(tmp_path / "i", bundle_path, [folder], progress=False)
+    client = served(tmp_path / "i", "--images", str(folder)).client
+    (item,) = client.get("/v1/items").json()["items"]
+    assert client.get(item["image_url"]).content == Path(*folder.glob("d/*")).read_bytes()
+    for words in (
+        ("serve", folder),
+        ("index", "show", folder),
+        ("index", "create", folder, "--bundle", bundle_path),
+        ("index", "snapshot", tmp_path / "i", folder),
+    ):
+        run = cli(*words)
+        assert run.code == 2 and run.err.count("\n") == 1 and "not valid UTF-8" in run.err, run
 
 
 def test_an_image_that_was_changed_or_deleted_is_not_shown(makers, bundle_path, served, tmp_path):

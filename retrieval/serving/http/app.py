@@ -22,11 +22,12 @@ from starlette.routing import Match, Router
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval.errors import DataError
+from retrieval.serving.files.plain import out_of_files
 from retrieval.serving.http.access import Access
 from retrieval.serving.http.audit import Audit
 from retrieval.serving.http.keys import KeySource
 from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metrics, traced
-from retrieval.serving.http.problems import RequestError, new_request_id, problem, report
+from retrieval.serving.http.problems import RequestError, busy, new_request_id, problem, report
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.routes import NamedRoute, Routes
 from retrieval.serving.http.served import Served
@@ -276,6 +277,8 @@ def _refusal_of(error: BaseException) -> RequestError:
     if isinstance(error, asyncio.CancelledError):
         return RequestError(503, "The server is stopping. Try again in a moment.")
     report(error)
+    if out_of_files(error):
+        return busy("it has too many open files", "files")
     return RequestError(500, "The server failed to handle this request; its log says why.")
 
 

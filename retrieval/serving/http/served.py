@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.decoding import Decoded
-from retrieval.serving.files.plain import read_plain
+from retrieval.serving.files.plain import out_of_files, read_beneath
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
@@ -372,12 +372,16 @@ class Served:
                 404,
                 f"Item {item.id} was indexed from features, or the index does not keep its image.",
             )
-        path, image = Path(os.path.realpath(item.path)), f"The image of item {item.id}"
-        if not any(path.is_relative_to(folder) for folder in self._folders):
-            raise RequestError(404, f"{image} is outside the folders that may be shown.")
+        image = f"The image of item {item.id}"
         try:
-            content = read_plain(path, BATCH_BYTES + 1)
-        except (OSError, ValueError):
+            path = Path(os.path.realpath(item.path))
+            folders = [folder for folder in self._folders if path.is_relative_to(folder)]
+            if not folders:
+                raise RequestError(404, f"{image} is outside the folders that may be shown.")
+            content = read_beneath(folders[0], path.relative_to(folders[0]), BATCH_BYTES + 1)
+        except (OSError, ValueError) as fault:
+            if out_of_files(fault):
+                raise
             raise RequestError(404, f"{image} is no longer where it was indexed.") from None
         if len(content) > BATCH_BYTES:
             raise RequestError(404, f"{image} is too large to be shown.")

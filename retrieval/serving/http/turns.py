@@ -152,6 +152,8 @@ class Workers:
     """Threads and decoding processes of a server, shared by all its indexes."""
 
     def __init__(self, settings: Settings) -> None:
+        # A thread's `prepare` must not fail, because its pool would never work again.
+        load_faiss()
         waiting = WAITING_PER_WORKER * settings.workers
         self.searches = Turns("searches", settings.workers, waiting, _search_alone)
         self.changes = Turns("changes", 1, WAITING_CHANGES)

@@ -27,7 +27,7 @@ from retrieval.serving.progress import Progress, showing
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.runtime import Device
 from retrieval.serving.stages import stage
-from retrieval.serving.store.address import Address, IndexPlace, place_of
+from retrieval.serving.store.address import Address, IndexPlace, folder_of, place_of
 from retrieval.serving.store.contract import (
     CODE,
     MARGIN,
@@ -494,7 +494,7 @@ class Index:
         Raises:
             StoreError: the target already exists, or the disk fails.
         """
-        self.store.snapshot(Path(target))
+        self.store.snapshot(folder_of(target))
         return Path(target)
 
 

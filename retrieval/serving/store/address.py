@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -96,7 +97,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
         place: path of a folder, as text or `Path`, or an address as text.
 
     Raises:
-        StoreError: the address is invalid; see `Address.parse`.
+        StoreError: the address is invalid, see `Address.parse`; or the path is not UTF-8.
     """
     if isinstance(place, Address):
         return place
@@ -106,8 +107,18 @@ def place_of(place: StrPath | Address) -> IndexPlace:
         path, mark, _ = match[2].partition("?")
         if mark or not path:
             raise StoreError(f"{place} names no folder. Write {LOCAL}:///PATH, or the path alone.")
-        return Path(unquote(path))
-    return Path(place)
+        return folder_of(unquote(path))
+    return folder_of(place)
+
+
+def folder_of(path: StrPath) -> Path:
+    """Return the path of an index's folder; raise a StoreError if it is not UTF-8."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:  # SQLite cannot open it
+        sentence = f"The path {os.fspath(path)!a} is not valid UTF-8. Give the index another path."
+        raise StoreError(sentence) from None
+    return Path(path)
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:

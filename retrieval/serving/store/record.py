@@ -29,7 +29,7 @@ import numpy as np
 
 from retrieval.errors import StoreError
 from retrieval.host.files import sync
-from retrieval.serving.files.plain import read_plain
+from retrieval.serving.files.plain import FULL, out_of_files, read_plain
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 from retrieval.serving.store.items import Floats, Generation, Item, stop_at, usable
@@ -353,7 +353,8 @@ class Record:
         except FileNotFoundError:  # compaction has removed the file: callers try again
             raise
         except (apsw.Error, OSError) as fault:
-            kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError
+            is_busy = isinstance(fault, apsw.BusyError) or out_of_files(fault)
+            kind = StoreUnavailable if is_busy else StoreError
             kind = TooSlow if isinstance(fault, apsw.InterruptError) else kind
             raise kind(f"The index {self.folder} cannot be {action}: {reason(fault)}") from fault
 
@@ -439,6 +440,8 @@ def reason(fault: apsw.Error | OSError) -> str:
             "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed."
             " Free some space and try again."
         )
+    if out_of_files(fault):
+        return f"{FULL}. Nothing was changed."
     if isinstance(fault, OSError):
         return f"{fault.strerror or fault}. Nothing was changed."
     if isinstance(fault, apsw.ReadOnlyError | apsw.CantOpenError):

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.files.mapping import FileMap
-from retrieval.serving.files.plain import open_plain
+from retrieval.serving.files.plain import FULL, open_plain, out_of_files
+from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, seq_of, served, value
 from retrieval.serving.store.search import nearest
@@ -238,6 +239,8 @@ class Array:
             except FileNotFoundError:  # compaction has removed the file: callers try again
                 raise
             except OSError as fault:
+                if out_of_files(fault):
+                    raise StoreUnavailable(f"{self.path} cannot be read: {FULL}.") from None
                 raise damage_error(
                     self.path, f"cannot be read: {fault.strerror or fault}"
                 ) from None
