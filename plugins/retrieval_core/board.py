@@ -44,9 +44,9 @@ class Board:
             self._writer.add_scalar(f"steps/{name}", value, step)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics at step `epoch` + 1; final metrics (epoch None) at step 0."""
+        """Log an epoch's metrics at step `epoch`; final metrics (epoch None) at step 0."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, 0 if epoch is None else epoch + 1)
+            self._writer.add_scalar(name, value, epoch or 0)
         self._writer.flush()
 
     def image(self, title: str, pixels: np.ndarray[Any, Any]) -> None:

@@ -42,7 +42,7 @@ def read_log(run: Run) -> Epochs:
 
 def draw_losses(figure: Any, epochs: Epochs) -> None:
     """Draw the metric's loss J_m and the generator's loss J_gen by epoch (Fig. 8 of the paper)."""
-    x = [epoch["epoch"] + 1 for epoch in epochs]
+    x = [epoch["epoch"] for epoch in epochs]
     axes = figure.subplots()
     # If the combiner is trained, the logged loss includes its objective.
     metric = [epoch.get("loss", np.nan) - epoch.get("combiner_loss", 0.0) for epoch in epochs]
@@ -61,7 +61,7 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
 def draw_weights(figure: Any, epochs: Epochs) -> None:
     """Draw the weights γ of each local metric by epoch: mean, median and 10 to 90 % of pairs."""
     logged = [epoch for epoch in epochs if "load_1" in epoch]
-    x = [epoch["epoch"] + 1 for epoch in logged]
+    x = [epoch["epoch"] for epoch in logged]
     count = sum(name.startswith("load_") for name in logged[0])
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for k, axes in enumerate(panels, 1):
@@ -82,7 +82,7 @@ def draw_shifts(figure: Any, epochs: Epochs) -> None:
     logged = [epoch for epoch in epochs if "synthetic_shift" in epoch]
     axes = figure.subplots()
     axes.plot(
-        [epoch["epoch"] + 1 for epoch in logged],
+        [epoch["epoch"] for epoch in logged],
         [epoch["synthetic_shift"] for epoch in logged],
         "o-",
     )

@@ -86,7 +86,7 @@ class MlflowRun:
         """Log the metrics of an epoch at its number, counted from 1; log final metrics at 0."""
         from mlflow.entities import Metric
 
-        now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
+        now, step = int(time.time() * 1000), epoch or 0
         entries = [Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._key, metrics=entries)
 

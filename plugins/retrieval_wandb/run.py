@@ -56,7 +56,7 @@ class WandbRun:
         if epoch is None:
             self._run.summary.update(dict(metrics))
         else:
-            self._run.log({"epoch": epoch + 1, **metrics}, step=epoch)
+            self._run.log({"epoch": epoch, **metrics}, step=epoch)
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """Send the remaining data and end the run."""

@@ -76,7 +76,10 @@ def rows_of(
 
 
 class TorchBatches(BatchSampler):
-    """A batch sampler of torch, or any object that yields batches of positions and has a length.
+    """A sampler of torch, or any object that yields positions or batches of them and has a length.
+
+    Single positions are divided into batches of `size`; the last positions, too few for a batch,
+    are left out.
 
     The sampler may draw from its own generator, or from the global generators of torch, NumPy and
     Python, which are seeded for each epoch and restored afterwards. `set_epoch` is called before
@@ -84,13 +87,24 @@ class TorchBatches(BatchSampler):
     earlier epochs again.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
+    def __init__(self, sampler: Any, seed: int, size: int) -> None:
         self._fresh, self._seed = sampler, seed
         self._current, self._next = copy.deepcopy(sampler), 0
+        with _seeded(seed % 2**32):
+            first = next(iter(copy.deepcopy(sampler)), ())
+        self._size = size if np.ndim(first) == 0 else None
 
     def batches(self, items: TrainingItems) -> int:
-        """Return the sampler's length."""
-        return len(self._fresh)
+        """Return the number of batches that the sampler's length makes."""
+        count = len(self._fresh)
+        if self._size is None:
+            return count
+        if count < self._size:
+            raise DataError(
+                f"The sampler {type(self._fresh).__name__} draws {count} items in an epoch, which"
+                f" are too few for a batch of {self._size}. Set [sampler] classes and items."
+            )
+        return count // self._size
 
     def draw(
         self, items: TrainingItems, epoch: int, random: np.random.RandomState
@@ -102,9 +116,12 @@ class TorchBatches(BatchSampler):
             if hasattr(self._current, "set_epoch"):
                 self._current.set_epoch(self._next)
             with _seeded(random_of(self._seed, self._next).randint(2**31)):
-                drawn = [list(batch) for batch in self._current]
+                drawn = list(self._current)
             self._next += 1
-        return drawn
+        if self._size is not None:
+            whole = len(drawn) // self._size * self._size
+            drawn = np.reshape(drawn[:whole], (-1, self._size)).tolist()
+        return [list(batch) for batch in drawn]
 
 
 @contextmanager
@@ -127,8 +144,10 @@ def random_of(seed: int, epoch: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
 
 
-def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
+def as_batch_sampler(sampler: Any, name: str, seed: int, size: int = 64) -> BatchSampler:
     """Return the result of a sampler's factory as a `BatchSampler`.
+
+    `size` is the size of a batch, if the sampler draws single items and has no `batch_size`.
 
     Raises:
         PluginError: the result is not a sampler.
@@ -138,10 +157,11 @@ def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         raise PluginError(
             f"The sampler {name} is an object of type {type(sampler).__name__}. It must be a"
-            " retrieval.plugin.BatchSampler, or yield batches of positions and have a length, as"
-            " torch.utils.data.BatchSampler does."
+            " retrieval.plugin.BatchSampler, or yield positions or batches of positions and have a"
+            " length, as the samplers of torch.utils.data do."
         )
-    return TorchBatches(sampler, seed)
+    with calling(f"The sampler {name}"):
+        return TorchBatches(sampler, seed, getattr(sampler, "batch_size", None) or size)
 
 
 def training_items(

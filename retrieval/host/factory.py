@@ -61,6 +61,9 @@ COMPONENTS = {
 }
 """The recipe's tables that name a plugin's part, and the kind of that part."""
 
+OBJECT_KINDS = {**COMPONENTS, "augmentation": "augmentations"}
+"""The recipe's tables for which a Python object may stand, and the kind of that object."""
+
 GIVEN = {
     "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
     "embedding_size": "width of the codes",

@@ -132,10 +132,7 @@ def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> No
 
 @hookspec
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-    """Called after each epoch's validation, with the epoch's number and metrics.
-
-    Hooks count epochs from 0; messages to the user count them from 1.
-    """
+    """Called after each epoch's validation, with the epoch's number, from 1, and metrics."""
 
 
 @hookspec

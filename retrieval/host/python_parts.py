@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from retrieval.errors import PluginError
-from retrieval.host.factory import COMPONENTS, KINDS
+from retrieval.host.factory import KINDS, OBJECT_KINDS
 from retrieval.host.hookspecs import hookimpl
 
 OBJECT = "object"
 DICTIONARY = "dictionary_of_sides"
 """`origin` of a dataset that was a dictionary such as `{"train": …, "test": …}`."""
-WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
+WORDS = {table: KINDS[kind] for table, kind in OBJECT_KINDS.items()}
 """For each table of a recipe, the argument that passes its object: `dataset` for `[data]`."""
 
 _PLAIN = (  # types that a recipe holds; a value of any other type is a part
@@ -57,6 +57,14 @@ def is_object(name: str) -> bool:
     return name.startswith(f"{OBJECT}.")
 
 
+def named_object(tables: Mapping[str, Any], table: str) -> str | None:
+    """Return the name of the object that stands for a part of a recipe's table, if one does."""
+    part = dict(tables.get(table) or {})
+    # A transform is one of a list, all others are a table's part.
+    names = part.get("transforms", []) if table == "augmentation" else [part.get("name")]
+    return next((name for name in names if is_object(str(name))), None)
+
+
 def missing(kind: str, name: str) -> str:
     """Return the error message for a recipe that names an object that was not passed."""
     word = KINDS[kind]
@@ -69,13 +77,13 @@ def missing(kind: str, name: str) -> str:
 
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Python objects among a recipe's parts, by table."""
-    return {name: tables[name] for name in COMPONENTS if is_part(tables.get(name))}
+    return {name: tables[name] for name in OBJECT_KINDS if is_part(tables.get(name))}
 
 
 def require_objects(objects: Mapping[str, Any]) -> None:
     """Raise a `PluginError` for a class, a name or a table in place of an object."""
     for table, value in objects.items():
-        word = KINDS[COMPONENTS[table]]
+        word = WORDS[table]
         if isinstance(value, type):
             raise PluginError(
                 f"The {word} is a class, {value.__name__}; pass an object of it:"
@@ -96,7 +104,8 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
         # If a loss or miner measures with the user's combiner, its copy measures with the run's.
         measures = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
         offered = {object_name(value).partition(".")[2]: _factory(table, value, measures)}
-        setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(lambda offered=offered: offered))
+        hook = hookimpl(lambda offered=offered: offered)
+        setattr(module, f"retrieval_{OBJECT_KINDS[table]}", hook)
     return module
 
 

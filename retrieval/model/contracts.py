@@ -426,7 +426,7 @@ class Tracker(Protocol):
         """
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log the metrics of an epoch, counted from 0, or the final metrics if `epoch` is `None`.
+        """Log the metrics of an epoch, counted from 1, or the final metrics if `epoch` is `None`.
 
         An interrupted epoch is repeated and logged again.
         """

@@ -21,7 +21,7 @@ from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin
 from retrieval.host.plugins import Plugins, load_plugins
-from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
+from retrieval.host.python_parts import WORDS, named_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.section import Section
 from retrieval.recipe.tables import Tables, host_keys
@@ -226,6 +226,12 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
+        if name == "augmentation":
+            before = before or {}
+            listed = before.get("transforms", [])
+            added = [] if object_name(value) in listed else [object_name(value)]
+            changed[name] = {**before, "transforms": [*listed, *added]}
+            continue
         keys = host_keys(name) & before.keys() if isinstance(before, Mapping) else ()
         changed[name] = {"name": object_name(value), **{key: table[name][key] for key in keys}}
     return changed
@@ -291,14 +297,13 @@ def _beside(recipe: Path, item: str) -> str:
 
 def to_toml(recipe: Tables) -> str:
     """Return the recipe as TOML without defaults; a comment names each Python object."""
-    parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
+    tables = _without_none(recipe.model_dump(exclude_unset=True))
     notes = [
-        f"# [{table}] {part.name} was made in Python. Open this run with the same object:"
-        f" {WORDS[table]}=…\n"
-        for table, part in parts
-        if part is not None and is_object(part.name)
+        f"# [{table}] {name} was made in Python. Open this run with the same object: {word}=…\n"
+        for table, word in WORDS.items()
+        if (name := named_object(tables, table))
     ]
-    return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
+    return "".join(notes) + tomli_w.dumps(tables)
 
 
 def apply_overrides(

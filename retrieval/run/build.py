@@ -68,7 +68,9 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
 
 def build_sampler(recipe: Recipe) -> BatchSampler:
     """Return the sampler that chooses the items of the recipe's batches."""
-    return as_batch_sampler(recipe.build("sampler"), recipe.sampler.name, recipe.seed)
+    sampler = recipe.sampler
+    size = sampler.classes * sampler.items
+    return as_batch_sampler(recipe.build("sampler"), sampler.name, recipe.seed, size)
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:

@@ -33,7 +33,7 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_json, write_text
 from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
-from retrieval.host.python_parts import WORDS, described, is_object
+from retrieval.host.python_parts import WORDS, described, named_object
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_table, to_toml
 from retrieval.recipe.tables import Component, Tables
@@ -292,9 +292,8 @@ def refuse_extra_objects(path: Path, objects: Mapping[str, Any]) -> None:
     """
     table, _ = read_table(path / "recipe.toml") if objects else ({}, [])
     for part in objects:
-        named = table.get(part)
-        name = str(named.get("name")) if isinstance(named, Mapping) else "none"
-        if not is_object(name):
+        if named_object(table, part) is None:
+            name = (table.get(part) or {}).get("name", "none")
             raise DataError(
                 f"{path} was trained with [{part}] {name}, not with an object. Leave"
                 f" {WORDS[part]}=… out."

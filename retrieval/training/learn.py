@@ -77,7 +77,7 @@ def fit_learner(
     run.log(
         {
             "phase": "fit",
-            "epoch": 0,
+            "epoch": 1,
             "step": 0,
             "seconds": seconds,
             **{f"validation_{k}": v for k, v in metrics.items()},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from retrieval.data.encode import encode_images, index_vectors
 from retrieval.errors import DataError, Interrupted, RecipeError
@@ -101,7 +101,7 @@ class Run(OpenedRun, Encoder):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch, the first epoch first: losses, rates and validation metrics."""
+        """One record per epoch, counted from 1: losses, rates and validation metrics."""
         if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
@@ -137,7 +137,8 @@ def train(
     replace: bool = False,
     replace_plugins: bool = False,
     dataset: Any = None,
-    sampler: Iterable[Sequence[int]] | BatchSampler | None = None,
+    sampler: Iterable[int] | Iterable[Sequence[int]] | BatchSampler | None = None,
+    augmentation: Callable[[Tensor], Tensor] | None = None,
     backbone: nn.Module | None = None,
     combiner: Combiner | None = None,
     loss: Callable[..., Any] | None = None,
@@ -167,8 +168,12 @@ def train(
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`; anything that `retrieval.as_dataset` takes.
-        sampler: replaces `[sampler]`: a batch sampler of torch, which yields positions among the
-            training items, or a `retrieval.plugin.BatchSampler`.
+        sampler: replaces `[sampler]`: a sampler of torch or pytorch-metric-learning, which yields
+            positions among the training items or batches of positions, or a
+            `retrieval.plugin.BatchSampler`. Positions are divided into batches of the sampler's own
+            `batch_size`, or else of the recipe's classes × items.
+        augmentation: a transform of torchvision, or any function of an image, uint8 (channels, H,
+            W); applied after the changes of `[augmentation]`.
         backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
             (B, channels, H, W) or vectors (B, F') to features (B, F). The number of features is
             measured. Images are preprocessed according to the module's attribute `preprocessing`, a
@@ -198,6 +203,7 @@ def train(
     objects = objects_of(
         dataset=dataset,
         sampler=sampler,
+        augmentation=augmentation,
         backbone=backbone,
         combiner=combiner,
         loss=loss,

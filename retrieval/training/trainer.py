@@ -369,7 +369,7 @@ class Trainer:
         self.step.end_epoch(validation.get(self.monitor.name))
         record: dict[str, Any] = {
             "phase": self.phase.name,
-            "epoch": progress.epoch,
+            "epoch": progress.epoch + 1,
             "step": progress.total,
             "lr": self.step.rates(),
             **metrics,
@@ -384,7 +384,7 @@ class Trainer:
         if earlier or warnings:
             record["warnings"] = [*earlier, *warnings]
         self.run.plugins.notify(
-            "retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics
+            "retrieval_epoch_end", run=self.run, epoch=progress.epoch + 1, metrics=metrics
         )
         if self.main:
             for warning in warnings:

@@ -299,3 +299,55 @@ def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(tmp_p
     options = {"seeds": 2, "workers": 2, "progress": False}
     text = refusal(DataError, retrieval.compare, [again, other], "two", **options)
     assert "omit workers and ray" in text and not Path("two").exists()
+
+
+class Inverted(nn.Module):
+    """A transform as written in a notebook: the negative of some images."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, image: Tensor) -> Tensor:
+        assert image.dtype == torch.uint8 and image.ndim == 3
+        return 255 - image if float(torch.rand(())) < self.share else image
+
+
+def test_an_augmentation_object_changes_the_training_images(tmp_path):
+    def weights(name: str, **options: Any) -> dict[str, Tensor]:
+        run = retrieval.train(SMALL, tmp_path / name, epochs=1, progress=False, **options)
+        return dict(run.model.state_dict())
+
+    never, half = weights("never"), weights("half", augmentation=Inverted())
+    same(never, weights("zero", augmentation=Inverted(0.0)))
+    assert any(not torch.equal(never[name], half[name]) for name in never)
+    record = json.loads((tmp_path / "half" / "run.json").read_text())["objects"]["augmentation"]
+    assert record["settings"]["share"] == 0.5
+    assert "augmentation=…" in (tmp_path / "half" / "recipe.toml").read_text()
+    call = {"epochs": 2, "resume": True, "progress": False}
+    said = refusal(RetrievalError, retrieval.train, SMALL, tmp_path / "half", **call)
+    assert "augmentation" in said
+    other = {"augmentation": Inverted(0.1)}
+    said = refusal(DataError, retrieval.train, SMALL, tmp_path / "half", **call, **other)
+    assert "another augmentation: its share was 0.5, and is 0.1 now" in said
+    resumed = retrieval.train(SMALL, tmp_path / "half", augmentation=Inverted(), **call)
+    assert len(resumed.history) == 2
+    # only training needs the object
+    assert retrieval.load(tmp_path / "half").evaluate(progress=False).queries
+    table = SMALL | {"augmentation": Inverted(), "name": "table"}
+    assert retrieval.Recipe(**table).augmentation.transforms == ["object.Inverted"]
+
+
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_sampler_of_items_is_divided_into_batches(batch_size, tmp_path):
+    from pytorch_metric_learning.samplers import MPerClassSampler
+
+    labels = [i % 5 for i in range(300)]
+    sampler = MPerClassSampler(labels, m=4, batch_size=batch_size, length_before_new_iter=200)
+    recipe = SMALL | {"sampler": {"classes": 5, "items": 4}}
+    run = retrieval.train(recipe, tmp_path / "run", epochs=1, sampler=sampler, progress=False)
+    assert run.history[0]["step"] == (10 if batch_size is None else 12)
+    whole = SMALL | {"sampler": {"classes": 100, "items": 4}, "name": "whole"}
+    few = MPerClassSampler(labels, m=4, length_before_new_iter=200)
+    said = refusal(DataError, retrieval.train, whole, tmp_path / "x", sampler=few, progress=False)
+    assert "draws 200 items in an epoch, which are too few for a batch of 400" in said

@@ -58,7 +58,7 @@ class Refused(Notes):
 class Full(Notes):
     """Fail at the second epoch."""
     def log(self, metrics, epoch):
-        if epoch == 1:
+        if epoch == 2:
             raise OSError(28, "No space left on device")
 
     def end(self, how):
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_same_run_for_its_tracker(recipe, tmp_path):
     lines = notes(tmp_path)
     keys = [line["key"] for line in lines if line["hook"] == "begin"]
     assert keys == [None, "key-test"] and lines[-1]["how"] == "finished"
-    assert {line["epoch"] for line in lines if line["hook"] == "metrics"} == {0, 1, None}
+    assert {line["epoch"] for line in lines if line["hook"] == "metrics"} == {1, 2, None}
     (tmp_path / "run" / FILE).write_text("{")  # a damaged file has no keys
     assert Run.open(tmp_path / "run").recipe.name == "test"
 

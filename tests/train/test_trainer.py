@@ -190,7 +190,7 @@ def test_the_same_seed_gives_the_same_numbers_and_hooks_are_told_of_them(make, t
     assert same(one, two) and not same(one, fit(tmp_path, make(seed=1), "three"))
     _, first, second, ended = lines = lines_of(one, "hooks.jsonl")
     assert [line["hook"] for line in lines] == ["start", "epoch", "epoch", "end"]
-    assert (first["epoch"], second["epoch"]) == (0, 1)
+    assert (first["epoch"], second["epoch"]) == (1, 2)
     assert {"loss", "validation_map_at_r"} <= first["metrics"].keys()
     scores = [line["metrics"]["validation_map_at_r"] for line in (first, second)]
     assert ended["metrics"]["map_at_r"] == max(scores)

@@ -20,7 +20,7 @@ from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.allow import answering
 from retrieval.host.files import write_json
-from retrieval.host.python_parts import WORDS, is_object
+from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe, read_table
 from retrieval.recipe.tables import Split
@@ -67,8 +67,8 @@ class Job:
 
 def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
     """Return the checked recipe of a table, with the Python objects that the table names."""
-    named = {part for part in objects if is_object(str(dict(table.get(part, {})).get("name")))}
-    return check_recipe(table, objects={part: objects[part] for part in named})
+    named = {part: value for part, value in objects.items() if named_object(table, part)}
+    return check_recipe(table, objects=named)
 
 
 Metrics = dict[str, dict[str, float]]
