@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,22 +64,24 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
             parent[id] = id = parent[parent[id]]
         return id
 
-    def join(first: str, second: str, distance: float) -> None:
-        lower, upper = sorted((root(first), root(second)))
-        parent[upper] = lower
-        largest[lower] = max(largest.get(lower, 0), largest.get(upper, 0), distance)
+    def join(id: str, others: Iterable[str], distance: float) -> None:
+        lower = root(id)
+        for other in others:
+            if parent.get(other) != lower:
+                lower, upper = sorted((lower, root(other)))
+                parent[upper] = lower
+                distance = max(distance, largest.get(upper, 0))
+        largest[lower] = max(distance, largest.get(lower, 0))
 
     with Meter("comparing", index.store.count(filter), "items") as meter:
         for page in _pages(index, filter):
             items = [item for item in page if item.id in copies]
             counts = [len(copies[item.id]) for item in items]
             answers = _neighbours(index, items, counts, within, filter)
-            for item, neighbours in zip(items, answers, strict=True):
-                for id, distance in neighbours:
-                    join(item.id, id, distance)
-                if copies[item.id] and (own := _distances(index, item, [item])[0]) <= within:
-                    for id in copies[item.id]:
-                        join(item.id, id, own)
+            for item, (ids, distance) in zip(items, answers, strict=True):
+                join(item.id, ids, distance)
+                if copies[item.id] and (own := float(_distances(index, item, [item])[0])) <= within:
+                    join(item.id, copies[item.id], own)
             meter.update(len(page))
     members: dict[str, list[str]] = {}
     for id in sorted(parent):
@@ -121,13 +123,13 @@ def _distances(index: Index, query: Item, items: Sequence[Item]) -> Distances:
 
 def _neighbours(
     index: Index, items: Sequence[Item], copies: Sequence[int], within: float, filter: Filter | None
-) -> list[list[tuple[str, float]]]:
-    """Return the ids and distances of each item's neighbours, which are at most `within` away.
+) -> list[tuple[list[str], float]]:
+    """Return the ids of each item's neighbours within a distance, and the largest distance of them.
 
     `copies` is the number of exact copies of each item.
     """
     bundle = index.bundle
-    neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
+    neighbours: list[tuple[list[str], float]] = [([], 0.0) for _ in items]
     rows, count = list(range(len(items))), _FIRST_NEIGHBOURS  # the items to search for
     while rows:
         queries = np.stack([items[row].vector for row in rows])
@@ -145,8 +147,9 @@ def _neighbours(
             if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:
                 unfinished.append(row)  # the item may have more neighbours
                 continue
-            pairs = [(group.items[place].id, float(distances[place])) for place in near]
-            neighbours[row] = [(id, distance) for id, distance in pairs if id != item.id]
+            others = [place for place in near if group.items[place].id != item.id]
+            ids = [group.items[place].id for place in others]
+            neighbours[row] = ids, float(distances[others].max(initial=0))
         rows, count = unfinished, 4 * count
     return neighbours
 
