@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 # Raise this version whenever the format, decoding or resizing changes, so that no run reuses
 # features from before the change.
-_FORMAT = 3
+_FORMAT = 4
 _CHECKSUM_BYTES = 16
 
 

@@ -120,7 +120,7 @@ class Decoders:
             Undecodable: no process can be started, or others kill it.
         """
         if preprocessing is None:
-            # A PNG has up to four channels and the image's colour profile.
+            # A PNG has up to four channels, and may keep the image's profile of sRGB.
             longest = 5 * self.limits.pixels + len(content)
         else:
             longest = math.prod(preprocessing.shape)

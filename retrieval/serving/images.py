@@ -11,6 +11,7 @@ import math
 import os
 import re
 import stat
+import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,27 +268,84 @@ def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
 def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
     """Return the image in 8-bit grey or RGB, by a fixed rule for each mode.
 
-    16-bit values keep their upper 8 bits, as in Pillow and OpenCV. Transparent images are placed on
-    a white background, and colour profiles are ignored. 32-bit and floating-point grey is refused,
-    because its range is unknown: 0–1 and 0–255 are both common.
+    A colour profile is applied; see `to_srgb`. 16-bit values keep their upper 8 bits, as in Pillow
+    and OpenCV. Transparent images are placed on a white background. 32-bit and floating-point grey
+    is refused, because its range is unknown: 0–1 and 0–255 are both common.
 
     Raises:
         DataError: the image's mode has no fixed range, or Pillow cannot convert it.
     """
-    if image.mode == mode and "transparency" not in image.info:
-        return image
     check_range(image, "an image")
     try:
-        if image.mode in _SIXTEEN_BITS:
-            return _upper_bits(image).convert(mode)
-        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-            return _on_white(image, mode)
-        if image.mode == "LAB":
-            image = image.convert("RGB")
-        return image.convert(mode)
+        return _converted(to_srgb(image), mode)
     except (ValueError, KeyError, OSError) as error:
         change = f"an image of mode {image.mode} cannot be converted to {mode}"
         raise DataError(f"{change}: {error}.") from error
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    """Return the image in a mode without transparency, whatever its colour profile."""
+    if image.mode == mode and "transparency" not in image.info:
+        return image
+    if image.mode in _SIXTEEN_BITS:
+        return _upper_bits(image).convert(mode)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        return _on_white(image, mode)
+    if image.mode == "LAB":
+        image = image.convert("RGB")
+    return image.convert(mode)
+
+
+def to_srgb(image: Image.Image) -> Image.Image:
+    """Return the image in sRGB and without its colour profile, on white and in 8 bits.
+
+    An image that has no profile, or that of sRGB, is returned as it is. So is one whose profile is
+    damaged, larger than 4 MiB, or for other pixels, such as an RGB profile of a grey image.
+    """
+    profile = image.info.get(_PROFILE) or b""
+    mode = _MODES.get(profile[16:20])
+    base = {"CMYK": "CMYK", "P": "RGB"}.get(image.mode) or Image.getmodebase(image.mode)
+    if mode != base or len(profile) > _MAX_PROFILE_BYTES:
+        return image
+    transform = _transform(profile, mode)
+    if transform is None:
+        return image
+    out = _applied(transform, _converted(image, mode))
+    out.info = {k: v for k, v in image.info.items() if k not in (_PROFILE, "transparency")}
+    return out
+
+
+@functools.lru_cache(maxsize=8)
+def _transform(profile: bytes, mode: str) -> Any:
+    """Return a transform to sRGB, or `None` if a profile is unusable or that of sRGB itself."""
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        target = ImageCms.createProfile("sRGB")
+        # LittleCMS's tables for grey are too coarse for dark pixels.
+        flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
+        transform = ImageCms.buildTransform(source, target, mode, "RGB", flags=flags)
+    except Exception:  # a broken profile must not prevent decoding
+        return None
+    if mode == "CMYK":
+        return transform
+    # Each vendor writes another profile of sRGB, so compare what a profile does to many colours.
+    colours = np.random.default_rng(0).integers(0, 256, (64, 64, len(mode)), np.uint8)
+    image = from_array(colours)
+    change = np.asarray(_applied(transform, image), int) - np.asarray(image, int)
+    return None if np.abs(change).max() <= _SRGB_TOLERANCE else transform
+
+
+def _applied(transform: Any, image: Image.Image) -> Image.Image:
+    """Return an image in L, RGB or CMYK in the colours of sRGB, as L or RGB."""
+    out: Image.Image
+    if image.mode == "L":
+        greys = transform.apply(Image.frombytes("L", (256, 1), bytes(range(256))))
+        out = image.point(list(greys.convert("L").tobytes()))
+    else:
+        out = transform.apply(image)
+    return out
 
 
 def check_range(image: Image.Image, name: str) -> None:
@@ -306,7 +364,7 @@ def check_range(image: Image.Image, name: str) -> None:
     )
 
 
-def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
+def _on_white(image: Image.Image, mode: str) -> Image.Image:
     """Return a transparent image on white; converts bands of rows to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
@@ -368,6 +426,13 @@ _BAND = 1_000_000  # pixels
 _MAX_PIXELS_RESIZED_WHOLE = 4_000_000
 _PIECE = 65_536  # bytes to read at a time from a file that grows
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_PROFILE = "icc_profile"
+"""Key of `Image.info` for the file's colour profile."""
+_MAX_PROFILE_BYTES = 1 << 22
+_SRGB_TOLERANCE = 1  # largest difference, of 255, between sRGB and a vendor's profile of it
+_MODES = {b"GRAY": "L", b"RGB ": "RGB", b"CMYK": "CMYK"}
+"""Mode of the pixels to which a profile applies, by the colour space in the profile's header."""
+_NOTES = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _WITHOUT_RANGE = {"F": "floating-point", "I": "32-bit"}
 _BITS = "bits a sample"
 """Key of `Image.info` for the file's bits per sample, if Pillow's 8-bit mode hides them."""
@@ -419,6 +484,7 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         orientation = _orientation(image)
         image = _restore_bit_depth(image, content, format)
         check_range(image, name)
+        image = to_srgb(image)
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         if image.size != size:
             upright.info[_FULL_SIZE] = size[::-1] if orientation >= _FIRST_TURNED else size
@@ -432,9 +498,25 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
     except UnidentifiedImageError:
         fault = f"is damaged and cannot be decoded: it cannot be read as {format}."
     except Exception as error:  # Pillow's decoders raise many kinds of exceptions
+        # Pillow refuses a PNG with more than 1 MiB of text or profile, which pixels do not need.
+        if format == "PNG" and len(plain := _without_notes(content)) < len(content):
+            return _open(plain, format, limits, name)
         reason = str(error).rstrip(".")
         raise DataError(f"{name} is damaged and cannot be decoded: {reason}.") from error
     raise DataError(f"{name} {fault}")
+
+
+def _without_notes(content: bytes) -> bytes:
+    """Return a PNG without its texts and colour profile."""
+    chunks = [content[:8]]
+    start = 8
+    while start + 8 <= len(content):
+        size, kind = struct.unpack_from(">I4s", content, start)
+        end = start + 12 + size
+        if kind not in _NOTES:
+            chunks.append(content[start:end])
+        start = end
+    return b"".join(chunks)
 
 
 def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image.Image:
