@@ -15,6 +15,7 @@ import platform
 import resource
 import shutil
 import signal
+import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,12 +107,14 @@ class Kept:
             yield from (job for job in jobs if json.dumps(job) not in done)
 
     def add(self, row: Row) -> None:
-        """Keep and print a new row."""
+        """Keep and print a new row, with the commit at which it was measured."""
+        row = row | {"commit": commit()}
         append(self.file, row)
         self.rows.append(json.loads(json.dumps(row)))
 
     def finish(self, text: str) -> None:
         """Print the page, and write it unless --fresh is set."""
+        text = with_commits(text, self.rows)
         print(text)
         if not self.options.fresh:
             write(RESULTS / f"{self.name}.md", text)
@@ -120,12 +123,63 @@ class Kept:
         print(f"{new} new rows; {self.known} rows are from {self.file.name}.{again}")
 
 
-def finish(name: str, raw: Any, text: str, keep: bool = True, folder: Path = RESULTS) -> None:
-    """Print a page; with `keep`, write it to NAME.md and the results to raw/NAME.json."""
+def finish(
+    name: str,
+    raw: Any,
+    text: str,
+    keep: bool = True,
+    folder: Path = RESULTS,
+    measured: bool = True,
+) -> None:
+    """Print a page; with `keep`, write it to NAME.md and the results to raw/NAME.json.
+
+    Both name the current commit if `raw` (a dictionary, or a list of them) was `measured` now.
+    """
+    for row in rows_of(raw) if measured else ():
+        row["commit"] = commit()
+    text = with_commits(text, raw)
     if keep:
         write(folder / "raw" / f"{name}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
         write(folder / f"{name}.md", text)
     print(text)
+
+
+# The measured commit
+
+
+@functools.cache
+def commit() -> str:
+    """Return the short hash of the measured commit.
+
+    "+changes" follows it if files under version control differ, except pages and results, which
+    the benchmarks write.
+    """
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        line = ["git", "-C", str(HERE), *words]
+        return subprocess.run(line, capture_output=True, text=True)
+
+    head = git("rev-parse", "--short", "HEAD")
+    if head.returncode:
+        return "unknown"
+    written = ":(top,exclude)*.md", ":(top,exclude)benchmarks/results"
+    clean = git("diff", "--quiet", "HEAD", "--", ":/", *written).returncode == 0
+    return head.stdout.strip() + ("" if clean else "+changes")
+
+
+def rows_of(raw: Any) -> list[Row]:
+    """Return the rows of a result, which is a dictionary or a list of them."""
+    return [raw] if isinstance(raw, dict) else list(raw)
+
+
+def with_commits(text: str, raw: Any) -> str:
+    """Return a page with a last line that names the commits at which its rows were measured."""
+    rows = rows_of(raw)
+    commits = dict.fromkeys(row["commit"] for row in rows if "commit" in row)
+    if not commits:
+        return text
+    earlier = "" if all("commit" in row for row in rows) else "; some rows are older"
+    return f"{text.rstrip()}\n\nMeasured at commit {', '.join(commits)}{earlier}.\n"
 
 
 # Pages

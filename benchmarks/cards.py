@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import MODELS, append, arguments, interval, markdown, read_lines, write
+from bench import MODELS, append, arguments, commit, interval, markdown, read_lines, write
 from bench import RAW as FOLDER
 
 KEPT = FOLDER / "cards.jsonl"
@@ -166,7 +166,7 @@ def run_missing(name: str, seeds: int) -> None:
             baseline = row is CARDS[name][0] and not (
                 seed and row.recipe in ("fashion-mnist", "fashion-danml")
             )
-            done[run_key] = {"key": run_key, **measure(row, seed, baseline)}
+            done[run_key] = {"key": run_key, "commit": commit(), **measure(row, seed, baseline)}
             append(KEPT, done[run_key])
 
 

@@ -162,7 +162,8 @@ def section(name: str, tried: list[dict[str, Any]], figures: dict[str, Any]) -> 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="run nothing")
-    if parser.parse_args().write:
+    only_write = parser.parse_args().write
+    if only_write:
         kept: dict[str, Any] = json.loads((RAW / "levels.json").read_text(encoding="utf-8"))
     else:
         import torch
@@ -173,7 +174,7 @@ def main() -> None:
         for name in TITLES:
             tried = choose(name)
             kept["sets"][name] = {"tried": tried, "figures": measure(name, tried[0])}
-    finish("levels", kept, render(kept))
+    finish("levels", kept, render(kept), measured=not only_write)
 
 
 if __name__ == "__main__":

@@ -441,6 +441,7 @@ def main() -> None:
             print(bench.page("".join(section(name, kept) for name, kept in sets.items())))
             return
         raw |= {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)}
+        raw["commit"] = bench.commit()
         for name, kept in sets.items():
             # methods that were not measured now keep their earlier rows
             both = [*raw["sets"][name]["contestants"], *kept["contestants"]]
@@ -451,7 +452,7 @@ def main() -> None:
                 trials = row.searches[0].trials
                 raw["rates"][row.name][1] = [trial.values["optimizer.lr"] for trial in trials]
         bench.write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    bench.write(bench.RESULTS / "methods.md", render(raw))
+    bench.write(bench.RESULTS / "methods.md", bench.with_commits(render(raw), raw))
     picture(raw["rates"], PICTURE)
 
 

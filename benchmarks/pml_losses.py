@@ -220,10 +220,10 @@ def main() -> None:
         raw["cases"].append(measure(kind, name, items))
         print(json.dumps(raw["cases"][-1]), flush=True)
         packages = bench.versions("torch", "pytorch-metric-learning")
-        raw["machine"] = {"cpu": bench.machine(), "versions": packages}
+        raw |= {"machine": {"cpu": bench.machine(), "versions": packages}, "commit": bench.commit()}
         if not options.fresh:
             bench.finish("pml_losses", raw, render(raw))
-    bench.finish("pml_losses", raw, render(raw), keep=not options.fresh)
+    bench.finish("pml_losses", raw, render(raw), keep=not options.fresh, measured=False)
 
 
 if __name__ == "__main__":

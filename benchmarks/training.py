@@ -283,7 +283,7 @@ def main() -> None:
         raw = json.loads((RAW / "training.json").read_text(encoding="utf-8"))
     else:
         raw = measure(options.repeats, options.only)
-    finish("training", raw, render(raw), keep=not options.only)
+    finish("training", raw, render(raw), keep=not options.only, measured=not options.write)
 
 
 if __name__ == "__main__":

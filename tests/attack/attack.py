@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]
+sys.path.append(str(HERE.parents[1] / "benchmarks"))
 
 import makers  # noqa: E402
 import wire  # noqa: E402
@@ -39,6 +40,8 @@ from hostile_requests import Generator, named  # noqa: E402
 from hostile_writes import WritingGenerator  # noqa: E402
 from proxy import Proxy, SlowClients  # noqa: E402
 from wire import FORM, Answer, ask, form, get, post  # noqa: E402
+
+from bench import commit  # noqa: E402
 
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
@@ -364,7 +367,9 @@ def report(result: Result, **more: Any) -> str:
     took = sorted(result.honest.answered) or [0.0]
     shares = {f"{share} %": took[(len(took) - 1) * share // 100] for share in (50, 99, 100)}
     answered = {"answered": len(result.honest.answered), "seconds": shares}
-    return json.dumps({**vars(result), "honest": vars(result.honest) | answered, **more}, indent=1)
+    honest = vars(result.honest) | answered
+    facts = {"commit": commit(), **vars(result), "honest": honest, **more}
+    return json.dumps(facts, indent=1)
 
 
 def run(options: argparse.Namespace) -> bool:

@@ -25,7 +25,8 @@ PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - OTHERS)
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_shows_the_kept_results(name):
-    page = importlib.import_module(name).render(kept(name))
+    with_commits = importlib.import_module("bench").with_commits
+    page = with_commits(importlib.import_module(name).render(kept(name)), kept(name))
     assert page == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
