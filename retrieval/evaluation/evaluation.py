@@ -405,8 +405,8 @@ def _checked_labels(
     # With other negative labels, -1 is a number like them.
     if array.dtype.kind != "U" and array.min() == -1:
         raise LabelsError(
-            f"{np.sum(array == -1):,} of {count:,} {what} are -1, which data sets write for items"
-            f" without a label. {ADVICE}"
+            f"The {what} are -1 in {np.sum(array == -1):,} of {count:,} rows, which data sets write"
+            f" for items without a label. {ADVICE}"
         )
     return array
 

@@ -350,7 +350,7 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
     if not isinstance(codes, Tensor):
         array = np.asarray(codes)
         if array.dtype.kind not in "fiub":
-            raise DataError(f"The {what} have type {array.dtype}: codes must be numbers.")
+            raise DataError(f"The type of the {what} is {array.dtype}: codes must be numbers.")
         codes = torch.from_numpy(
             np.ascontiguousarray(
                 array, dtype=array.dtype if array.dtype.kind == "f" else np.float64

@@ -131,6 +131,9 @@ def test_an_index_is_read_as_a_dictionary(index, photos):
             index[id]
         assert isinstance(raised.value, retrieval.errors.DataError)
         assert str(raised.value) == f"The index {index.path} {words}."
+    assert "was read without its vector. Call index.vector(id)" in refusal(
+        retrieval.errors.DataError, lambda: index[ids[3]].vector
+    )
     index.delete(ids[3])
     assert ids[3] not in index and list(index) == ids[:3] + ids[4:]
 

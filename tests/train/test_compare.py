@@ -410,6 +410,15 @@ def refused(*recipes: Path, out: Path, says: str, **options: Any) -> None:
         go(list(recipes), out, **options)
 
 
+def test_one_recipe_needs_no_list(write, tmp_path):
+    path = write("a")
+    checked = read_recipe(path)
+    tables = tomllib.loads(path.read_text()) | {"plugins": [str(tmp_path / "mine.py")]}
+    for source in (path, str(path), tables, checked):
+        ((recipe,),) = plan.read_recipes(source, [], [], False, {})
+        assert recipe.name == checked.name
+
+
 def test_wrong_recipes_and_options_are_refused_before_anything_runs(write, tmp_path):
     right, out = write("triplet"), tmp_path / "out"
     says = r"a\.toml has 1 problem(.|\n)*No such file(.|\n)*b\.toml has 1 problem"

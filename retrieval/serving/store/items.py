@@ -97,6 +97,11 @@ class Item:
     @property
     def vector(self) -> Floats:
         """Vector (P,) of an item that was read with its arrays."""
+        if not self.arrays:
+            raise DataError(
+                f"The item '{self.id}' was read without its vector. Call index.vector(id), or"
+                " index.get(ids, arrays=True)."
+            )
         return self.arrays[VECTOR]
 
 

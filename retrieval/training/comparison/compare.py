@@ -33,7 +33,7 @@ INSTALLED = "core.efficientnet_lite0"
 
 @shown
 def compare(
-    recipes: Sequence[plan.Source],
+    recipes: plan.Source | Sequence[plan.Source],
     output: StrPath = "comparison",
     *,
     seeds: int = 5,
@@ -66,8 +66,8 @@ def compare(
     measured on the test side.
 
     Args:
-        recipes: TOML files, dictionaries of tables, recipes, or runs, whose recipes are used. Parts
-            of a recipe may be Python objects. One recipe alone is allowed.
+        recipes: one or more TOML files, dictionaries of tables, recipes, or runs, whose recipes are
+            used. Parts of a recipe may be Python objects, such as `"data": as_dataset(…)`.
         output: the comparison's folder.
         seeds: number of runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.

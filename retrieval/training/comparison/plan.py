@@ -61,7 +61,7 @@ Source: TypeAlias = StrPath | Mapping[str, Any] | Tables | Run
 
 
 def read_recipes(
-    sources: Sequence[Source],
+    sources: Source | Sequence[Source],
     overrides: Sequence[str],
     plugins: Sequence[str],
     search: bool,
@@ -74,6 +74,8 @@ def read_recipes(
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
     """
+    if isinstance(sources, str | os.PathLike | Mapping | Tables | Run):
+        sources = [sources]
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
     origin: dict[str, str] = {}
