@@ -159,7 +159,11 @@ class AsyncClient(Sender):
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
-        """Change an item's label or metadata; `None` leaves a value as it is."""
+        """Change an item's label, or some of its metadata.
+
+        `None` leaves the label or all metadata as they are. Entries of `metadata` are merged into
+        those of the item (RFC 7396); an entry that is `None` is removed.
+        """
         content = json_of(without_none(label=label, metadata=metadata))
         return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
 

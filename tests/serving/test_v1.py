@@ -3,6 +3,7 @@
 import json
 from urllib.parse import quote
 
+import httpx
 import numpy as np
 import wire
 from retrieval.serving.index.index import Index, open_index
@@ -155,6 +156,9 @@ def test_put_replaces_an_item_and_patch_changes_the_members_in_the_body(served, 
     fields = {"label": "L", "metadata": json.dumps({"price": 1})}
     a, vector = "/v1/items/a", {"vector": [0.5] * WIDTH}
 
+    def put(number: int) -> httpx.Response:
+        return client.put(a, json=vector | {"metadata": {"n": [number]}})
+
     def now() -> tuple:
         item = client.get(a).json()
         return item["label"], item["metadata"], item["keep"]
@@ -162,10 +166,12 @@ def test_put_replaces_an_item_and_patch_changes_the_members_in_the_body(served, 
     assert client.put(a, files={"image": image}, data=fields).status_code == 200
     for reply, expected in (
         ({"label": "M"}, ("M", {"price": 1}, "copy")),
-        ({"metadata": {"x": 1}}, ("M", {"x": 1}, "copy")),
-        ({}, ("M", {"x": 1}, "copy")),
-        ({"label": None}, (None, {"x": 1}, "copy")),
-        ({"label": "N", "metadata": {}}, ("N", {}, "copy")),
+        ({"metadata": {"x": 1}}, ("M", {"price": 1, "x": 1}, "copy")),
+        ({"metadata": {"price": None, "y": {"z": 1}}}, ("M", {"x": 1, "y": {"z": 1}}, "copy")),
+        ({}, ("M", {"x": 1, "y": {"z": 1}}, "copy")),
+        ({"metadata": {"y": {"z": None}}}, ("M", {"x": 1, "y": {}}, "copy")),
+        ({"label": None, "metadata": {}}, (None, {"x": 1, "y": {}}, "copy")),
+        ({"label": "N", "metadata": None}, ("N", {}, "copy")),
     ):
         changed = client.patch(a, json=reply)
         assert changed.json() == {"id": "a", "replaced": True}, changed.text
@@ -179,6 +185,9 @@ def test_put_replaces_an_item_and_patch_changes_the_members_in_the_body(served, 
     for id in ("%FF", "x" * 1001, "%00"):
         wire.refused(client.patch(f"/v1/items/{id}", json={"label": "x"}), 404, "no such item")
     wire.refused(client.patch(a, json=vector), 400, "JSON must be")
+    for big in (2**63, 10**29 + 1, -(10**30)):  # a float would lose digits
+        for reply in (client.patch(a, json={"metadata": {"n": big}}), put(big)):
+            wire.refused(reply, 422, "64 bits")
     wire.refused(client.patch(a, files={"image": image}), 415, "application/json")
 
 

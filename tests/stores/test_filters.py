@@ -55,9 +55,11 @@ def test_every_kind_of_value_against_every_other(store, op):
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
         for field in (("x",), ("x", "x"), "label"):
+            if field == "label" and not isinstance(value, str):
+                continue  # refused
             for filter in (
                 Compare(field, op, value),
-                In(field, (value, "shoe", True)),
+                In(field, (value, "shoe", "Z") if field == "label" else (value, "shoe", True)),
                 Exists(field),
             ):
                 expected = {

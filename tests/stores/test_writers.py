@@ -130,7 +130,8 @@ def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
                 entry = str(n) if name == "label" else {"n": n}
                 assert store.update("id1", {name: entry}, bundle.sha256)
                 time.sleep(0.002)
-                if getattr(store.get(["id1"])["id1"], name) != entry:
+                item = store.get(["id1"])["id1"]
+                if (item.label if name == "label" else {"n": item.metadata["n"]}) != entry:
                     missing.append(entry)
             return missing
 

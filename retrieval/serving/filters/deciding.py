@@ -13,6 +13,7 @@ from typing import Any
 
 from retrieval.errors import DataError
 from retrieval.serving.filters.tree import (
+    LONG_INTEGER,
     And,
     Condition,
     Exists,
@@ -25,7 +26,7 @@ from retrieval.serving.filters.tree import (
     Value,
     fold,
     has_surrogate,
-    number,
+    is_long,
     type_of,
 )
 
@@ -77,8 +78,6 @@ def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any])
 def _is_true(op: str, element: Any, operand: Value) -> bool:
     if isinstance(element, Mapping | list | tuple) or type_of(element) != type_of(operand):
         return False
-    if isinstance(element, int | float):
-        element = number(element)
     return COMPARE[op](element, operand)
 
 
@@ -112,17 +111,12 @@ def _of_condition(filter: Condition) -> Sql:
 
 
 def _column(filter: Condition) -> Sql:
-    """Return the SQL of a condition on id or label.
-
-    A value that is not text never matches. SQLite would convert it to text, so it is left out.
-    """
+    """Return the SQL of a condition on id or label, whose values are text."""
     column = f"items.{filter.field}"
     exists = f"{column} is not null"
     if isinstance(filter, Exists):
         return exists, ()
-    texts = tuple(value for value in filter.values if isinstance(value, str))
-    if not texts:
-        return (exists if filter.op == "!=" else "0"), ()
+    texts: tuple[Any, ...] = filter.values
     if isinstance(filter, In):
         return f"{exists} and {column} in ({', '.join('?' * len(texts))})", texts
     return f"{exists} and {column} {filter.op} ?", texts
@@ -204,7 +198,9 @@ def _checked_json(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, str):
         return _checked_text(value, where)
     if isinstance(value, int | float):
-        if not math.isfinite(value := number(value)):
+        if is_long(value):
+            raise DataError(f"{where} is {LONG_INTEGER}")
+        if not math.isfinite(value):
             raise DataError(f"{where} must be a finite number within the range of float64.")
         return value
     if isinstance(value, list | tuple):

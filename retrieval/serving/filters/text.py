@@ -108,9 +108,9 @@ class _FilterBuilder(Transformer[Token, Any]):
         if token.type == "TEXT":
             return token[1:-1].replace("''", "'")
         if token.type == "NUMBER":
-            # Python's `int` refuses thousands of digits, so parse long numbers as floats.
-            whole = len(token) < 30 and re.fullmatch(r"[+-]?[0-9]+", token)
-            return int(token) if whole else float(token)
+            # Python's `int` refuses thousands of digits, and 30 are too long for a filter.
+            whole = re.fullmatch(r"[+-]?[0-9]+", token)
+            return int(token[:30]) if whole else float(token)
         return {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
     def compare(self, field: Field, op: Token, value: Value) -> Filter:

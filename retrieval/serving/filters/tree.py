@@ -17,6 +17,10 @@ MOST_NESTED = 14
 MOST_CONDITIONS = 500
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 10_000
+LONG_INTEGER = (
+    "an integer of more than 64 bits, which would lose digits. Write it as text, or as a number"
+    " with an exponent, such as 1e20."
+)
 
 Field = Literal["id", "label"] | tuple[str, ...]
 """`"id"`, `"label"`, or the path of a metadata entry, such as `("maker", "country")`."""
@@ -86,6 +90,11 @@ class _Condition(_Node):
                 )
             field = _checked_path(field)
         types = tuple(map(type_of, operands))
+        if isinstance(field, str) and (others := [v for v in operands if type_of(v) != "text"]):
+            raise DataError(
+                f"`{field}` is text, which is never {_literal(others[0])}. Put the text in quotes,"
+                f" or write exists({field}) to ask whether an item has one."
+            )
         self._set(Size(0, 1, len(operands)), field=field, _types=types, **attributes)
 
 
@@ -237,17 +246,9 @@ def type_of(value: Value) -> str:
     return "text" if isinstance(value, str) else "number"
 
 
-def number(value: int | float) -> int | float:
-    """Return a number as SQLite stores it: a 64-bit integer or a float64.
-
-    Integers beyond float64 become infinite.
-    """
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    return value
+def is_long(value: int | float) -> bool:
+    """Return whether a number is an integer that SQLite would store as a float64."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def field_of(names: tuple[str, ...]) -> Field:
@@ -313,7 +314,9 @@ def _checked_value(value: Any) -> Value:
         raise DataError(
             f"A value must be text, a number, true, false or null, not {_shown(value)}."
         )
-    plain = float(value) if isinstance(value, float) else number(int(value))
+    plain = float(value) if isinstance(value, float) else int(value)
+    if is_long(plain):
+        raise DataError(f"The filter has {LONG_INTEGER}")
     if not math.isfinite(plain):
         raise DataError("A number in a filter must be finite and within the range of float64.")
     return plain

@@ -144,26 +144,38 @@ class ListParameters(JsonBody):
     fields: Names = None
 
 
-class ItemChangeBody(JsonBody):
-    """Changes to an item; members that are left out keep their value."""
+class ItemFields(JsonBody):
+    """What a client says of an item, beside its image or vector."""
 
     label: Annotated[str | None, Field(description="text, or null for none")] = None
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
 
 
-class ItemForm(ItemChangeBody):
+class ItemPatch(JsonBody):
+    """Changes to an item; members that are left out keep their value.
+
+    The metadata are a merge patch (RFC 7396): an entry that is null is removed.
+    """
+
+    label: Annotated[str | None, Field(description="text, or null for none")] = None
+    metadata: Annotated[
+        dict[str, Any] | None, Field(description="an object, or null for none")
+    ] = {}
+
+
+class ItemForm(ItemFields):
     """The form fields of an item with an image."""
 
     keep: Annotated[Keep, Field(description="copy, thumbnail or nothing")] = "copy"
 
 
-class ItemBody(ItemChangeBody):
+class ItemBody(ItemFields):
     """An item with a vector."""
 
     vector: Annotated[Vector, Field(description=_VECTOR)]
 
 
-class NamedImage(ItemChangeBody):
+class NamedImage(ItemFields):
     """One of several items with an image."""
 
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
@@ -349,7 +361,7 @@ class NewItem(NamedTuple):
 
 def changes_of(body: Body) -> dict[str, Any]:
     """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
-    return ItemChangeBody.of(loads(body.content)).model_dump(exclude_unset=True)
+    return ItemPatch.of(loads(body.content)).model_dump(exclude_unset=True)
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:

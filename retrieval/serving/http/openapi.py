@@ -112,7 +112,7 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
     """Return the operations on one item, named in the path or by `?id=`, longer paths first."""
     item = answers.ItemAnswer
     bodies = {_FORM: _NEW_ITEM, _JSON: _ref(models.ItemBody)}
-    change = {_JSON: _ref(models.ItemChangeBody)}
+    change = {_JSON: _ref(models.ItemPatch)}
     return [
         Operation("get", f"{path}/image", "get_image", None, query),
         Operation("get", f"{path}/thumbnail", "get_thumbnail", None, query),
@@ -159,7 +159,7 @@ def document(handlers: type) -> dict[str, Any]:
     The document is cached, so do not modify it.
     """
     types = [
-        *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
+        *(models.ItemBody, models.ItemPatch, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),
         *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),
     ]

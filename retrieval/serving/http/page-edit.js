@@ -63,6 +63,21 @@ async function exists(id) {
   }
 }
 
+function isObject(value) {
+  return value !== null && typeof value === "object" && !Array.isArray(value);
+}
+
+// The server merges metadata as RFC 7396 says: an entry that is null is removed.
+function mergePatch(before, after) {
+  if (!isObject(before) || !isObject(after)) return after;
+  const patch = {};
+  for (const name of Object.keys(before)) if (!(name in after)) patch[name] = null;
+  for (const [name, value] of Object.entries(after)) {
+    if (JSON.stringify(value) !== JSON.stringify(before[name])) patch[name] = mergePatch(before[name], value);
+  }
+  return patch;
+}
+
 async function save() {
   const id = byId("item-id").value;
   const label = byId("item-label").value;
@@ -84,7 +99,7 @@ async function save() {
       request.body.append("image", item.image, "item");
     } else {
       request.method = "PATCH";
-      request.body = JSON.stringify({ label: label || null, metadata: parsed });
+      request.body = JSON.stringify({ label: label || null, metadata: mergePatch(item.metadata ?? {}, parsed) });
       request.headers = { "Content-Type": "application/json" };
     }
     await call(addressOf(id), request);

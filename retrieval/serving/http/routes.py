@@ -151,7 +151,7 @@ class Routes:
             return _answer({"id": id, "replaced": bool(replaced)})
 
     async def patch_item(self, request: Request) -> Response:
-        """Change an item's label or metadata; members that are left out keep their value."""
+        """Change an item's label or some of its metadata; what is left out keeps its value."""
         served, id = self._served(request), _id_of(request)
         async with self._body(request, _JSON_LIMITS) as body:
             changes = await _parsed(served, body, models.changes_of)

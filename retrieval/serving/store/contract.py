@@ -103,7 +103,7 @@ class Store(ABC):
 
         Args:
             id: id of the item.
-            changes: new values of the attributes "label" and "metadata", by name.
+            changes: a new "label", or a merge patch of the "metadata"; see `Item.changed`.
             bundle: SHA-256 of the manifest of the served bundle.
 
         Returns:
@@ -114,7 +114,7 @@ class Store(ABC):
         """
         item = self.get([id], arrays=True).get(id)
         if item is not None:
-            self.upsert([replace(item, **changes, original=self.original(id))], bundle)
+            self.upsert([replace(item.changed(changes), original=self.original(id))], bundle)
         return item is not None
 
     @abstractmethod

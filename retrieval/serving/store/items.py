@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring
 from math import inf, isfinite
 from pathlib import Path
@@ -103,6 +103,24 @@ class Item:
                 " index.get(ids, arrays=True)."
             )
         return self.arrays[VECTOR]
+
+    def changed(self, changes: Mapping[str, Any]) -> Item:
+        """Return the item with another label, and with a merge patch applied to its metadata."""
+        metadata = _merged(self.metadata, changes.get("metadata", {})) or {}
+        return replace(self, **{**changes, "metadata": metadata})
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """Apply a merge patch (RFC 7396): objects are merged, and null removes an entry."""
+    if not isinstance(patch, Mapping):
+        return patch
+    content = dict(value) if isinstance(value, Mapping) else {}
+    for name, entry in patch.items():
+        if entry is None:
+            content.pop(name, None)
+        else:
+            content[name] = _merged(content.get(name), entry)
+    return content
 
 
 @dataclass(frozen=True, slots=True)

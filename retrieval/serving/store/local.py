@@ -187,7 +187,7 @@ class LocalStore(Store):
                     raise self._superseded("Try again.")
                 row = ask(connection, f"select {COLUMNS} from items where n = ?", numbers)
                 (item,) = _with_arrays(connection, row, view, (VECTOR, CODE, FEATURES))
-            changed = replace(item, **changes, original=self.original(id))
+            changed = replace(item.changed(changes), original=self.original(id))
             if self._upsert([changed], bundle, numbers) is not None:
                 return True
             if time.monotonic() > end:

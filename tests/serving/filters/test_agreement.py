@@ -94,7 +94,7 @@ SHOE = {
 TRUE = """
 price = 20 | price = 20.0 | price != 19 | price >= 20 and price <= 20 | price in (1, 20.0) | exists(price)
 id = 'shoe-1' | label = 'shoe' | label in ('boot', 'shoe') | label < 'shof' | label >= 'shoe' | exists(label) | exists(id)
-price != '20' | label != 20 | colour != 'red' | new != 1 | maker != 'x' | price != null | price != true
+price != '20' | colour != 'red' | new != 1 | maker != 'x' | price != null | price != true
 colour = null | exists(colour) | new = true | new in (false, true) | colour in (null, 1)
 tags = 'red' | tags = 3 | tags != 'red' | tags > 'blaa' | tags < 4 | tags in ('blue', 7) | exists(none) | exists(tags)
 maker.country = 'DE' | exists(maker) | exists(maker.sites) | "unit price" < 3 | metadata.label = 'inner' | metadata."and" = 1
@@ -102,13 +102,13 @@ metadata.price = 20 | "a.b" = 1 | not a.b = 1 | PRICE = 20 or price = 20 | NOT p
 not price = '20' | not size = 1 | not exists(size) | price not in (1, 2) | not (price = 1 or price = 2) | not none = 1
 """.replace("\n", "|")  # noqa: E501
 FALSE = """
-price < 20 | price = '20' | price = true | price > '1' | price in ('20', true) | label = 5 | label in (5, null) | label > 5
+price < 20 | price = '20' | price = true | price > '1' | price in ('20', true)
 size = 1 | size != 1 | size = null | size in (null) | exists(size) | size.x = 1 | price.x = 1 | exists(label2)
 colour = 'red' | colour < 1 | new = 1 | new = 'true' | new > 0 | none = 1 | none != 1 | tags = 'deep' | tags = 'green'
 maker = 'DE' | maker in ('DE', 1) | maker.sites.city = 'Ulm' | tags.x = 1 | label = 'inner' | label = 'Shoe' | not tags = 'red'
 Price = 20 | maker.country = 'DE' and price = 1 or price = 2 | not new = true | not exists(id)
 """.replace("\n", "|")  # noqa: E501
-UNLABELLED = "label = 'x' | label != 'x' | label = null | label in (null) | exists(label)"
+UNLABELLED = "label = 'x' | label != 'x' | exists(label)"
 CASES = [
     (text.strip(), label, truth)
     for texts, label, truth in (
@@ -183,9 +183,9 @@ def test_true_and_1_are_two_filters():
 
 
 def test_metadata_are_written_as_json_that_sqlite_reads():
-    plain = '{"é": [1, 2.5, null, true, [1.8446744073709552e+19]]}'
-    assert metadata_text({"é": [1, 2.5, None, True, (2**64,)]}) == plain
-    odd = ("x\0", "\ud800", float("nan"), 10**400, {1})
+    plain = '{"é": [1, 2.5, null, true, [9223372036854775807, 1e+30]]}'
+    assert metadata_text({"é": [1, 2.5, None, True, (2**63 - 1, 1e30)]}) == plain
+    odd = ("x\0", "\ud800", float("nan"), 10**400, 2**63, -(2**63) - 1, {1})
     for wrong in ([], {"a\0": 1}, {1: 1}, *({"a": value} for value in odd)):
         with pytest.raises(DataError):
             metadata_text(wrong)

@@ -59,10 +59,14 @@ def test_a_mistake_is_pointed_at(text, place, sentence):
     ("text", "sentence"),
     [
         ("price < null", "have an order"),
+        ("a = " + "9" * 30, "64 bits"),
+        ("a = " + "9" * 5000, "64 bits"),
+        ("not label = 3", "`label` is text, which is never 3. Put the text in quotes"),
         ('"" = 1', "not be empty"),
         ("a = '\ud800'", "lone surrogate"),
         ("a = '\0'", "NUL"),
-        ("a = -" + "9" * 5000, "finite"),
+        ("a = -" + "9" * 5000, "64 bits"),
+        ("a = -" + "9" * 5000 + ".0", "finite"),
     ],
 )
 def test_an_invalid_field_or_value_in_text_is_refused(text, sentence):
@@ -84,7 +88,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"a": {"=": {"b": 1}}}, "a dict"),
     ({"a": {"<": None}}, "have an order"),
     ({"a": math.nan}, "finite"),
-    ({"a": 10**400}, "finite"),
+    ({"a": 10**400}, "64 bits"),
+    ({"a": 2**63}, "64 bits"),
+    ({"label": 3}, "is text, which is never 3"),
+    ({"id": {"in": ["3", None]}}, "is text, which is never null"),
+    ({"label": {"!=": True}}, "is text, which is never true"),
     ({"\ud800": 1}, "lone surrogates"),
     ({"a..b": 1}, "not a field"),
     ({'"a': 1}, "not a field"),

@@ -230,15 +230,21 @@ class ItemCases(Bench):
         equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
 
     def test_updating_one_item(self) -> None:
-        """`update` changes the named attributes and keeps the others, the arrays and the original.
+        """`update` changes the label, merges metadata, and keeps the rest and the original.
 
         It refuses invalid values and another bundle, and adds no item.
         """
         store = self.store()
         old = item("a", label="old", metadata={"price": 1}, keep="copy", original=b"bytes")
         store.upsert([old], opened().sha256)
-        for changes in ({"label": None}, {"metadata": {"size": 2}}, {"label": "", "metadata": {}}):
-            old = replace(old, **changes)
+        for changes, label, metadata in (
+            ({"label": None}, None, {"price": 1}),
+            ({"metadata": {"size": 2}}, None, {"price": 1, "size": 2}),
+            ({"label": "", "metadata": {}}, "", {"price": 1, "size": 2}),
+            ({"metadata": {"size": None, "a": {"b": 3}}}, "", {"price": 1, "a": {"b": 3}}),
+            ({"metadata": {"a": {"c": 4}}}, "", {"price": 1, "a": {"b": 3, "c": 4}}),
+        ):
+            old = replace(old, label=label, metadata=metadata)
             equal(store.update("a", changes, opened().sha256), True, "whether the item exists")
             alike(store.get(["a"], arrays=True)["a"], old)
             equal(store.original("a"), b"bytes", "original")
