@@ -19,7 +19,7 @@ from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
 from retrieval.host.python_parts import DICTIONARY
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import as_list, decode, from_pixels
+from retrieval.serving.images import as_list, channels_last, decode, from_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -152,8 +152,7 @@ def _image(item: Any, where: str) -> Image:
     """Return an image of any form as a Pillow image."""
     if isinstance(item, Mapping):  # from `datasets.Image(decode=False)`
         item = item.get("bytes") or item.get("path")
-    if isinstance(item, np.ndarray) or hasattr(item, "detach"):
-        item = as_list(item)[0]  # an array with channels last
+    item = channels_last(item)
     try:
         if isinstance(item, np.ndarray):
             return from_pixels(item)
@@ -181,9 +180,11 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
         raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
     if array is None and listed and getattr(listed[0], "ndim", 0) == 1:
         array = np.stack([np.asarray(row) for row in listed])
+    if array is not None and len(array) and not array[0].size:
+        raise DataError(f"{name}: its items hold no numbers; their shape is {array.shape[1:]}.")
     if array is not None and array.ndim == 2:
         return ArrayDataset(array.astype(np.float32), labels, kind="features", **further)
-    if array is not None and array.dtype == np.uint8:
+    if array is not None and (array.dtype == np.uint8 or not len(array)):
         return ArrayDataset(np.ascontiguousarray(array), labels, **further)
     if listed and all(isinstance(image, str | Path) for image in listed):
         files = [Path(image) for image in listed]

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
 from retrieval.serving.bundle_folder import FILE, manifest_text, opened_whole, read_files
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, from_pixels
+from retrieval.serving.images import as_list, decode, from_pixels
 from retrieval.serving.manifest import Input, Manifest, parse_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
@@ -299,10 +299,7 @@ class Bundle:
             DataError: an image cannot be used (the message names it), or this bundle takes
                 features.
         """
-        if isinstance(images, np.ndarray) and images.ndim > 3:
-            images = list(images)
-        items = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
-        return self.encode_each(items, batch_size=batch_size, progress=progress).vector
+        return self.encode_each(as_list(images), batch_size=batch_size, progress=progress).vector
 
     def encode_each(
         self,

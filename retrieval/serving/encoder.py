@@ -32,10 +32,12 @@ class Encoder(ABC):
         Args:
             images: one image, a list of images, or a folder. An image is a path, an encoded image's
                 bytes, a Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0
-                to 1, or a tensor of such pixels with channels first. An array (N, H, W, 3) or a
-                tensor (N, 3, H, W) is N images. A folder's images, subfolders included, are encoded
-                in the order in which `retrieval.plugin.find_images` lists them. An encoder trained
-                on vectors takes rows (N, F).
+                to 1, or, in a list, a tensor of such pixels with channels first. An array (N, H, W)
+                or (N, H, W, 3), or a tensor (N, H, W) or (N, 3, H, W), is N images; (3, H, W) alone
+                is refused, because it may be one colour image or three grey ones. A folder's
+                images, subfolders included, are encoded in the order in which
+                `retrieval.plugin.find_images` lists them. An encoder trained on vectors takes rows
+                (N, F).
             batch_size: number of items per batch.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).

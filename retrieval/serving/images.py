@@ -657,19 +657,33 @@ def from_pixels(array: NDArray[Any]) -> Image.Image:
 def as_list(images: Any) -> list[Any]:
     """Return one or several images as a list for `Bundle.preprocess`.
 
-    An array with four axes is a batch (N, H, W, channels). Tensors have channels first, as in
-    torchvision, and become arrays; a tensor with four axes is a batch (N, channels, H, W).
+    N images may be one array (N, H, W, channels) or (N, H, W). Tensors have channels first, as in
+    torchvision, and become arrays; N images may be one tensor (N, channels, H, W) or (N, H, W).
+
+    Raises:
+        DataError: the shape may be that of several grey images, or of one image.
     """
     if isinstance(images, str | bytes | os.PathLike | Image.Image):
         return [images]
-    if isinstance(images, np.ndarray):
-        return list(images) if images.ndim == 4 else [images]
-    if hasattr(images, "detach"):
-        return [_channels_last(row) for row in (images if images.ndim == 4 else [images])]
-    return [_channels_last(image) if hasattr(image, "detach") else image for image in images]
+    is_tensor = hasattr(images, "detach")
+    if is_tensor or isinstance(images, np.ndarray):
+        ends_with_channels = images.ndim == 3 and images.shape[2] in (1, 3)
+        if images.ndim < 3 or (ends_with_channels and not is_tensor):
+            return [channels_last(images)]
+        if images.ndim == 3 and (ends_with_channels or len(images) == 3):
+            raise DataError(
+                f"Pixels of shape {tuple(images.shape)} may be several grey images or one colour"
+                " image. Pass a list: list(images) or [image]."
+            )
+    return [channels_last(image) for image in images]
 
 
-def _channels_last(tensor: Any) -> NDArray[Any]:
-    """Return a tensor (channels, H, W) or (H, W) as an array (H, W, channels) or (H, W)."""
-    array: NDArray[Any] = tensor.detach().cpu().numpy()
+def channels_last(image: Any) -> Any:
+    """Return a tensor (channels, H, W) or (H, W) as an array (H, W, channels) or (H, W).
+
+    Other objects are returned as they are.
+    """
+    if not hasattr(image, "detach"):
+        return image
+    array: NDArray[Any] = image.detach().cpu().numpy()
     return array.transpose(1, 2, 0) if array.ndim == 3 else array

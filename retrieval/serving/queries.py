@@ -33,8 +33,8 @@ def encode_queries(
         queries: one query or a list of queries of one kind. An image is its file's path, its bytes,
             a Pillow image, or its pixels as for `retrieval.Encoder.encode`. A vector is features
             (F,) if the bundle takes features, otherwise an output of the encoder (P,). Several
-            vectors may be one array (N, F) or (N, P), and several images one array (N, H, W, 3) or
-            one tensor (N, 3, H, W). An `Encoded` is returned as it is.
+            vectors may be one array (N, F) or (N, P), and several images one array or tensor, as
+            for `encode`. An `Encoded` is returned as it is.
 
     Raises:
         DataError: a query cannot be used, or a list mixes images and vectors. For a list, the
@@ -42,9 +42,9 @@ def encode_queries(
     """
     if isinstance(queries, Encoded):
         return queries, False
-    if hasattr(queries, "detach") or (isinstance(queries, np.ndarray) and queries.ndim == 4):
+    if hasattr(queries, "detach") or (isinstance(queries, np.ndarray) and queries.ndim > 2):
         rows = as_list(queries)
-        queries = rows if getattr(queries, "ndim", 0) == 4 else rows[0]
+        queries = rows if getattr(queries, "ndim", 0) == 4 or len(rows) > 1 else rows[0]
     if is_image(queries) and (not isinstance(queries, np.ndarray) or _is_pixels(bundle, queries)):
         return bundle.encode_image(queries), True
     if isinstance(queries, np.ndarray):

@@ -203,3 +203,15 @@ def test_a_hugging_face_dataset(files):
 def test_other_objects_are_refused(obj, words):
     with pytest.raises(DataError, match=words):
         as_dataset(obj)
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 8), (4, 8, 0), (4, 8, 8, 0), (4, 0)])
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_items_without_numbers_are_refused(shape, kind):
+    with pytest.raises(DataError, match=r"its items hold no numbers; their shape is \(\d,"):
+        as_dataset((np.zeros(shape, kind), list("abab")))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_no_images_are_an_empty_dataset(kind):
+    assert len(as_dataset((np.zeros((0, 8, 8), kind), []))) == 0

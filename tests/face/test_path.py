@@ -62,13 +62,48 @@ def test_an_image_has_one_embedding_in_every_form(trained, bundle, photos):
             arrays,
             [array / 255 for array in arrays],
             np.stack(arrays)[..., None],
+            np.stack(arrays)[[0, 1, 2, 2]],
+            torch.from_numpy(np.stack(arrays)[[0, 1, 2, 2]]),
             tensor,
             list(tensor.float() / 255),
         ):
-            assert np.array_equal(encoder.encode(images, progress=False), expected)
+            assert np.array_equal(encoder.encode(images, progress=False)[:3], expected)
         for image in (files[0], pictures[0], arrays[0], tensor[0]):
             assert encoder.encode(image, progress=False) == pytest.approx(expected[:1], abs=1e-6)
     assert bundle.encode(files, progress=False) == pytest.approx(expected, abs=1e-5)
+    assert bundle.bundle.encode_images(np.stack(arrays)[[0, 1]], progress=False).shape == (2, 16)
+
+
+AMBIGUOUS = [
+    np.zeros((3, 8, 8), np.uint8),  # three in grey, or one with channels first
+    torch.zeros(3, 8, 8),
+    torch.zeros(8, 8, 3),  # eight in grey, or one with channels last
+]
+
+
+@pytest.mark.parametrize("images", AMBIGUOUS)
+def test_a_stack_that_may_be_one_image_is_refused(images, trained, bundle, index):
+    says = (
+        r"Pixels of shape \(., 8, .\) may be several grey images or one colour image\. Pass a list"
+    )
+    for take in (trained.encode, bundle.encode, bundle.bundle.encode_images, index.search):
+        with pytest.raises(retrieval.errors.DataError, match=says):
+            take(images)
+    with pytest.raises(retrieval.errors.DataError, match=says):
+        index.add(images=images, ids=list(map(str, range(len(images)))))
+    assert len(bundle.encode(list(images), progress=False)) == len(images)
+    assert len(bundle.encode([torch.zeros(3, 8, 8)], progress=False)) == 1
+
+
+def test_a_stack_of_grey_images_is_added_and_searched(bundle, photos, tmp_path):
+    files = sorted(photos.glob("*/*.png"))[:5]
+    stack = np.stack([np.asarray(Image.open(file)) for file in files])
+    ids = [str(number) for number in range(5)]
+    with retrieval.Index.create(tmp_path / "i", model=bundle.path, progress=False) as index:
+        assert index.add(images=stack, ids=ids, progress=False).added == 5
+        for queries in (stack, torch.from_numpy(stack), stack / 255):
+            assert [hits[0].id for hits in index.search(queries, k=1)] == ids
+        assert index.search(stack[:1], k=1)[0].id == "0"
 
 
 @pytest.mark.parametrize(

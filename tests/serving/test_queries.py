@@ -88,7 +88,7 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
         (None, "not None"),
         ({"a": 1}, "type dict"),
         (np.zeros((2, 3, 4, 5), np.uint8), r"queries\[0\]: Pixels must be uint8"),
-        (np.zeros((8, 8, 7), np.uint8), r"Pixels must be uint8"),
+        (np.zeros((8, 8, 7), np.int64), r"queries\[0\]: a vector for this index has 16"),
     ):
         with pytest.raises(DataError, match=says):
             index.search(queries)
