@@ -71,7 +71,8 @@ class Pooled(nn.Module):
             `cls+mean` concatenates class token and mean.
         cells: number of cells per side of the grid.
         preprocessing: preprocessing that sets the size of the images.
-        prefix: number of tokens before the tokens of positions; the first is the class token.
+        prefix: number of tokens before the tokens of positions.
+        has_class_token: whether the first of them is a class token.
         channels_last: whether maps are (B, h, w, C).
 
     Raises:
@@ -87,13 +88,14 @@ class Pooled(nn.Module):
         preprocessing: Preprocessing,
         *,
         prefix: int = 0,
+        has_class_token: bool = False,
         channels_last: bool = False,
     ) -> None:
         super().__init__()
         self.network, self.prefix, self.channels_last = network, prefix, channels_last
         self.kinds = pool.split("+")
         output = tried(self, self.output, preprocessing)
-        if "cls" in self.kinds and not (prefix and output.ndim == 3):
+        if "cls" in self.kinds and not (prefix and has_class_token and output.ndim == 3):
             raise ValueError(
                 f'pool = "{pool}": the model has no class token. Use mean, gem or grid'
             )
@@ -111,10 +113,29 @@ class Pooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images."""
         output = self.output(x)
-        parts = [output[:, 0]] if "cls" in self.kinds else []
+        parts = [self._normed(output[:, 0])] if "cls" in self.kinds else []
         if self.kinds[-1] != "cls":
-            parts.append(self.pool(self._maps(output)))
+            parts.append(self._normed(self.pool(self._maps(output))))
         return torch.cat(parts, dim=1)
+
+    def _normed(self, pooled: Tensor) -> Tensor:
+        """Return pooled vectors (B, C), or those of a grid (B, C × cells²), after the last norm.
+
+        Some models normalise tokens or maps only after they are pooled: timm's transformers that
+        take the mean (`fc_norm`), and ConvNeXt (`head.norm`).
+        """
+        norm: Any = getattr(self.network, "fc_norm", None)
+        if norm is None:
+            norm = getattr(getattr(self.network, "head", None), "norm", None)
+        weight = getattr(norm, "weight", None)
+        if weight is None:
+            return pooled
+        cells = pooled.reshape(len(pooled), len(weight), -1)
+        if isinstance(norm, nn.BatchNorm2d | nn.GroupNorm) or "2d" in type(norm).__name__:
+            normed: Tensor = norm(cells[..., None])
+        else:
+            normed = norm(cells.transpose(1, 2)).transpose(1, 2)
+        return normed.flatten(1)
 
     def output(self, x: Tensor) -> Tensor:
         """Return the network's maps or tokens, from timm's `forward_features` if it exists."""

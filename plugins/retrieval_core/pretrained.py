@@ -148,8 +148,8 @@ def torchvision_model(
         size: height and width of the input in pixels; by default those of the weights, mostly 224.
         pool: how the last map or the tokens become one vector: `cls` (a transformer's class token),
             `mean`, `cls+mean`, `gem` (a generalised mean with a learned exponent) or `grid` (the
-            means of cells × cells regions). By default the model's own pooling is used, with which
-            its weights were trained.
+            means of cells × cells regions). By default the library's own pooling of the model is
+            used. A norm that the model applies to its pooled vector is applied here too.
         cells: number of cells per side of the grid.
 
     Raises:
@@ -190,7 +190,14 @@ def torchvision_model(
         network = fetch(f"The weights '{weights}' of {model}", "leave weights out", load)
     if pool is not None:
         trunk = _Trunk(network, preprocessing)
-        network = Pooled(trunk, pool, cells, preprocessing, prefix=trunk.prefix)
+        network = Pooled(
+            trunk,
+            pool,
+            cells,
+            preprocessing,
+            prefix=trunk.prefix,
+            has_class_token=trunk.prefix > 0,
+        )
         return Network(network, preprocessing, model)
     _remove_classifier(network)
     return Network(network, preprocessing, model)
@@ -352,9 +359,16 @@ def timm_model(
         numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
         network = Levels(network, preprocessing, numbered, names)
     elif pool is not None:
-        prefix = getattr(network, "num_prefix_tokens", 0)
-        nhwc = getattr(network, "output_fmt", "NCHW") == "NHWC"
-        network = Pooled(network, pool, cells, preprocessing, prefix=prefix, channels_last=nhwc)
+        network = Pooled(
+            network,
+            pool,
+            cells,
+            preprocessing,
+            prefix=getattr(network, "num_prefix_tokens", 0),
+            # the first of these tokens may also be a register
+            has_class_token=getattr(network, "cls_token", None) is not None,
+            channels_last=getattr(network, "output_fmt", "NCHW") == "NHWC",
+        )
     return Network(network, preprocessing, model)
 
 

@@ -164,12 +164,9 @@ def loading() -> Iterator[None]:
     """Pause garbage collection during imports, and exempt the imported objects from later runs.
 
     Importing torch creates a million objects that live as long as the process. Collecting among
-    them takes a sixth of the time of `retrieval check`. torch's compiler is kept out too. Only
-    commands use this: a user's own process may have garbage to collect, or need the compiler.
+    them takes a sixth of the time of `retrieval check`. Only commands use this: a user's own
+    process may have garbage to collect.
     """
-    from retrieval.host.lazy import keep_compiler_out
-
-    keep_compiler_out()
     if not gc.isenabled() or "torch" in sys.modules:
         yield
         return

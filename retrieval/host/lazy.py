@@ -1,18 +1,12 @@
-"""Import a package's names on first use, and skip a module that torch imports but does not use.
-
-torch's optimisers load torch's compiler only to mark functions that it must not compile. Loading
-the compiler takes as long as loading torch itself.
-"""
+"""Import a package's names on first use."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from retrieval.errors import MissingDependency
@@ -113,58 +107,3 @@ def how_to_have(module: str) -> str:
         "which is not installed. Install it: pip install"
         f" 'embedding-retrieval[{extras.get(root, 'train')}]'."
     )
-
-
-@contextmanager
-def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
-    """Context manager that puts an empty module with these names in place of an unloaded module.
-
-    This affects all threads: no code that needs the real module may run meanwhile.
-    """
-    if module in sys.modules:
-        yield
-        return
-    empty = ModuleType(module)
-    vars(empty).update(names)
-    sys.modules[module] = empty
-    try:
-        yield
-    finally:
-        if sys.modules.get(module) is empty:
-            del sys.modules[module]
-
-
-_kept_out = False
-
-
-def keep_compiler_out() -> None:
-    """From now on, let `optimizing` keep torch's compiler from loading in this process.
-
-    Only the command line calls this, because another thread of a user's process may need the
-    compiler.
-    """
-    global _kept_out
-    _kept_out = True
-
-
-def load_compiler() -> None:
-    """Load torch's compiler now; once it is loaded, `optimizing` has no effect."""
-    import torch._dynamo  # noqa: F401
-
-
-@contextmanager
-def optimizing() -> Iterator[None]:
-    """Context manager in which optimisers are created or stepped without torch's compiler.
-
-    No other code may run inside. Without compilation, torch's `graph_break` does nothing and
-    `disable` returns its function.
-    """
-    if not _kept_out:
-        yield
-        return
-    with kept_out("torch._dynamo", graph_break=lambda *_, **__: None, disable=_as_is):
-        yield
-
-
-def _as_is(function: Any, *_: object, **__: object) -> Any:
-    return function

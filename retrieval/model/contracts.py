@@ -16,19 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 import numpy as np
 from numpy.typing import NDArray
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
-
-from retrieval.host.lazy import kept_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from retrieval.serving.images import Preprocessing
-
-# These slow modules load on first use instead, because pytorch-metric-learning seldom uses them.
-with kept_out("scipy.stats"), kept_out("scipy.special"):
-    import pytorch_metric_learning.losses  # noqa: F401 (later imports then skip them too)
-    from pytorch_metric_learning.distances import BaseDistance
 
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]

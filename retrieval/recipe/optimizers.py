@@ -12,7 +12,6 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import did_you_mean
-from retrieval.host.lazy import optimizing
 from retrieval.recipe.tables import Optimizer, Schedule
 
 SHAPES = ("constant", "linear", "cosine")
@@ -61,8 +60,7 @@ def _option_problems(
     ]
     if not problems:
         try:
-            with optimizing():
-                make(**options)
+            make(**options)
         except (ValueError, TypeError, RuntimeError) as error:
             problems.append(f"{where} options: {name} refuses them: {error}.")
     return problems
@@ -96,8 +94,7 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
     reserved = {"optimizer", "last_epoch"}
     if section.name == "ReduceLROnPlateau":
         reserved.add("mode")
-    with optimizing():
-        make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
+    make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
     problems = _option_problems(make, section.options, reserved, where)
     if section.warmup:
         problems.append(

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 def check_names(recipe: Tables) -> list[str]:
     """Return problems with the names of optimisers, schedule, transforms and metrics."""
-    from retrieval.host.lazy import load_compiler
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
-    if recipe.train.compile:
-        load_compiler()
     problems = check_optimizer(recipe.optimizer, "[optimizer]")
     problems += check_schedule(recipe.schedule, "[schedule]")
     if recipe.generator_optimizer:

@@ -181,9 +181,9 @@ class Optimizer(Section):
     """Learning rate."""
     lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Factors of the learning rate. A key is a part (`{ head = 10, loss = 100 }`), the
-    backbone's first stages (`"stages:2" = 0.1`), `vectors` (biases and the scales of norms), or
-    a pattern of parameter names (`"backbone.*.bias" = 2`). If several keys cover a parameter,
-    the last one applies.
+    backbone's first stages (`"stages:2" = 0.1`), `vectors` (biases, the scales of norms,
+    and a transformer's tokens and positions), or a pattern of parameter names
+    (`"backbone.*.bias" = 2`). If several keys cover a parameter, the last one applies.
     """
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Each backbone stage learns at this factor times the rate of the next stage, and the last

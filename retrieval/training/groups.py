@@ -26,26 +26,44 @@ class Entry:
         name: full name, such as `backbone.stages.0.weight`.
         part: the part that owns the parameter; a miner's parameters belong to the loss.
         stage: number of the backbone's stage, from 1 at the input; 0 outside the backbone.
-        dimensions: number of the parameter's dimensions.
+        is_vector: whether the selector `vectors` covers the parameter.
     """
 
     name: str
     part: Trainable
     stage: int
-    dimensions: int
+    is_vector: bool
 
     def fits(self, selector: str) -> bool:
         """Return whether a selector covers the parameter."""
         if selector.startswith("stages:"):
             return 0 < self.stage <= int(selector.partition(":")[2])
         if selector == "vectors":
-            return self.dimensions <= 1
+            return self.is_vector
         return selector == self.part or fnmatchcase(self.name, selector)
 
     def last_of(self, values: Mapping[str, float]) -> float | None:
         """Return the value of the last selector that covers the parameter, or `None`."""
         fitting = [value for selector, value in values.items() if self.fits(selector)]
         return fitting[-1] if fitting else None
+
+
+_TOKENS = frozenset(
+    ("cls_token", "class_token", "dist_token", "reg_token", "pos_embed", "pos_embedding")
+)
+"""Names that transformers give their class token, register tokens and positions."""
+
+
+def exempt_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of any shape that no weight decay should shrink.
+
+    They are a transformer's tokens and positions, and what timm's `no_weight_decay` lists.
+    """
+    names = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in _TOKENS}
+    for path, module in model.named_modules():
+        if callable(listed := getattr(module, "no_weight_decay", None)):
+            names |= {f"{path}.{name}".lstrip(".") for name in listed()}
+    return names
 
 
 def stages(network: nn.Module, name: str = "") -> list[list[str]]:
@@ -117,9 +135,12 @@ class Groups:
         by_stage = stages(model.backbone, "backbone.")
         self.stages = len(by_stage)
         stage_of = {name: number for number, names in enumerate(by_stage, 1) for name in names}
+        undecayed = exempt_names(model)
         owner = {id(p): part for part, parameters in parts.items() for p in parameters}
         self.entries = {
-            id(p): Entry(name, owner[id(p)], stage_of.get(name, 0), p.ndim)
+            id(p): Entry(
+                name, owner[id(p)], stage_of.get(name, 0), p.ndim <= 1 or name in undecayed
+            )
             for module in (model, objective)
             for name, p in module.named_parameters()
             if id(p) in owner

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from retrieval.errors import RecipeError
-from retrieval.host.lazy import optimizing
 from retrieval.model.model import Model
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
@@ -52,7 +51,6 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
     return parameters_of
 
 
-@optimizing()
 def build_optimizers(
     recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -33,6 +34,8 @@ from retrieval.run.checkpoint import python_random_kept
 from retrieval.run.open import Run
 from retrieval.run.resume import Standing, changes, standing
 from retrieval.serving.memory import keep_large_blocks
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -78,6 +81,18 @@ def repeating(train: Train) -> Iterator[None]:
         torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = benchmark, fill
 
 
+def has_bf16(on_cpu: bool) -> bool:
+    """Return whether the processor or GPU has bf16 instructions; without them torch emulates bf16.
+
+    Releases of torch before 2.10 do not say so of a processor; such a processor counts as without.
+    """
+    if not on_cpu:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    names = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16")
+    return any(capabilities.get(name) for name in names)
+
+
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Return an `Accelerator` with the recipe's device and precision.
 
@@ -92,6 +107,12 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     on_cpu = train.device == "cpu" or not torch.cuda.is_available()
     if train.precision == "fp16" and on_cpu:
         raise RecipeError('[train] precision: "fp16" needs a GPU. On a CPU use "bf16" or "no".')
+    if train.precision == "bf16" and not has_bf16(on_cpu):
+        log.warning(
+            '[train] precision: this %s has no bf16 instructions, so "bf16" is several times slower'
+            ' than "no".',
+            "processor" if on_cpu else "GPU",
+        )
     compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
         sys.platform, "g++"
     )

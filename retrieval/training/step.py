@@ -22,7 +22,6 @@ from torch.nn import Parameter
 
 from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import DataError, RecipeError, RetrievalError
-from retrieval.host.lazy import optimizing
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import TripletIndices
 from retrieval.model.guard import (
@@ -188,9 +187,7 @@ class Step:
         self.optimizers = build_optimizers(recipe, phase, groups, frozen)
         self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
         if "metric" in self.optimizers and not tried:
-            with optimizing():
-                prepared = accelerator.prepare_optimizer(self.optimizers["metric"])
-            self.optimizers["metric"] = prepared
+            self.optimizers["metric"] = accelerator.prepare_optimizer(self.optimizers["metric"])
 
     def _the(self, part: str) -> str:
         """Return a part's name for the beginning of a sentence."""
@@ -256,7 +253,6 @@ class Step:
         metrics = self._metrics(batch, synthetic, metric)
         return Losses(metric, generator, metrics, self._watched)
 
-    @optimizing()
     def zero_grad(self) -> None:
         """Clear the gradients of the parts that train."""
         for optimizer in self.optimizers.values():
@@ -285,7 +281,6 @@ class Step:
         if self.devices is not None:
             self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
-    @optimizing()
     def update(self) -> None:
         """Clip the gradients, then step the optimisers and their schedules."""
         if clip_norm := self.train_table.clip_norm:
@@ -535,7 +530,6 @@ class Step:
             for group in optimizer.param_groups
         }
 
-    @optimizing()
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of optimisers and schedules."""
         return {
@@ -545,7 +539,6 @@ class Step:
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
         }
 
-    @optimizing()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Resume from `state_dict()` of the same phase.
 

@@ -89,6 +89,40 @@ def test_pools_of_networks_of_timm_and_torchvision(name, model, pool):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "vit_tiny_patch16_224",
+        "vit_little_patch16_reg4_gap_256",
+        "eva02_tiny_patch14_224",
+        "convnext_atto",
+        "resnet10t",
+    ],
+)
+def test_the_norm_that_a_model_of_timm_applies_to_pooled_tokens_is_applied(model):
+    """timm's own head gives the expected vectors, with each of its poolings."""
+    pytest.importorskip("timm")
+    generator = torch.Generator().manual_seed(0)
+    for pool in ("cls", "mean"):
+        size = 64 if model in ("convnext_atto", "resnet10t") else None
+        values = {"model": model, "pool": pool, "size": size}
+        if pool == "cls" and model not in ("vit_tiny_patch16_224", "eva02_tiny_patch14_224"):
+            with pytest.raises(RecipeError, match="no class token"):  # a register is none
+                net("core.timm", **values)
+            continue
+        built = net("core.timm", **values).eval()
+        network = built.network.network
+        images = torch.rand(1, *built.preprocessing.shape, generator=generator)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.ndim == 1:  # a norm of scale 1 and shift 0 would hardly show
+                    parameter += torch.rand(parameter.shape, generator=generator)
+            if hasattr(network, "cls_token"):
+                network.global_pool = {"cls": "token", "mean": "avg"}[pool]
+            expected = network.forward_head(network.forward_features(images))
+            torch.testing.assert_close(built(images), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_levels_of_a_timm_network_are_its_maps():
     timm = pytest.importorskip("timm")
     built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})

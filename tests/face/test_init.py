@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from retrieval.recipe.read import read_recipe
+from retrieval.training.process import make_accelerator
 from retrieval.training.proposal import Facts, recipes_for
 
 FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0)
@@ -59,6 +61,24 @@ def test_all_recipes_are_valid_and_share_a_split(tmp_path):
     assert len({(str(recipe.split), str(recipe.sampler)) for recipe in recipes}) == 1
     assert recipes[0].backbone.frozen and recipes[1].phases[0].train == ["head", "loss"]
     assert recipes[0].split.by == "class" and recipes[0].split.validation_by == "class"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+@pytest.mark.parametrize("instructions", [[], ["avx512_bf16"], ["bf16"]])
+def test_bf16_is_proposed_to_processors_with_its_instructions(
+    tmp_path, monkeypatch, caplog, instructions
+):
+    """Others emulate it: an epoch of the net from scratch took 87 seconds instead of 13."""
+    capabilities = {"avx512_f": True, "amx_bf16": False, **dict.fromkeys(instructions, True)}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    _, text = recipes_for(FACTS, weights=True)["scratch"]
+    assert ('precision = "bf16"' in text) is bool(instructions)
+
+    file = tmp_path / "scratch.toml"
+    file.write_text(text)
+    make_accelerator(read_recipe(file, ["train.precision=bf16"]))
+    warned = "this processor has no bf16 instructions" in caplog.text
+    assert warned is not bool(instructions)
 
 
 def test_few_photos_get_no_net_from_scratch():

@@ -17,7 +17,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.serving.bundle import Bundle
 from retrieval.training.check import run_one_batch
-from retrieval.training.groups import stages
+from retrieval.training.groups import exempt_names, stages
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
@@ -95,6 +95,16 @@ def test_rates_and_decays_follow_part_stage_pattern_and_dimensions(make, tmp_pat
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert actual[name] == pytest.approx(value), name
+
+
+def test_tokens_and_positions_of_a_transformer_count_as_vectors():
+    """They are the parameters that timm's own recipes do not decay, and the registers."""
+    pytest.importorskip("timm")
+    net = create("backbone", "core.timm", model="vit_little_patch16_reg4_gap_256", pool="mean")
+    undecayed = exempt_names(net) & {name for name, _ in net.named_parameters()}
+    assert undecayed == {"network.network.pos_embed", "network.network.reg_token"}
+    listed = {f"network.network.{name}" for name in net.network.network.no_weight_decay()}
+    assert listed <= exempt_names(net)
 
 
 def test_a_frozen_stage_keeps_weights_and_batch_statistics(make, tmp_path):

@@ -34,7 +34,6 @@ def test_precision_and_memory_format_train_nearly_the_same(make, tmp_path):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++, and there is none")
 def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, process, tmp_path):
-    """In a process that keeps torch's compiler out until a recipe needs it."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
     words = (script, tmp_path / "plain" / "recipe.toml", tmp_path / "compiled")

@@ -19,7 +19,6 @@ import torch
 
 from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
 from retrieval.host.cores import cores
-from retrieval.host.lazy import keep_compiler_out
 from retrieval.host.main_script import refuse_unguarded
 from retrieval.host.version import installed_version
 from retrieval.serving.progress import Meter
@@ -273,7 +272,6 @@ def _perform_in_worker(job: Job) -> Answer:
 
 def _begin_worker(threads: int) -> None:
     """Set up a worker process that computes with `threads` threads and exits with its parent."""
-    keep_compiler_out()
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # so that Ctrl-C reaches only the main process, which stops the workers
     quiet_threads()
