@@ -177,7 +177,7 @@ def test_an_expired_key_is_refused_with_a_sentence(served, index_path, tmp_path,
     assert "expired 20" in shown[0] and "expires 20" in shown[1]
 
 
-def test_the_size_of_a_file_is_limited(tmp_path, monkeypatch):
+def test_the_size_of_a_file_is_limited(tmp_path):
     path = tmp_path / "keys"
     with path.open("wb") as file:
         file.truncate(100_000_000_000)  # sparse, and too large to read
@@ -193,11 +193,16 @@ def test_the_size_of_a_file_is_limited(tmp_path, monkeypatch):
             parse_keys(hostile, "keys")
         assert len(str(caught.value)) < 5000
     full, (_, kept) = tmp_path / "full", new_key("first", "read")
-    add_key(full, kept)
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", full.stat().st_size + 100)
-    with pytest.raises(RetrievalError, match="too large"):
-        add_key(full, new_key("second", "read")[1])
-    assert read_keys(full) == (kept,)  # it can still be read and changed
+    others = (
+        kept.model_copy(update={"name": f"key-{number:04}", "id": f"{number:012x}"})
+        for number in range(10_000)
+    )
+    lines = [json.dumps(key.model_dump(mode="json", exclude_none=True)) for key in others]
+    count = 999_950 // (len(lines[0]) + 1)
+    full.write_text("\n".join(lines[:count]))
+    with pytest.raises(RetrievalError, match="too large: the limit is 1,000,000 bytes"):
+        add_key(full, new_key("n" * 64, "read")[1])
+    assert len(read_keys(full)) == count  # it can still be read and changed
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RetrievalError, match="not a regular file"):
         read_keys(tmp_path / "pipe")

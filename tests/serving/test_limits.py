@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import pytest
 import wire
-from retrieval.serving.http import models
 from retrieval.serving.http.models import Body, BodyMemory, read_form
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
@@ -64,8 +63,7 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
     wire.until(lambda: memory_of(server) < before + 24_000_000)
 
 
-def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
-    monkeypatch.setattr(models, "BODY_MEMORY", 1_000_000)
+def test_bodies_share_a_memory_and_give_it_back():
     memory = BodyMemory()
 
     def read(*chunks: bytes):
@@ -79,27 +77,29 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-        return memory.read(Request(scope, receive), {"json": 900_000})
+        return memory.read(Request(scope, receive), {"json": 64_000_000})
 
     async def scenario() -> None:
-        first = await read(bytes(600_000))
-        assert memory.held == len(first.content) == 600_000
+        bodies = [await read(bytes(size)) for size in 3 * [64_000_000] + [60_000_000]]
+        assert memory.held == sum(len(body.content) for body in bodies) == 252_000_000
         for chunks, fault, says in (
-            ((bytes(300_000), bytes(300_000)), RequestError, "memory"),
-            ((bytes(200_000), bytes(4_000_000)), RequestError, "too large; the limit is 900,000"),
-            ((bytes(1_000_000),) * 5, RequestError, "too large"),  # the last is not read
+            ((bytes(3_000_000), bytes(3_000_000)), RequestError, "memory"),
+            ((bytes(2_000_000), bytes(256_000_000)), RequestError, "the limit is 64,000,000"),
+            ((bytes(65_000_000),) * 5, RequestError, "too large"),  # the last is not read
             ((b"a", b"b", b"c"), ClientDisconnect, None),
         ):
             with pytest.raises(fault, match=says):
                 await read(*chunks)
-        assert memory.held == 600_000
-        memory.release(len(first.content))
+        assert memory.held == 252_000_000
+        for body in bodies:
+            memory.release(len(body.content))
         assert memory.held == 0
-        most = await read(bytes(500_000), b"x" * 400_000)
-        assert most.content == bytes(500_000) + b"x" * 400_000 and memory.held == 900_000
+        most = await read(bytes(40_000_000), b"x" * 24_000_000)
+        assert most.content == bytes(40_000_000) + b"x" * 24_000_000
+        assert memory.held == 64_000_000
         memory.release(len(most.content))
         with pytest.raises(RequestError, match="too large"):
-            await read(bytes(900_001))
+            await read(bytes(64_000_001))
 
     asyncio.run(scenario())
 

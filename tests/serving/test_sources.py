@@ -100,11 +100,15 @@ def test_a_damaged_npz_is_a_sentence(tmp_path):
         collect([path], "features")
 
 
-def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.serving.index.sources._ARRAY_BYTES", 100_000)
+def test_an_npz_that_would_grow_without_bound_is_not_read(tmp_path):
     path = tmp_path / "f.npz"
-    path.write_bytes(compressed(path))
-    with pytest.raises(DataError, match="would take 800,128 bytes of memory, more than 16 times"):
+    content = compressed(path)
+    size = (800_128).to_bytes(4, "little")
+    path.write_bytes(content.replace(size, (1 << 30).to_bytes(4, "little")))
+    with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
+        collect([path], "features")
+    path.write_bytes(content.replace(size, (1 + (1 << 30)).to_bytes(4, "little")))
+    with pytest.raises(DataError, match="would take 1,073,741,825 bytes of memory, more than 16"):
         collect([path], "features")
     np.savez(path, features=np.zeros((100, 1000)), vectors=np.array([None]))
     assert len(collect([path], "features").items) == 100  # the other arrays are not read
