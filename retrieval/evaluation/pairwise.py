@@ -58,7 +58,8 @@ def evaluate_vectors(
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
-        DataError: a folder is not a complete folder of embeddings, or an item has no label.
+        DataError: a folder is not a complete folder of embeddings, an item has no label, or no
+            query has a right answer.
     """
     queries = VectorRows(Path(folder))
     items = None if gallery is None else VectorRows(Path(gallery))
@@ -67,7 +68,13 @@ def evaluate_vectors(
             f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
         )
     item_labels = None if items is None else items.labels()
-    return pairwise(queries, queries.labels(), items, item_labels, metrics)
+    evaluation = pairwise(queries, queries.labels(), items, item_labels, metrics)
+    if not evaluation.queries:
+        raise DataError(
+            f"No item of {folder} can be a query, so there is no score: no other item that is"
+            " searched has its label."
+        )
+    return evaluation
 
 
 def pairwise(

@@ -68,6 +68,9 @@ def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_pat
     embed_sources(bundle, tmp_path / "photos" / "1", tmp_path / "q", batch_size=8, progress=False)
     found = evaluate_vectors(tmp_path / "q", gallery=tmp_path / "v", progress=False)
     assert found.gallery == 150 and found.values["recall_at_1"] == 1.0  # each finds itself
+    embed_sources(bundle, tmp_path / "photos" / "2", tmp_path / "r", batch_size=8, progress=False)
+    unanswered = cli("evaluate", tmp_path / "q", "--gallery", tmp_path / "r", "--json")
+    assert unanswered.code == 2 and "can be a query, so there is no score" in unanswered.err
     other = makers.make_bundle(tmp_path / "other", seed=9)
     embed_sources(other, tmp_path / "photos" / "1", tmp_path / "w", batch_size=8, progress=False)
     with pytest.raises(DataError, match="vectors of two bundles"):
