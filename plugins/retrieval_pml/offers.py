@@ -116,7 +116,7 @@ def offer(
     ref_emb: bool = True,
     miner: bool = True,
     rows: str | None = None,
-    similarity: bool = False,
+    similarity: bool | None = None,
     without: Sequence[str] = (),
     **types: Any,
 ) -> Callable[..., Any]:
@@ -131,7 +131,7 @@ def offer(
         ref_emb: whether a loss or miner accepts a reference set.
         miner: whether a loss accepts a miner's indices.
         rows: how a loss can be divided among processes; see `retrieval.plugin.Rows`.
-        similarity: whether `distance` must be a similarity.
+        similarity: whether `distance` must be a similarity (true) or must not be one (false).
         without: parameters of `MEANINGS` that are offered only if the docstring lists them.
         types: types by parameter; they override `TYPES` and the types of the defaults.
     """
@@ -155,8 +155,8 @@ def offer(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = {upstream[name]: value for name, value in bound.arguments.items()}
-        if similarity:
-            _require_similarity(values["distance"], cls.__name__)
+        if similarity is not None:
+            _check_distance(values["distance"], similarity, cls.__name__)
         if values.get("weight_init_func") is not None:
             values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
         part = built(**values)
@@ -211,12 +211,16 @@ def _checked(cls: Any, takes: dict[str, bool], rows: str | None) -> Any:
     return cls
 
 
-def _require_similarity(distance: nn.Module | None, name: str) -> None:
-    if distance is not None and not getattr(distance, "is_inverted", False):
+def _check_distance(distance: nn.Module | None, similarity: bool, name: str) -> None:
+    if distance is None or getattr(distance, "is_inverted", False) is similarity:
+        return
+    kind = type(distance).__name__
+    if similarity:
         raise ValueError(
             f"{name} needs a similarity (pml.cosine_similarity or pml.dot_product_similarity), "
-            f"but {type(distance).__name__} is a distance"
+            f"but {kind} is a distance"
         )
+    raise ValueError(f"{name} needs a distance, such as pml.lp, but {kind} is a similarity")
 
 
 def _documented(text: str, parameters: list[str]) -> str:

@@ -267,6 +267,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         ref_emb=False,
         miner=False,
         margin=Positive,
+        similarity=False,
         Tn=NonNegative,
         imbalance=Share,
         alpha=Positive | None,

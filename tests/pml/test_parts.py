@@ -123,6 +123,34 @@ class TestRegularisers:
         for name, kind in wanting.items():
             with pytest.raises(RecipeError, match=r"needs a similarity.*LpDistance is a distance"):
                 make(kind, name, distance="pml.lp")
+        with pytest.raises(RecipeError, match=r"needs a distance.*CosineSimilarity is a simil"):
+            make("losses", "ranked_list", margin=0.4, Tn=10, distance="pml.cosine_similarity")
+
+
+MEASURING = [
+    name
+    for name, factory in PLUGINS.factories("losses").items()
+    if {"distance"} == {p.name for p in factory.parameters} & {"distance", "classes"}
+]
+
+
+@pytest.mark.parametrize("name", MEASURING)
+@pytest.mark.parametrize("distance", ["lp", "cosine_similarity", "dot_product_similarity"])
+def test_a_loss_knows_a_similarity_from_a_distance(name, distance):
+    generator = torch.Generator().manual_seed(0)
+    centres, noise = torch.randn(4, 16, generator=generator), torch.randn(16, 16)
+    labels = torch.arange(16) % 4
+    table = {"name": name, "distance": f"pml.{distance}"}
+    table |= {"margin": 0.4, "Tn": 5.0} if name == "pml.ranked_list" else {}
+    wrong_kinds = {"pml.ranked_list": True, "oahu.abtl": True, "pml.manifold": False}
+    if wrong_kinds.get(name) is (distance != "lp"):
+        with pytest.raises(RecipeError, match="similarity"):
+            PLUGINS.build("losses", table, known={"embedding_size": 16})
+        return
+    loss = PLUGINS.build("losses", table, known={"embedding_size": 16})
+    near = centres[labels] + 0.3 * noise
+    mixed = centres[torch.arange(16) // 4] + 0.3 * noise  # each cluster has items of each class
+    assert float(loss(near, labels)) < float(loss(mixed, labels))
 
 
 def test_distances():
