@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -107,6 +108,17 @@ def printable(text: str) -> str:
         return f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
 
     return "".join(map(shown, text))
+
+
+def one_line(text: str) -> str:
+    """Escape all non-printable characters of untrusted text, also line breaks and tabs."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def valid_text(text: str) -> str:
+    """Return text that can be encoded; bytes of a file name that are not UTF-8 are escaped."""
+    text = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:

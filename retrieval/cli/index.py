@@ -29,7 +29,7 @@ from retrieval.cli.common import (
     this_command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
-from retrieval.errors import StoreError, listed
+from retrieval.errors import StoreError, listed, one_line
 
 if TYPE_CHECKING:
     from retrieval.serving.index.adding import Summary
@@ -374,7 +374,7 @@ def list_items(
         return
     for item in items:
         details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
-        say(f"{item.id}  {item.label or ''}  {details}".rstrip())
+        say(one_line(f"{item.id}  {item.label or ''}  {details}".rstrip()))
     if len(items) < total:
         say(f"{len(items):,} of {total:,} items.", err=True)
 
@@ -401,9 +401,9 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
             say(f"{name}:")
             for row in value:
                 parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
-                say(f"  {', '.join(parts)}")
+                say(one_line(f"  {', '.join(parts)}"))
         elif name != "bytes" or value is not None:  # a remote store may not know its size
-            say(f"{name}: {_shown(value)}")
+            say(one_line(f"{name}: {_shown(value)}"))
 
 
 def _summary(stats: Stats) -> dict[str, Any]:
@@ -511,7 +511,8 @@ def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: boo
         return
     for group in groups:
         chain = f", in a chain up to {group.widest:.4f} apart" if group.widest > within else ""
-        say(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {'  '.join(group.ids)}")
+        ids = "  ".join(map(one_line, group.ids))
+        say(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
     extra = sum(len(group.ids) - 1 for group in groups)
     say(f"{len(groups):,} groups; {extra:,} items beyond the first of their group.", err=True)
 

@@ -25,7 +25,7 @@ from retrieval.cli.common import (
     command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.errors import DataError
+from retrieval.errors import DataError, one_line
 from retrieval.host.cores import cores
 from retrieval.host.tables import text_table
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
@@ -337,7 +337,7 @@ def push_command(
         " do not end like an image's."
     )
     for id, why in report.bad:
-        say(f"{id}: {why}", err=True)
+        say(one_line(f"{id}: {why}"), err=True)
     if report.bad:
         raise DataError(
             f"The server refused {len(report.bad):,} of the images below {folder}, for the reasons"
@@ -368,4 +368,4 @@ def _table(name: str, hits: list[Hit]) -> str:
     """Return one query's hits as aligned columns."""
     head, *rows = text_table(hits).splitlines()
     ranked = [f"{rank:>4}  {row}" for rank, row in enumerate(rows, 1)]
-    return "\n".join([f"Nearest to {name}:", f"rank  {head}" if rows else head, *ranked])
+    return "\n".join([f"Nearest to {one_line(name)}:", f"rank  {head}" if rows else head, *ranked])

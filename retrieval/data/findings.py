@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
+from retrieval.errors import one_line
+
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
 _TEST_ROLES = ("query", "gallery")
 
@@ -221,7 +223,7 @@ def _part(kind: str, lines: Sequence[str], shown: int, about: str = "") -> list[
         return []
     more = [f"  … and {len(lines) - shown:,} more"] if len(lines) > shown else []
     head = f"{len(lines):,} {_TITLES[kind][len(lines) > 1]}{about}:"
-    return [head, *(f"  {line}" for line in lines[:shown]), *more]
+    return [head, *(f"  {one_line(line)}" for line in lines[:shown]), *more]
 
 
 def lone_labels(subjects: Sequence[Subject]) -> list[str]:

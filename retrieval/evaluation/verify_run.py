@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from retrieval.host.files import whole_file, write_json
 from retrieval.host.tables import html_table
 from retrieval.model.model import Model
 from retrieval.run.open import ItemCodes, Run
+from retrieval.serving.files.csv_table import csv_text
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
@@ -248,38 +247,34 @@ def _write(
     trained: Floats,
 ) -> None:
     """Write the curves, the pairs with the trained model's distances, and then the metrics."""
-    points = _csv(
-        ("contestant", "threshold", "far", "tar"),
-        (
+    points: list[tuple[Any, ...]] = [("contestant", "threshold", "far", "tar")]
+    for name, outcome in verified.items():
+        roc = outcome.roc
+        points += [
             (name, *map(float, point))
-            for name, outcome in verified.items()
-            for point in zip(outcome.roc.threshold, outcome.roc.far, outcome.roc.tar, strict=True)
-        ),
-    )
+            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
+        ]
     keys, fold = run.dataset.keys, pairs.fold
     assert fold is not None
     columns = zip(pairs.first, pairs.second, pairs.same, fold, trained.tolist(), strict=True)
-    used = _csv(
+    used = [
         ("first", "second", "same", "fold", "distance"),
-        ((keys[a], keys[b], int(same), pairs.folds[k], d) for a, b, same, k, d in columns),
-    )
+        *((keys[a], keys[b], int(same), pairs.folds[k], d) for a, b, same, k, d in columns),
+    ]
     picture = draw_roc(
         {name: (outcome.roc, outcome.values["auc"]) for name, outcome in verified.items()}
     )
+    contents = {
+        "roc.csv": csv_text(points).encode(),
+        "roc.svg": picture,
+        "pairs.csv": csv_text(used).encode(),
+    }
     # each file gets its name only after all of them are written
     with contextlib.ExitStack() as stack:
-        for name, content in (("roc.csv", points), ("roc.svg", picture), ("pairs.csv", used)):
+        for name, content in contents.items():
             path = run.path / results.files[name]
             stack.enter_context(whole_file(path, DataError)).write_bytes(content)
     write_json(run.path / f"verification-{results.split}.json", results.as_dict(), DataError)
-
-
-def _csv(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue().encode()
 
 
 def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:

@@ -14,7 +14,7 @@ from torch import nn
 
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
-from retrieval.errors import BundleError
+from retrieval.errors import BundleError, valid_text
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
@@ -86,7 +86,7 @@ def export(
         model,
         items,
         folder,
-        name=run.path.resolve().name,
+        name=valid_text(run.path.resolve().name),
         labels=splits.labels[chosen],
         calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
         codes=None if exact else ItemCodes(run, device)(spread(splits.held_out, MANY)),

@@ -89,8 +89,11 @@ def write_bytes(
 
 
 def write_text(path: Path, text: str, error: type[RetrievalError] | None = None) -> None:
-    """Write text to a file as UTF-8, atomically; see `whole_file`."""
-    write_bytes(path, text.encode(), error)
+    """Write text to a file as UTF-8, atomically; see `whole_file`.
+
+    Bytes of a file name that are not UTF-8 are escaped.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), error)
 
 
 def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from retrieval.errors import printable
+from retrieval.errors import one_line, printable
 
 MOST_PICTURES = 50
 """Largest number of pictures in a table of hits."""
@@ -47,4 +47,4 @@ def html_hits(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) 
 def _row(hit: Any) -> list[str]:
     """Return a hit's cells, each on one line."""
     cells = (f"{hit.distance:.4f}", hit.label or "", hit.id)
-    return [printable(cell).replace("\n", "\\n") for cell in cells]
+    return [one_line(cell) for cell in cells]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, valid_text
 
 IMAGE_EXTENSIONS = frozenset(
     {
@@ -68,8 +68,9 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def own_name(folder: Path) -> str:
-    """Return the name of a folder, or of the link to it; "." is resolved."""
-    return Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
+    """Return the name of a folder, or of the link to it, as valid text; "." is resolved."""
+    name = Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
+    return valid_text(name)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

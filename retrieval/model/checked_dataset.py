@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError, PluginError, valid_text
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import breach, shown
@@ -172,7 +172,7 @@ def _text(value: Any) -> str | None:
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
     if isinstance(value, str | bool | int):
-        return str(value)
+        return valid_text(str(value))
     return "" if value is None else None
 
 

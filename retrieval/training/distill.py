@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,23 @@ from numpy.typing import NDArray
 
 from retrieval.data.cache import files_identity
 from retrieval.data.readable import skip_unreadable
-from retrieval.errors import DataError
+from retrieval.errors import DataError, valid_text
 from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing
 from retrieval.export.export_run import export
-from retrieval.host.files import whole_file, write_json
+from retrieval.host.files import whole_file, write_json, write_text
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
+from retrieval.serving.files.csv_table import csv_text
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.image_files import find_images
 from retrieval.serving.progress import Progress, shown
 from retrieval.training.train import Run
 from retrieval.training.trainer import train
+
+log = logging.getLogger(__name__)
 
 DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
@@ -145,17 +148,14 @@ def distill(
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
     with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
-    with (
-        whole_file(work / "photos.csv", DataError) as path,
-        path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as table,
-    ):
-        sides = np.full(len(files), "train")
-        sides[held_out] = "test"
-        if len(np.unique(ids[held_out])) in (1, len(held_out)):
-            # Evaluation needs a pair of a class, and another class.
-            classes = _no_classes(len(files))
-        rows = zip(map(str, files), classes, sides.tolist(), strict=True)
-        csv.writer(table).writerows([("path", "label", "split"), *rows])
+    sides = np.full(len(files), "train")
+    sides[held_out] = "test"
+    if len(np.unique(ids[held_out])) in (1, len(held_out)):
+        # Evaluation needs a pair of a class, and another class.
+        classes = _no_classes(len(files))
+    rows = zip(map(str, files), classes, sides.tolist(), strict=True)
+    table = csv_text([("path", "label", "split"), *rows])
+    write_text(work / "photos.csv", table, DataError)
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, target, replace=replace, progress=progress)
     test_files = [files[i] for i in held_out]
@@ -188,8 +188,11 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
 
     With `labels`, a photo's class is the name of its folder; otherwise the classes mean nothing.
     """
-    images = find_images(folder).images
-    files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
+    images = [file.absolute() for file in find_images(folder).images]
+    texts = [file for file in images if valid_text(str(file)) == str(file)]
+    if skipped := len(images) - len(texts):
+        log.warning("%s: the paths of %d photos are not UTF-8; they are left out.", folder, skipped)
+    files = [texts[i] for i in skip_unreadable(texts, str(folder))[0]]
     if len(files) < _FEWEST_PHOTOS:
         raise DataError(
             f"{folder} holds {len(files):,} photos, which are too few to learn a model's"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import retrieval
 from layouts import picture
 from retrieval.errors import DataError
-from retrieval.serving.files.csv_table import typed
+from retrieval.serving.files.csv_table import CsvTable, csv_text, typed
 from retrieval.serving.index.locations import Source
 from retrieval.serving.index.sources import collect
 
@@ -166,6 +168,19 @@ def test_a_column_has_one_type(texts, values):
     assert [type(row["a"]) for row in rows] == [type(value) for value in values]
     assert all(row["b"] == "x" for row in rows) and list(rows[0]) == ["a", "b"]
     json.dumps(rows, allow_nan=False)
+
+
+def test_written_cells_are_no_formulas_and_are_read_as_they_were():
+    formulas = ["=1+1", "+44 1", "-x", "@SUM(A1)", "\t=1", "\r=1", "＝1", "=cmd|' /C calc'!A0", "-"]
+    others = ["-1", "-2.5e-7", "'", "'quoted'", "'-1", "''=x", "a=b", "", 'say "x", y', "a\nb"]
+    cells = [*formulas, *others]
+    text = csv_text([("path", "label"), *((cell, cell) for cell in cells), (-0.5, 7)])
+    (_, *rows) = csv.reader(io.StringIO(text, newline=""))
+    for cell, row in zip(formulas, rows, strict=False):
+        assert row == [f"'{cell}"] * 2
+    assert rows[len(formulas)] == ["-1", "-1"] and rows[-1] == ["-0.5", "7"]
+    read = CsvTable("x.csv", ["path"], lambda: io.BytesIO(text.encode())).rows
+    assert [row["label"] for _, row in read] == [*cells, "7"]
 
 
 def test_no_rows():

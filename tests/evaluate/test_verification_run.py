@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import makers
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from retrieval.evaluation.verification import verification
 from retrieval.evaluation.verify_run import verify
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
+from retrieval.serving.bundle import Bundle
 from retrieval.training.trainer import train
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
@@ -147,6 +149,41 @@ def test_notes_count_pairs_with_training_items_and_contradictions(fresh, tmp_pat
     ]
     assert set(results.folds["trained"]["accuracy"]) == {"seen", "new", "both"}
     assert all(note in results.table() for note in results.notes)
+
+
+def test_names_that_are_not_utf8_or_begin_like_formulas(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    makers.write_digits(tmp_path / "photos", 60)
+    for folder in (tmp_path / "photos").iterdir():
+        for number, file in enumerate(sorted(folder.iterdir())):
+            head = ("\udcff", "=1+", "-", "")[number % 4]
+            file.rename(folder / f"{head}{file.name}")
+        folder.rename(folder.with_name(f"=\udce9{folder.name}"))
+    recipe = {name: RECIPE[name] for name in ("name", "train")} | {
+        "data": {"name": "core.image_folder", "folder": str(tmp_path / "photos")},
+        "split": {"by": "item", "test": 0.5},
+        "sampler": {"classes": 4, "items": 2, "batches": 1},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2, "layers": 1},
+        "loss": {"name": "pml.triplet_margin"},
+    }
+    run = tmp_path / "\udcfcrun"
+    train(run, check_recipe(recipe))
+    first = verify(Run.open(run))
+    pairs = run / "verification-test-pairs.csv"
+    cells = [cell for row in written_pairs(run) for cell in (row["first"], row["second"])]
+    assert not [cell for cell in cells if cell.startswith("=")]
+    assert any("'=\\xe9" in cell for cell in cells) and any("\\xff" in cell for cell in cells)
+    shutil.copy(pairs, tmp_path / "pairs.csv")
+    again = verify(Run.open(run), pairs=tmp_path / "pairs.csv")
+    assert again.metrics["trained"] == first.metrics["trained"]
+
+    assert cli("report", run, "--output", "report.html", "--map", "none").code == 0
+    assert "=\\xe9" in Path("report.html").read_text(encoding="utf-8")
+    assert cli("export", run, "--output", "\udcffbundle").code == 0
+    assert Bundle.open(tmp_path / "\udcffbundle").manifest.name == "\\xfcrun"
+    (tmp_path / "photos" / "\udcffbad.png").write_bytes(b"no image")
+    assert cli("data", "check", "photos", "--output", "\udcffout.json").code == 1
+    assert "bad.png" in str(json.loads(Path("\udcffout.json").read_text(encoding="utf-8")))
 
 
 def test_a_full_disk_and_a_run_without_validation_items(fresh, monkeypatch):

@@ -6,8 +6,11 @@ import shutil
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from retrieval.cli.index import index as group
+from retrieval.serving.index.index import open_index
+from retrieval.serving.store.contract import Item
 
 
 @pytest.fixture
@@ -185,3 +188,21 @@ def test_the_json_of_every_verb(answer, makers, bundle_path, cli):
     assert item["id"] == f"4/{first.name}" and item["vector"] is None
     assert answer("duplicates", "d.index", "--within", "0") == {"groups": []}
     assert "vector: none" in cli("index", "show", "d.index", f"4/{first.name}").out
+
+
+def test_a_line_break_in_an_id_or_a_label_splits_no_line(living, bundle_path, cli):
+    with open_index(living) as index:
+        vector = np.full((2, 16), 0.5, np.float32)
+        index.store.upsert(
+            [
+                Item(f"0\n{number}", "a\nb\tc", {}, arrays={"vector": row})
+                for number, row in enumerate(vector)
+            ],
+            index.bundle.sha256,
+        )
+    listed = cli("index", "list", living, "--limit", "2").out.splitlines()
+    assert listed == [f"0\\n{number}  a\\nb\\tc" for number in range(2)]
+    groups = cli("index", "duplicates", living, "--within", "0").out.splitlines()
+    assert any(line.endswith(": 0\\n0  0\\n1") for line in groups)
+    shown = cli("index", "show", living, "0\n0").out.splitlines()
+    assert "id: 0\\n0" in shown and "label: a\\nb\\tc" in shown

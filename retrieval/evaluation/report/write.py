@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from retrieval.data.error_lists import natural
-from retrieval.errors import DataError, PluginError, RetrievalError, listed
+from retrieval.errors import DataError, PluginError, RetrievalError, listed, valid_text
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.report.measured import (
@@ -121,7 +121,7 @@ def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
 
 def _names(runs: Sequence[StrPath]) -> list[str]:
     """Return each folder's name, or its whole path if another folder has the same name."""
-    names = [Path(run).resolve().name for run in runs]
+    names = [valid_text(Path(run).resolve().name) for run in runs]
     pairs = zip(runs, names, strict=True)
     return [str(run) if names.count(name) > 1 else name for run, name in pairs]
 

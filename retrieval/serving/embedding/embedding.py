@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError, at_least_one
+from retrieval.errors import DataError, at_least_one, valid_text
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
@@ -116,6 +116,8 @@ def embed_sources(
             widths=dict(widths),
             limits=[limits.pixels, limits.bytes],
         )
+        if valid_text(str(folder)) != str(folder):
+            raise DataError(f"The path {str(folder)!a} is not valid UTF-8. Name another folder.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:

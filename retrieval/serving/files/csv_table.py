@@ -11,7 +11,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,8 @@ KNOWN = ("path", "label", "split", "role", "key", "id")
 # reader of JSON may round.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_FORMULA = re.compile("'*[-=+@\t\r\n＝＋－＠]")
+"""The beginning of a formula, or of a cell that `csv_text` has made harmless."""
 _TRUTH = {"true": True, "false": False}
 _MISSING = ("nan", "nat", "<na>")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -35,7 +37,8 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 class CsvTable:
     """The rows of a CSV file with a header line.
 
-    The file is UTF-8, with or without a byte order mark. Blanks around values are stripped.
+    The file is UTF-8, with or without a byte order mark. Blanks around values are stripped, and so
+    is the apostrophe that `csv_text` writes.
 
     Args:
         name: name of the file in error messages.
@@ -77,7 +80,7 @@ class CsvTable:
 
     def _add_row(self, line: int, values: list[str]) -> None:
         if len(values) == len(self.columns):
-            self.rows.append((line, dict(zip(self.columns, map(str.strip, values), strict=True))))
+            self.rows.append((line, dict(zip(self.columns, map(_plain, values), strict=True))))
             return
         ends = len(values) > len(self.columns) and not values[-1].strip()
         comma = "ends with a comma, so that it " if ends else ""
@@ -106,6 +109,30 @@ class CsvTable:
         for cause, lines in strange.items():
             also = f" (and {len(lines) - 1:,} more lines)" if len(lines) > 1 else ""
             self.problems.append((lines[0], f"{cause}{also}"))
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Return rows as CSV in which spreadsheets see no formula.
+
+    A text that begins like a formula, such as `=1+1` or `@x`, gets an apostrophe (OWASP, "CSV
+    Injection").
+    """
+    text = io.StringIO()
+    # with "\n" as its line terminator, `csv` would not quote a carriage return
+    csv.writer(text).writerows(map(_harmless, row) for row in rows)
+    return text.getvalue()
+
+
+def _harmless(cell: Any) -> Any:
+    if isinstance(cell, str) and _FORMULA.match(cell) and not _DECIMAL.fullmatch(cell):
+        return f"'{cell}"
+    return cell
+
+
+def _plain(cell: str) -> str:
+    """Return a cell without the blanks around it and the apostrophe of `csv_text`."""
+    cell = cell.strip()
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def _not_local(path: str) -> str:

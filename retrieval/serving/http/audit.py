@@ -132,10 +132,10 @@ class Audit:
     def _write(self, line: dict[str, Any]) -> bool:
         """Append a line, sync it and return True; on failure log the reason and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        text = json.dumps({"time": now, **line}, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps({"time": now, **line}, separators=(",", ":"))
         try:
             with self._lock:
-                self._append(text.encode("utf-8", "backslashreplace") + b"\n")
+                self._append(text.encode() + b"\n")
         except OSError as error:
             reason = error.strerror or error
             log.error("The record of changes %s cannot be written: %s", self._path, reason)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
@@ -15,6 +14,7 @@ from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.host.files import write_json, write_text
 from retrieval.host.values import toml_value
+from retrieval.serving.files.csv_table import csv_text
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import Mean, number, probability
 
@@ -112,17 +112,15 @@ def markdown(result: Comparison) -> str:
 
 def as_csv(result: Comparison) -> str:
     """Return the metrics as CSV, one row per contestant, split, seed and metric."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
+    rows: list[tuple[Any, ...]] = [("contestant", "kind", "split", "seed", "metric", "value")]
     for row in result.contestants:
         kind = "recipe" if row.recipe else "baseline"
         for place, values in enumerate(row.metrics):
             split, seed = divmod(place, result.plan.seeds)
-            rows.writerows(
-                [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
-            )
-    return text.getvalue()
+            rows += [
+                (row.name, kind, split, seed, metric, values[metric]) for metric in result.metrics
+            ]
+    return csv_text(rows)
 
 
 LATEX = str.maketrans(
