@@ -344,14 +344,17 @@ def _listed_labels(obj: Any) -> list[Any] | None:
 
 
 def _texts(values: Any, classes: Any, name: str) -> list[str]:
-    """Return labels as text. A number becomes its name in `classes`, a missing label becomes ""."""
+    """Return labels as text.
+
+    A number becomes its name in `classes`. A missing label, or -1 as in STL-10, becomes "".
+    """
     names = list(classes) if isinstance(classes, list | tuple) else []
     texts = []
     for value in _listed(values):
         plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
         if isinstance(plain, float) and plain.is_integer():
             plain = int(plain)  # pandas turns integers into floats if one is missing
-        if is_missing(plain):
+        if is_missing(plain) or (isinstance(plain, int) and plain == -1):
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
             raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from numpy.typing import ArrayLike
 from PIL import Image
 
@@ -43,6 +44,12 @@ class Picture(Figure):
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(self)
+
+    def draw(self, renderer: Any) -> None:
+        """Draw all text as it is: `$` in a label begins no formula."""
+        for text in self.findobj(Text):
+            text.set_parse_math(False)
+        super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -279,8 +286,10 @@ def map(
     classes, numbers = np.unique(names, return_inverse=True)
     if len(classes) <= NAMED:
         for number, name in enumerate(classes):
+            # matplotlib's legend leaves out a label that begins with "_".
+            label = f" {name}" if str(name).startswith("_") else str(name)
             own = positions[numbers == number]
-            panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=str(name))
+            panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=label)
         panel.legend(
             frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class"
         )

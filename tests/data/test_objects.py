@@ -215,3 +215,24 @@ def test_items_without_numbers_are_refused(shape, kind):
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_no_images_are_an_empty_dataset(kind):
     assert len(as_dataset((np.zeros((0, 8, 8), kind), []))) == 0
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_the_label_minus_one_is_none(kind):
+    images = np.zeros((4, 8, 8), np.uint8)
+    assert as_dataset((images, kind([-1, 0, 1, -1]))).labels == ["", "0", "1", ""]
+    assert as_dataset((images, ["-1", "a", "b", "b"])).labels == ["-1", "a", "b", "b"]
+
+
+def test_the_label_minus_one_is_not_the_last_class():
+    class Items(torch.utils.data.Dataset[Any]):
+        classes = ("ant", "bee")
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return Image.new("L", (8, 8), index), (0, 1, -1, -1)[index]
+
+    assert as_dataset(Items()).labels == ["ant", "bee", "", ""]
+    assert as_dataset(Subset(Items(), [1, 2])).labels == ["bee", ""]

@@ -213,3 +213,24 @@ def test_no_picture_touches_pyplot(process):
     done = process("-c", f"{drawing} print('matplotlib.pyplot' in sys.modules)")
     assert done.out.strip() == "False", done.err
     assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot
+
+
+ODD = ["cheap $5 and $6", "$\\frac$", "a_{b $x", "_hidden", "100 % {{7*7}}", "line\nfeed"]
+
+
+def test_labels_are_drawn_as_they_are(made, tmp_path):
+    from retrieval.evaluation.plot import svg
+
+    codes = np.random.default_rng(0).normal(size=(12, 3))
+    image = np.zeros((8, 8), np.uint8)
+    with retrieval.Index.create(tmp_path / "i", model=made / "bundle", progress=False) as index:
+        ids = [f"$id_{number}$" for number in range(6)]
+        index.add(images=[image] * 6, ids=ids, labels=ODD, progress=False)
+        near = retrieval.plot.neighbours(index, image, 6)
+    figures = [retrieval.plot.map(codes, ODD * 2), near]
+    for figure in figures:
+        figure.savefig(tmp_path / "a.png")
+    legend = figures[0].axes[0].get_legend()
+    assert sorted(text.get_text().strip() for text in legend.get_texts()) == sorted(ODD)
+    drawn = svg(figures[0]).decode()
+    assert "cheap $5 and $6" in drawn and "_hidden" in drawn and "frac$" in drawn

@@ -302,10 +302,10 @@ def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str |
 
 
 def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text; booleans as in JSON, and an empty label or NaN as `None`."""
+    """Return a label as text; booleans as in JSON, and an empty label, NaN or -1 as `None`."""
     if isinstance(label, bool):
         return str(label).lower()
-    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+    if label in (None, "", -1) or (isinstance(label, float) and math.isnan(label)):
         return None
     return sys.intern(str(label))  # items share equal labels in memory
 
