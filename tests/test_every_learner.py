@@ -312,3 +312,36 @@ def test_in_a_search_over_random_states_and_as_a_neighbours_metric(wine):
     by_metric = KNeighborsClassifier(3, metric=learner.get_metric()).fit(x[::2], y[::2])
     expected = by_codes.predict(learner.transform(x[1::2]))
     np.testing.assert_array_equal(by_metric.predict(x[1::2]), expected)
+
+
+DRAWS = np.random.default_rng(0).normal(size=(40, 20))
+ODD_DATA = {
+    "one class": (DRAWS, np.zeros(40, int)),
+    "one item of each class": (DRAWS, np.arange(40)),
+    "two identical items": (DRAWS[[0, 0]], np.arange(2)),
+    "one feature": (np.round(DRAWS[:, :1]), np.arange(40) % 2),
+    "constant features": (np.ones((40, 5)), np.arange(40) % 4),
+    "one constant feature": (np.hstack([DRAWS[:, :4], np.ones((40, 1))]), np.arange(40) % 4),
+    "repeated items": (np.repeat(DRAWS[:10, :5], 4, axis=0), np.arange(40) // 4),
+    "fewer items than features": (DRAWS[:8], np.arange(8) % 2),
+}
+
+
+@every_learner
+@pytest.mark.filterwarnings("ignore")
+def test_odd_data_are_learned_from_or_refused_in_a_sentence(name):
+    if name.startswith("metric_learn"):
+        pytest.importorskip("metric_learn")
+    refused = {}
+    for case, (x, y) in ODD_DATA.items():
+        try:
+            learner = FACTORIES[name].make(**SMALL[name]).fit(x, y)
+            assert np.isfinite(learner.transform(x)).all(), case
+        except ValueError as error:
+            refused[case] = error
+    for case, error in refused.items():
+        assert type(error) is ValueError or "metric-learn's" in str(error), case
+        assert str(error).endswith((".", "?")) and "unpack" not in str(error), error
+    if name != "core.pca":  # which ignores labels
+        assert "are of one class" in str(refused["one class"])
+        assert {"one item of each class", "two identical items"} <= set(refused)

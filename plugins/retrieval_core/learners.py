@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, learner_labels
+from retrieval.plugin import LinearMap, class_codes, learner_labels
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
@@ -73,9 +73,18 @@ class LDA(LinearMap):
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
         x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64)
+        codes = class_codes(labels, "LDA")
         fitted = LinearDiscriminantAnalysis(
             "eigen", n_components=self.n_components, shrinkage=self.shrinkage
-        ).fit(x, labels)
+        )
+        try:
+            fitted.fit(x, codes)
+        except np.linalg.LinAlgError as error:
+            raise ValueError(
+                f"LDA cannot be fitted on these {len(x)} items with {x.shape[1]} features, because"
+                " the covariance within classes cannot be inverted. Remove constant and repeated"
+                " features, use more items, or set shrinkage above 0."
+            ) from error
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
         # Distances do not depend on the mean; float32 embeddings near zero are more precise.
@@ -118,7 +127,7 @@ class NCA(LinearMap):
             max_iter=self.max_iter,
             tol=self.tol,
             random_state=self._chosen_seed(),
-        ).fit(x, labels)
+        ).fit(x, class_codes(labels, "NCA"))
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
         # Distances do not depend on the mean; float32 embeddings near zero are more precise.
         self.mean_ = x.mean(axis=0)

@@ -20,14 +20,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval.errors import MissingDependency
-from retrieval.plugin import LinearMap, learner_labels
-from sklearn.utils.multiclass import check_classification_targets
+from retrieval.plugin import LinearMap, class_codes, learner_labels
 from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prior = Literal["identity", "covariance", "random"]
+
+ADVICE = "Scale the features, remove constant and repeated ones, or use more items."
 
 
 @cache
@@ -87,14 +88,8 @@ class MetricLearnLearner(LinearMap):
         x, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )
-        check_classification_targets(labels)
-        names, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        if len(names) < 2:
-            raise ValueError(
-                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at"
-                " least two."
-            )
-        self._check_sizes(counts, x.shape[1])
+        codes = class_codes(labels, type(self).__name__)
+        self._check_sizes(np.bincount(codes), x.shape[1])
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
             with warnings.catch_warnings():
@@ -110,13 +105,12 @@ class MetricLearnLearner(LinearMap):
             # LinAlgError is a ValueError, so callers can catch either, as with metric-learn itself.
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
             raise kind(
-                f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items:"
-                f" {reason}."
+                f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items with"
+                f" {x.shape[1]} features ({reason}). {ADVICE}"
             ) from error
         if not np.isfinite(components).all():
             raise ValueError(
-                f"metric-learn's {self.estimator} ended in numbers that are not finite. Scale the"
-                " features, remove constant features, or use more items."
+                f"metric-learn's {self.estimator} ended in numbers that are not finite. {ADVICE}"
             )
         self.components_ = np.ascontiguousarray(components, dtype=np.float64)
         self.mean_ = x.mean(axis=0)

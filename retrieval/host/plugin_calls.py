@@ -15,7 +15,9 @@ from retrieval.errors import DataError, PluginError, RetrievalError
 
 LONGEST_REASON = 300
 """Largest number of characters quoted from a plugin's error."""
-SMALLER_BATCH = "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch."
+SMALLER_BATCH = (
+    "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch_size."
+)
 """Advice after a sentence such as "The loss acme.margin ran out of memory."."""
 
 
