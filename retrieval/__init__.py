@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from retrieval.evaluation.report.write import report
     from retrieval.host.plugins import create, names
     from retrieval.recipe.read import Recipe, read_recipe
+    from retrieval.results import BackboneEncoder, BundleEncoder
     from retrieval.run.check_data import check_data
     from retrieval.serving.encoder import Encoder
     from retrieval.serving.files.places import StrPath
@@ -104,7 +105,7 @@ def load(
     variant: str | None = None,
     device: Device = "auto",
     **objects: Any,
-) -> Any:
+) -> Run | BackboneEncoder | BundleEncoder:
     """Load an encoder: a pretrained backbone, a run with its best weights, or a bundle.
 
     Args:
@@ -119,7 +120,8 @@ def load(
             `loss`, `miner`, `generator` or `learner`, as they were passed to `train`.
 
     Returns:
-        A `Run` for a run's folder, otherwise an `Encoder`.
+        A `Run` for a run's folder, a `BackboneEncoder` for a name, a `BundleEncoder` for a bundle.
+        All have `encode`; `Run.open` returns a run only.
 
     Raises:
         DataError: `source` is none of the three, or a run is damaged.
@@ -133,17 +135,21 @@ def load(
     path = Path(source)
     kind = kind_of(path)
     if kind == "run":
-        return _load("Run").open(path, **objects)
+        run: Run = _load("Run").open(path, **objects)
+        return run
     if objects:
         raise DataError(f"{path} is not a run, so {', '.join(objects)} cannot belong to it.")
-    types = _load("results")
     if kind == "bundle":
-        return types.BundleEncoder(types.Bundle.open(path, variant=variant, device=device))
+        from retrieval.results import Bundle, BundleEncoder
+
+        return BundleEncoder(Bundle.open(path, variant=variant, device=device))
     if kind == "index":
         raise DataError(f"{path} is an index. Open it with retrieval.Index.open.")
     if not path.exists() and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", str(source)):
+        from retrieval.results import BackboneEncoder
+
         try:
-            return types.BackboneEncoder(str(source), parameters, plugins, random_weights)
+            return BackboneEncoder(str(source), parameters, plugins, random_weights)
         except PluginError as error:
             raise PluginError(f"{error} Nor is there a folder of that name.") from error
     advice = instead(path, "run")

@@ -5,8 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 from configparser import ConfigParser
 from fnmatch import fnmatch
 from importlib.metadata import distribution
@@ -130,3 +136,103 @@ def test_lazy_names_match_those_for_type_checkers(plugin):
     assert loads
     for home, name in loads:
         assert values[name] is getattr(importlib.import_module(home), name)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what a distribution is built from."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("source")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("retrieval", "plugins"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    files = ("setup.cfg", "pyproject.toml", "MANIFEST.in", "build_backend.py", "README.md")
+    for name in (*files, "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def done(*command, cwd, **env):
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+USER = """
+import retrieval
+
+reveal_type(retrieval.load("runs/photos"))
+reveal_type(retrieval.Run.open("runs/photos"))
+reveal_type(retrieval.Index.open("photos.index"))
+retrieval.train(1)
+"""
+# other libraries are large, and their types are not the question here
+OTHERS = "numpy torch pydantic PIL sklearn pytorch_metric_learning accelerate onnx"
+MYPY = f"""
+[mypy]
+follow_imports = silent
+[mypy-{",".join(f"{name}.*" for name in OTHERS.split())}]
+follow_imports = skip
+"""
+
+
+def test_an_editable_install_has_types_and_exposes_only_packages(source, tmp_path):
+    """mypy finds the package from a file elsewhere; setuptools' import hook would hide it."""
+    pytest.importorskip("pip")
+    here = Path(importlib.import_module("setuptools").__file__).parents[1]
+    done(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(f"{here}\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
+    done(*pip, "--no-build-isolation", "--no-index", "-e", ".", cwd=source)
+
+    links = Path((packages / "embedding_retrieval-0.1.0.pth").read_text().strip())
+    names = {name for name in folders() if "." not in name}
+    assert {link.name for link in links.iterdir()} == names
+    script = "import retrieval, retrieval_core; print(retrieval.__file__, retrieval_core.__file__)"
+    files = done(python, "-I", "-c", script, cwd=tmp_path).split()
+    expected = [source / "retrieval", source / "plugins" / "retrieval_core"]
+    assert [Path(file).resolve().parent for file in files] == expected
+
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", python, "user.py"]
+    checked = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    revealed = re.findall(r'Revealed type is "(.*)"', checked.stdout)
+    encoders = "retrieval.export.export_backbone.BackboneEncoder | "
+    encoders += "retrieval.serving.encoder.BundleEncoder"
+    assert revealed[0] == f"retrieval.training.train.Run | {encoders}"
+    assert revealed[1] == "retrieval.training.train.Run"
+    assert revealed[2] == "retrieval.serving.index.index.Index"
+    errors = [line for line in checked.stdout.splitlines() if " error: " in line]
+    assert len(errors) == 1 and 'Argument 1 to "train"' in errors[0]
+
+
+def test_the_wheel_and_the_source_distribution_hold_all_files(source, tmp_path):
+    for kind in ("wheel", "sdist"):
+        script = f"import sys, build_backend; build_backend.build_{kind}(sys.argv[1])"
+        done(sys.executable, "-c", script, tmp_path, cwd=source, PYTHONPATH=str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = {
+        path.relative_to(source / "plugins" if "plugins" in path.parts else source).as_posix()
+        for folder in ("retrieval", "plugins")
+        for path in (source / folder).rglob("*")
+        if path.is_file() and not path.is_relative_to(source / "plugins" / "build")
+    }
+    files = {name for name in files if ".egg-info/" not in name and "__pycache__" not in name}
+    assert packed == files
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"build_backend.py", "pyproject.toml", "setup.cfg", "retrieval/__init__.py"} <= names
+    assert "plugins/retrieval_core/__init__.py" in names

@@ -52,7 +52,8 @@ def light_python(tmp_path_factory):
     source.mkdir()
     for name in ("retrieval", "plugins"):  # copied, because a build writes beside its sources
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    files = ("setup.cfg", "pyproject.toml", "build_backend.py", "MANIFEST.in")
+    for name in (*files, "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean())
