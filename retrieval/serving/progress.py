@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar on a terminal, a log line every ten seconds elsewhere."""
+"""Progress of long operations: a bar on a terminal and in a notebook, elsewhere log lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,11 +79,9 @@ class Meter:
         shows = _progress.get() if show else False
         self._tell = shows if callable(shows) else None
         self._shows = shows is True
-        self._lines = self._shows and not _is_terminal()
+        self._lines = self._shows and not (_is_terminal() or _in_notebook())
         if self._shows and not self._lines:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
+            self._bar = _bar_class()(
                 desc=what,
                 total=total,
                 initial=done,
@@ -140,6 +139,8 @@ class Meter:
         self._what, self._total = what, total
         if self._bar is not None:
             self._bar.total = total
+            if (widgets := getattr(self._bar, "container", None)) is not None:
+                widgets.children[1].max = total
             self._bar.set_description(what, refresh=False)
         self.update(done - self._done)
 
@@ -159,3 +160,23 @@ class Meter:
 
 def _is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _in_notebook() -> bool:
+    """Return whether this is a Jupyter kernel, whose standard error is no terminal."""
+    if (module := sys.modules.get("IPython")) is None:
+        return False
+    shell = module.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _bar_class() -> Any:
+    """Return tqdm's bar: a widget in a notebook with ipywidgets, else text."""
+    if not _in_notebook():
+        from tqdm import tqdm
+
+        return tqdm
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm's advice to install ipywidgets
+        from tqdm.auto import tqdm as notebook_tqdm
+    return notebook_tqdm

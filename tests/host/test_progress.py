@@ -12,6 +12,7 @@ import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 from retrieval.serving import progress
 from retrieval.serving.progress import Meter
@@ -71,3 +72,22 @@ def test_no_other_module_draws_a_bar():
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     users = [path for path in files if "tqdm" in path.read_text(encoding="utf-8")]
     assert users == [ROOT / "retrieval/serving/progress.py"]
+
+
+def test_a_notebook_shows_a_bar(monkeypatch, capsys):
+    """A Jupyter kernel without ipywidgets, told by its shell, as tqdm tells it."""
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    ipython = ModuleType("IPython")
+    ipython.get_ipython = lambda: shell
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setattr(progress, "_DELAY", 0)
+    with Meter("encoding", 40, "images") as meter:
+        for _ in range(4):
+            meter.update(10)
+        meter.reach(41, 42, "writing")
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("\rencoding:   0%|") and "\n" not in err
+    shell.config = {}  # IPython in a terminal or a script
+    with Meter("encoding", 40, "images") as meter:
+        meter.update(10)
+    assert capsys.readouterr() == ("", "")
