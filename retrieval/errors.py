@@ -6,9 +6,11 @@ The command line prints them without a traceback and exits with code 2.
 from __future__ import annotations
 
 import difflib
+import json
 import operator
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class RetrievalError(Exception):
@@ -119,6 +121,17 @@ def valid_text(text: str) -> str:
     """Return text that can be encoded; bytes of a file name that are not UTF-8 are escaped."""
     text = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable_json(value: object, **format: Any) -> str:
+    """Return JSON with the non-printable characters of untrusted text escaped; see `printable`."""
+
+    def escaped(match: re.Match[str]) -> str:
+        if match[0].isprintable():
+            return match[0]
+        return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # JSON does not escape DEL
+
+    return re.sub(r"[^\n -~]", escaped, json.dumps(value, ensure_ascii=False, **format))
 
 
 def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:

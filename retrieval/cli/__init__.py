@@ -5,13 +5,11 @@ Commands print through the functions below.
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import click
 
-from retrieval.errors import printable
+from retrieval.errors import printable, printable_json
 
 
 def say(text: str, err: bool = False) -> None:
@@ -21,11 +19,4 @@ def say(text: str, err: bool = False) -> None:
 
 def say_json(value: Any) -> None:
     """Print JSON with control characters escaped."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    click.echo(re.sub(r"[^\n -~]", _escaped, text))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    if match[0].isprintable():
-        return match[0]
-    return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # JSON does not escape DEL
+    click.echo(printable_json(value, indent=2))

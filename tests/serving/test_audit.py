@@ -170,6 +170,16 @@ def test_lines_are_limited_in_length_and_never_mixed(tmp_path):
     assert cut.endswith("power") and json.loads(begun)["ids"] == json.loads(done)["ids"] == ["b"]
 
 
+def test_control_characters_and_direction_marks_are_escaped(tmp_path):
+    odd = ["\x85", "\u2028", "\u202e", "\x7f", "\x9b", "\ud800", "\u2066"]
+    audit, ids = Audit(tmp_path / "a.jsonl"), [f"é{sign}a" for sign in odd]
+    with audit.recording(change("put", ids)):
+        pass
+    text = (tmp_path / "a.jsonl").read_text("utf-8")
+    assert all(c.isprintable() or c == "\n" for c in text) and "é" in text
+    assert [json.loads(line)["ids"] for line in text.split("\n")[:-1]] == [ids, ids]
+
+
 def test_many_threads_and_processes_write_whole_lines(tmp_path):
     records = [Audit(tmp_path / "a") for _ in range(2)]  # one a process
     with ThreadPoolExecutor(4) as pool:

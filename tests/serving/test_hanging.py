@@ -90,7 +90,7 @@ def test_a_search_whose_client_has_left_is_not_begun(sleepy):
             with wire.connect(port) as connection:
                 connection.sendall(wire.vector(k) * 2)  # uvicorn tells only the second request
                 time.sleep(0.1)
-        time.sleep(0.5)
+        time.sleep(1)
         server.begun.write_text("")
         server.hang.unlink()
         assert wire.read_answer(first).status == 200

@@ -83,6 +83,19 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(cli, tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key(monkeypatch, cli, tmp_path):
+    """Editors on Windows write it."""
+    sent, kept = new_key("shop", "read")
+    add_key(tmp_path / "keys", kept)
+    text = b"\xef\xbb\xbf" + (tmp_path / "keys").read_bytes()
+    (tmp_path / "keys").write_bytes(text)
+    assert key_source(tmp_path / "keys").keys.find(sent).name == "shop"
+    assert cli("keys", "add", "other", "--output", tmp_path / "keys").code == 0
+    assert "other" in (out := cli("keys", "list", tmp_path / "keys").out) and "shop" in out
+    monkeypatch.setenv("RETRIEVAL_KEYS", text.decode())
+    assert key_source(None).keys.find(sent).name == "shop"
+
+
 def test_all_faults_of_a_file_are_reported_without_its_content():
     sent, kept = new_key("shop", "read")
     sound = json.loads(kept.model_dump_json(exclude_none=True))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import resource
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -155,6 +156,37 @@ def test_a_flood_of_json_needs_no_memory(served, index_path):
     assert [answer.status for answer in answers] == [400] * 6
     assert most() - before < 250_000_000
     assert server.client.get("/v1/index").json()["items"] == 200
+
+
+def test_a_client_that_only_stops_sending_gets_its_answer(served, living, photos):
+    """`printf … | nc -N`, and clients in other languages, close their half of a connection."""
+    port = served(living, "--open", "write", "--images", str(photos)).port
+    image = (photos / "3" / "0003.png").read_bytes()
+    put = wire.post(b'{"vector": [' + b"1," * 15 + b"1]}").replace(
+        b"POST /v1/search", b"PUT /v1/items/a"
+    )
+    for request, status in (
+        (LIVE, 200),
+        (wire.vector(), 200),
+        (wire.post(wire.form(image), wire.FORM), 200),
+        (wire.get("/v1/items"), 200),
+        (wire.get("/v1/items/3%2F0003.png/thumbnail"), 200),
+        (put, 200),
+        (wire.get("/v1/items/nobody"), 404),
+        (wire.post(b"{"), 400),
+        (wire.vector() + wire.get("/v1/index") + LIVE, 200),
+        (wire.get("/v1/index").replace(b"HTTP/1.1", b"HTTP/1.0"), 200),
+    ):
+        with wire.connect(port) as connection:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            content = b"".join(iter(partial(connection.recv, 65_536), b""))
+        assert content.startswith(b"HTTP/1.1 %d " % status), (request, content)
+        assert content.count(b"HTTP/1.1 ") == max(1, request.count(b" HTTP/1.1\r\n")), content
+    with wire.connect(port) as connection:  # the rest of this request will never come
+        connection.sendall(wire.vector()[:-5])
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
 
 
 def test_bodies_of_small_chunks_are_refused(port):

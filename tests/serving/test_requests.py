@@ -70,6 +70,20 @@ def test_a_large_trailer_ends_the_connection(port):
     assert wire.ask(port, LIVE).status == 200
 
 
+def test_a_compressed_body_is_refused(port):
+    for body, kind in (
+        (wire.form(b"x"), wire.FORM),
+        (b"{}", "application/json"),
+        (b"x", "image/png"),
+    ):
+        for encoding in ("gzip", "br", "gzip, identity", "x"):
+            answer = wire.ask(port, wire.post(body, kind, f"Content-Encoding: {encoding}"))
+            assert answer.status == 415 and "Content-Encoding" in answer.error, answer
+            assert answer.headers["accept-encoding"] == "identity"
+    kind = "application/json"
+    assert wire.ask(port, wire.post(b"{", kind, "Content-Encoding: Identity")).status == 400
+
+
 def test_only_known_hosts_are_answered_and_no_input_is_reflected(served, index_path):
     port = served(index_path, "--allow-host", "Photos.example").port
     known = ["localhost", "127.0.0.1", "10.1.2.3", "photos.example:80", "LOCALHOST."]

@@ -78,7 +78,19 @@ def test_pages_and_health(server, index_path):
     page = client.get("/").text
     assert "http://" not in page and "https://" not in page
     tag = client.get(IMAGE).headers["etag"]
-    assert client.get(IMAGE, headers={"If-None-Match": tag}).status_code == 304
+    for sent, status in (
+        (tag, 304),
+        (f'"x", W/{tag} , "y"', 304),
+        (f"W/{tag}", 304),
+        (f'"x",{tag}', 304),
+        ("*", 304),
+        ('"x"', 200),
+        (tag.strip('"'), 200),
+        ("", 200),
+    ):
+        assert client.get(IMAGE, headers={"If-None-Match": sent}).status_code == status, sent
+    twice = [("If-None-Match", '"x"'), ("If-None-Match", tag)]
+    assert client.get(IMAGE, headers=twice).status_code == 304
 
 
 def png(width, height, mode="1"):

@@ -24,8 +24,10 @@ from retrieval.serving.filters.tree import (
     Or,
     Value,
     field_of,
+    keyword,
 )
 
+_KEYWORDS = "\n".join(rf"{word.upper()}: /{keyword(word)}\b/" for word in RESERVED)
 _GRAMMAR = rf"""
 ?start: any_of
 ?any_of: all_of (OR all_of)*
@@ -40,18 +42,11 @@ field: (NAME | QUOTED) ("." (NAME | QUOTED))*
 value: TEXT | NUMBER | TRUE | FALSE | NULL
 
 OP: "<=" | ">=" | "!=" | "<" | ">" | "="
-AND: /and\b/i
-OR: /or\b/i
-NOT: /not\b/i
-IN: /in\b/i
-EXISTS: /exists\b/i
-TRUE: /true\b/i
-FALSE: /false\b/i
-NULL: /null\b/i
-NAME: /{PLAIN_NAME}/i
+{_KEYWORDS}
+NAME: /{PLAIN_NAME}/
 QUOTED: /"[^"]*"/
 TEXT: /'(?:[^']|'')*'/
-NUMBER: /[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?/i
+NUMBER: /[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?/
 %ignore /\s+/
 """
 

@@ -34,8 +34,14 @@ OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
 # SQLite 3.40 cannot look up JSON names that need a backslash.
 _UNSUPPORTED = re.compile(r'["\\\x00-\x1f]')
 
+
+def keyword(word: str) -> str:
+    """Return a pattern of a keyword in any case; `re.IGNORECASE` would take "ı" for "i", too."""
+    return "".join(f"[{letter}{letter.upper()}]" for letter in word)
+
+
 RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
-PLAIN_NAME = rf"(?!(?:{'|'.join(RESERVED)})\b)[^\W\d]\w*"
+PLAIN_NAME = rf"(?!(?:{'|'.join(map(keyword, RESERVED))})\b)[^\W\d]\w*"
 _NAME = re.compile(r'"[^"]+"|[^."]+')
 _FIELD = re.compile(rf"(?:{_NAME.pattern})(?:\.(?:{_NAME.pattern}))*")
 _LOGIC = ("and", "or", "not", "exists")
@@ -353,8 +359,7 @@ def filter_to_text(filter: Filter) -> str:
         ]
         return f"not {texts[0]}" if filter.joint == "not" else f" {filter.joint} ".join(texts)
     field = ".".join(
-        name if re.fullmatch(PLAIN_NAME, name, re.IGNORECASE) else f'"{name}"'
-        for name in _names_of(filter.field)
+        name if re.fullmatch(PLAIN_NAME, name) else f'"{name}"' for name in _names_of(filter.field)
     )
     if isinstance(filter, Exists):
         return f"exists({field})"

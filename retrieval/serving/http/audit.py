@@ -11,7 +11,6 @@ sent. A first line without a second has one of three causes:
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import stat
@@ -24,7 +23,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, printable_json
 from retrieval.serving.filters import Filter, filter_to_text
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.problems import RequestError
@@ -132,7 +131,7 @@ class Audit:
     def _write(self, line: dict[str, Any]) -> bool:
         """Append a line, sync it and return True; on failure log the reason and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        text = json.dumps({"time": now, **line}, separators=(",", ":"))
+        text = printable_json({"time": now, **line}, separators=(",", ":"))
         try:
             with self._lock:
                 self._append(text.encode() + b"\n")

@@ -7,6 +7,7 @@ passwords need a slow hash.
 
 from __future__ import annotations
 
+import codecs
 import hmac
 import json
 import logging
@@ -147,6 +148,7 @@ def parse_keys(text: bytes, where: str) -> Keys:
     if not text.strip():
         advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
+    text = text.removeprefix(codecs.BOM_UTF8)
     keys, problems, seen = list[Key](), list[str](), dict[str, int]()
     staying = set[str]()  # names of keys that do not expire
     for number, line in enumerate(text.split(b"\n"), 1):
@@ -332,7 +334,7 @@ def key_source(path: Path | None) -> KeySource | None:
     Raises:
         RetrievalError: both `path` and the variable are set, or the keys are invalid.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(VARIABLE, "").removeprefix("\ufeff")
     if path is not None and text:
         raise RetrievalError(
             f"Keys are set twice: by --keys and by the environment variable {VARIABLE}. Use only"

@@ -422,6 +422,13 @@ class BodyMemory:
         if kind is None or kind not in limits:
             types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)
             raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise RequestError(
+                415,
+                "The body is compressed, which this server does not read. Send it without a"
+                " Content-Encoding.",
+                headers={"Accept-Encoding": "identity"},
+            )
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
         content, received = bytearray(), 0
         try:

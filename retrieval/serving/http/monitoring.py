@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -25,7 +24,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from retrieval.errors import MissingDependency, StoreError, printable
+from retrieval.errors import MissingDependency, StoreError, printable, printable_json
 from retrieval.serving.stages import STAGES, TRAIL, Trail
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _as_json(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
     head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": record.levelname}
     if message:
         head |= {"message": message, "logger": record.name}
-    return json.dumps({**head, **fields}, separators=(",", ":"))
+    return printable_json({**head, **fields}, separators=(",", ":"))
 
 
 def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
@@ -93,7 +92,7 @@ def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
     words += [message] if message else []
     words += [f"{name}={value}" for name, value in {**fields, **stages}.items()]
     line = printable(" ".join(" ".join(words).split()))
-    return line if trace is None else f"{line}\n{trace}"
+    return line if trace is None else f"{line}\n{printable(trace)}"
 
 
 def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from socket import SO_ERROR, SOL_SOCKET
 from typing import Any
 
 import httptools
@@ -21,6 +22,7 @@ PIPELINED_REQUESTS = 8
 BODY_PIECES = 16_384
 PIECE_BYTES = 16
 """Smallest mean size of the pieces of a body that has more than `BODY_PIECES`."""
+_LEAVING_SECONDS = 0.25
 _UPGRADES = (b"upgrade", b"connection", b"http2-settings")
 _SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
@@ -44,6 +46,26 @@ class Protocol(HttpToolsProtocol):
         self._timer.cancel()
         self._disconnect()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a complete request of a client that only stops sending; else close."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        self._timer.cancel()
+        self._timer = self.loop.call_later(_LEAVING_SECONDS, self._ask_whether_it_has_left, cycle)
+        return True
+
+    def _ask_whether_it_has_left(self, cycle: RequestResponseCycle, asked: bool = False) -> None:
+        """Send an interim response, to which the system of a client that has left sends a reset."""
+        if asked:
+            if self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+                self.transport.abort()
+        elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            ask = self._ask_whether_it_has_left
+            self._timer = self.loop.call_later(_LEAVING_SECONDS, ask, cycle, True)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle

@@ -224,7 +224,8 @@ class Routes:
             content = await served.picture(id, small)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
-            if request.headers.get("if-none-match") == tag:
+            sent = ",".join(request.headers.getlist("if-none-match"))
+            if {"*", tag} & {word.strip().removeprefix("W/") for word in sent.split(",")}:
                 return Response(status_code=304, headers=headers)
             media_type = _BROWSERS.get(format_of(content) or "")
             if small or media_type is None:

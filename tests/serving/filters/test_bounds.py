@@ -74,6 +74,16 @@ def test_an_invalid_field_or_value_in_text_is_refused(text, sentence):
         parse_filter(text)
 
 
+@pytest.mark.parametrize("word", ["exiſts(a)", "a ın (1)", "a = falſe", "a İN (1)", "a = 1 ſ"])
+def test_letters_that_only_resemble_ascii_make_no_keyword(word):
+    with pytest.raises(DataError, match="expected"):
+        parse_filter(word)
+    assert parse_filter("ın = 1 AnD exiſts = 2") == And(
+        (Compare(("ın",), "=", 1), Compare(("exiſts",), "=", 2))
+    )
+    assert filter_to_text(Compare(("ın",), "=", 1)) == "ın = 1"
+
+
 REFUSED: list[tuple[Any, str]] = [
     ([], "must be an object"),
     ({}, "empty object"),
