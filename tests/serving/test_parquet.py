@@ -231,3 +231,52 @@ def test_without_pyarrow_an_error_names_the_extra(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[parquet\]'"):
         collect([tmp_path / "t.parquet"], "image")
+
+
+@pytest.fixture
+def stranger():
+    """A registered extension type like those of Hugging Face's `datasets`: nested lists."""
+
+    class Array2D(pa.ExtensionType):
+        value_type = "float32"
+        shape = (1, 64)
+
+        def __init__(self):
+            super().__init__(pa.list_(pa.list_(pa.float32())), "tests.array2d")
+
+        def __arrow_ext_serialize__(self):
+            return b""
+
+        @classmethod
+        def __arrow_ext_deserialize__(cls, storage, serialized):
+            return cls()
+
+    pa.register_extension_type(Array2D())
+    yield Array2D()
+    pa.unregister_extension_type("tests.array2d")
+
+
+def test_vectors_of_an_extension_type(makers, tmp_path, stranger):
+    vectors = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 64)
+
+    def tensor(shape):
+        return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), shape), storage)
+
+    rows = pa.array([[row.tolist()] for row in vectors], stranger.storage_type)
+    nested = pa.ExtensionArray.from_storage(stranger, rows)
+    bundle = makers.make_bundle(tmp_path / "bundle", kind="features")
+    path = tmp_path / "t.parquet"
+    pq.write_table(
+        pa.table({"features": tensor([64]), "extra": tensor([64]), "more": nested}), path
+    )
+    sources = collect([path], "features")
+    assert np.array_equal(sources.features, vectors)
+    assert [item.metadata for item in sources.items] == [{}] * 5
+    assert len(sources.left_out) == 2 and "'extra' is left out" in sources.left_out[0]
+    for column in (tensor([8, 8]), nested):
+        pq.write_table(pa.table({"features": column}), path)
+        with pytest.raises(
+            DataError, match=r"'features' must be a list of numbers, not extension<"
+        ):
+            create_index(tmp_path / "i", bundle, [path], progress=False)

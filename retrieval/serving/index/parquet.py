@@ -88,6 +88,7 @@ def vectors_of(
     Raises:
         DataError: a row has no list or a list of another length.
     """
+    column = getattr(column, "storage", column)
     with sentences(path):
         lengths = np.array(pyarrow().compute.list_value_length(column).fill_null(0))
         width = width or (int(lengths[0]) if len(lengths) else 0)
@@ -164,7 +165,10 @@ class Table:
                 + did_you_mean(names[0], self.schema.names)
             )
         types = pyarrow().types
-        element = getattr(kinds[content], "value_type", None)
+        stored = kinds[content]
+        if len(getattr(stored, "shape", ())) == 1:  # a tensor of one axis is stored as a list
+            stored = stored.storage_type
+        element = None if _is_extension(stored) else getattr(stored, "value_type", None)
         if features and not (element and (types.is_floating(element) or types.is_integer(element))):
             raise DataError(
                 f"{self.name}: '{content}' must be a list of numbers, not {kinds[content]}."
@@ -319,6 +323,10 @@ def _json_value(value: Any) -> Any:
     return [_json_value(element) for element in value] if isinstance(value, list) else value
 
 
+def _is_extension(kind: Any) -> bool:
+    return isinstance(kind, pyarrow().BaseExtensionType)
+
+
 def _is_text(kind: Any) -> bool:
     types = pyarrow().types
     return bool(types.is_string(kind) or types.is_large_string(kind))
@@ -333,6 +341,8 @@ def _becomes_text(kind: Any) -> bool:
 def _is_json(kind: Any) -> bool:
     """Return whether JSON can hold the values of a pyarrow type."""
     types = pyarrow().types
+    if _is_extension(kind):
+        return False
     if types.is_struct(kind):
         return all(_is_json(field.type) for field in kind)
     if hasattr(kind, "value_type"):  # a list, or text as a dictionary
