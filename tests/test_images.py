@@ -388,6 +388,11 @@ def test_invalid_preprocessing_is_refused(wrong):
         Preprocessing(**wrong)
 
 
+@pytest.mark.parametrize("size", [32, np.int64(32)])
+def test_one_number_is_a_square(size):
+    assert Preprocessing(size=size) == Preprocessing(size=(32, 32))
+
+
 def test_a_single_mean_or_std_applies_to_every_channel():
     colour = Preprocessing((8, 8), channels=3, mean=(0.5,))
     assert (colour.mean, colour.std) == ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))

@@ -137,8 +137,14 @@ def texts_of(**options: Any) -> dict[str, str]:
 
 def dumps(value: object) -> str:
     """Return a value as JSON; raise a `DataError` if it is not JSON."""
+
+    def plain(value: Any) -> Any:
+        if not hasattr(value, "item"):
+            raise TypeError(f"an object of type {type(value).__name__} is not JSON")
+        return value.item()  # of a scalar of NumPy
+
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"This cannot be sent as JSON: {error}.") from None
 

@@ -155,7 +155,7 @@ class Preprocessing:
     are cut off first.
 
     Attributes:
-        size: height and width of the encoder's input in pixels.
+        size: height and width of the encoder's input in pixels; a single number means both.
         channels: 1 (grey) or 3 (RGB).
         mean: mean of each channel, for pixels scaled to 0–1; a single number applies to all
             channels.
@@ -176,6 +176,9 @@ class Preprocessing:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
+        size: Any = self.size
+        if isinstance(size, int | np.integer):
+            object.__setattr__(self, "size", (int(size), int(size)))
         if len(self.size) != 2 or min(self.size) < 1:
             raise ValueError(
                 f"size must be a height and a width of at least 1 pixel, not {self.size}"

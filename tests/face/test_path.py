@@ -314,3 +314,18 @@ def test_hits_show_pictures_and_numbers_of_four_digits(index, photos, tmp_path):
     figure = retrieval.plot.neighbours(index, (255 - pixels) / 255, k=1)
     assert np.array_equal(figure.axes[1].get_images()[0].get_array(), 255 - pixels)
     assert "." not in repr(lost).partition("seconds=")[0] and len(repr(added)) < 100
+
+
+def test_scalars_of_numpy_in_metadata_are_numbers(bundle, photos, tmp_path):
+    file = next(photos.glob("*/*.png"))
+    scalars = {"count": np.int64(7), "price": np.float32(0.1), "tags": [np.bool_(True), None]}
+    plain = {"count": 7, "price": float(np.float32(0.1)), "tags": [True, None]}
+    with retrieval.Index.create(tmp_path / "i", model=bundle.path, progress=False) as index:
+        index.add(images=[file], ids=["a"], metadata=[scalars], progress=False)
+        assert index.get(["a"])["a"].metadata == plain
+        assert [hit.id for hit in index.search(file, k=1, filter="count = 7 and price < 0.2")] == [
+            "a"
+        ]
+        when = {"when": np.datetime64("2026-01-01T00:00:00")}
+        with pytest.raises(retrieval.errors.DataError, match=r"metadata\.when is a datetime"):
+            index.add(images=[file], ids=["b"], metadata=[when], progress=False)

@@ -46,7 +46,8 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
     with Client(server.url) as client:
         for id, path in zip(IDS, paths, strict=True):
             metadata = {"length": len(id)}
-            put = client.put(id, path, label="digit", metadata=metadata)
+            numbers = {"length": np.int64(len(id))}
+            put = client.put(id, path, label="digit", metadata=numbers)
             assert (put.id, put.replaced) == (id, False)
             assert client.image(id) == path.read_bytes()
             assert client.thumbnail(id).startswith(b"\xff\xd8\xff")

@@ -4,14 +4,17 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.plugin import stores, testing
+from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, some
 from retrieval.serving.store.testing.small_bundles import WIDTH, opened
 
@@ -80,6 +83,19 @@ def index(tmp_path):
 @given(data=st.data())
 def test_filters_agree_with_the_language(index, data):
     agree(index, data)
+
+
+def test_scalars_of_numpy_are_numbers(index):
+    scalars = {
+        "count": np.int64(7),
+        "price": np.float32(0.5),
+        "new": [np.True_],
+        "of": np.str_("a"),
+    }
+    index.upsert([replace(item("a"), metadata=scalars)], opened().sha256)
+    plain = {"count": 7, "price": 0.5, "new": [True], "of": "a"}
+    assert index.get(["a"])["a"].metadata == plain
+    assert index.count(filter=parse_filter("count = 7 and price < 1")) == 1
 
 
 def test_a_call_that_runs_while_the_store_is_closed(index):

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from retrieval.errors import DataError
 from retrieval.serving.filters.tree import (
     LONG_INTEGER,
@@ -190,7 +192,12 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
 
 
 def _checked_json(value: Any, where: str, depth: int) -> Any:
-    """Return a value in types that `json` writes; `where` names it in error messages."""
+    """Return a value in types that `json` writes; `where` names it in error messages.
+
+    NumPy's scalars become Python's.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
     if depth > _MAX_DEPTH + 1:
         raise DataError(f"{where[:80]}… nests deeper than {_MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
