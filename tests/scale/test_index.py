@@ -175,3 +175,18 @@ def test_every_verb(folder, tmp_path, cli, backend, count, parameters):
     run("compact", index)
     assert run("show", index)["deleted"] == 0
     check_searches(filters)
+
+
+def test_wide_vectors_get_a_graph(tmp_path, cli):
+    # `auto` chooses by the number of numbers. Few vectors differ, so the graph is built at once.
+    count = 32_000_000 // 1600 + 1
+    bundle = make_bundle(tmp_path / "bundle", features=FEATURES, width=1600)
+    values = np.random.default_rng(0).integers(-50, 51, (200, FEATURES)).astype(np.float32)
+    features = values[np.arange(count) % 200]
+    np.savez(tmp_path / "t.npz", features=features, keys=[id_of(row) for row in range(count)])
+    index = tmp_path / "i"
+    created = cli("index", "create", index, tmp_path / "t.npz", "--bundle", bundle, "--json")
+    assert json.loads(created.out)["backend"] == "hnsw"
+    with Index.open(index) as opened:
+        hits = opened.search(features[7], k=20)
+    assert [(hit.id, hit.distance) for hit in hits] == [(id_of(7 + 200 * n), 0) for n in range(20)]

@@ -12,8 +12,7 @@ from retrieval_core import partial_fc
 from retrieval_core.partial_fc import PartialFC
 
 devices = Devices(Accelerator(cpu=True))
-CLASSES, WIDTH, ROWS = 37, 6, 4
-partial_fc._ROWS = 5  # several blocks, which end within shares
+CLASSES, WIDTH, ROWS = 10_001, 6, 4  # weights are drawn in blocks that end within shares
 generator = torch.Generator().manual_seed(1)
 CODES = torch.randn(ROWS * devices.world, WIDTH, dtype=torch.float64, generator=generator)
 generator = torch.Generator().manual_seed(2)
