@@ -116,8 +116,8 @@ def load(
         random_weights: allow a backbone with random weights.
         variant: the variant of a bundle's encoder to run, such as "int8".
         device: where a bundle's encoder runs: "auto", "cpu" or "cuda".
-        objects: the objects that a run was trained with: `dataset`, `backbone`, `combiner`,
-            `loss`, `miner`, `generator` or `learner`, as they were passed to `train`.
+        objects: the objects that a run was trained with: `dataset` (only to evaluate), `backbone`,
+            `combiner` or `learner`, as they were passed to `train`.
 
     Returns:
         A `Run` for a run's folder, a `BackboneEncoder` for a name, a `BundleEncoder` for a bundle.
@@ -135,7 +135,7 @@ def load(
     path = Path(source)
     kind = kind_of(path)
     if kind == "run":
-        run: Run = _load("Run").open(path, **objects)
+        run: Run = _load("Run").open(path, or_kept=True, **objects)
         return run
     if objects:
         raise DataError(f"{path} is not a run, so {', '.join(objects)} cannot belong to it.")

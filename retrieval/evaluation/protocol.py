@@ -42,6 +42,7 @@ def refuse_side(side: str) -> None:
 
 def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
     """Return the queries of a run's side, and its gallery or, if that is the queries, `None`."""
+    run.require_data()
     splits = run.splits
     query, gallery = (splits.query, splits.gallery) if side == "test" else (splits.validation, None)
     if not len(query):

@@ -204,6 +204,7 @@ def _pairs(
     run: Run, side: str, file: Path | None, draw: int | None, seed: int
 ) -> tuple[LabelledPairs, dict[str, Any]]:
     """Return pairs with folds, and their origin."""
+    run.require_data()
     if file is None:
         held, gallery = items_of(run, side)
         if gallery is not None:

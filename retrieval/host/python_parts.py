@@ -75,6 +75,17 @@ def missing(kind: str, name: str) -> str:
     )
 
 
+class Absent:
+    """Stands for an object that a run was trained with and that its model does not need."""
+
+    def __init__(self, name: str) -> None:
+        self.origin = name.partition(".")[2]
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be used."""
+        raise PluginError(f"'{OBJECT}.{self.origin}' was made in Python. Pass the same object.")
+
+
 def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Python objects among a recipe's parts, by table."""
     return {name: tables[name] for name in OBJECT_KINDS if is_part(tables.get(name))}

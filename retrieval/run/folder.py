@@ -33,7 +33,7 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_json, write_text
 from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
-from retrieval.host.python_parts import WORDS, described, named_object
+from retrieval.host.python_parts import WORDS, Absent, described, named_object
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_table, to_toml
 from retrieval.recipe.tables import Component, Tables
@@ -284,6 +284,19 @@ def _recorded(value: Any) -> dict[str, Any]:
     return description
 
 
+def absent_objects(path: Path, objects: Mapping[str, Any], or_kept: bool) -> dict[str, Absent]:
+    """Return stand-ins for the objects that only training needs and that are not in `objects`.
+
+    With `or_kept`, a dataset is such an object too, if the run keeps inputs.
+    """
+    table, _ = read_table(path / "recipe.toml")
+    parts = ["sampler", "loss", "miner", "generator", "augmentation"]
+    if or_kept and (path / INPUTS).is_file():
+        parts.append("data")
+    names = {part: named_object(table, part) for part in parts if part not in objects}
+    return {part: Absent(name) for part, name in names.items() if name is not None}
+
+
 def refuse_extra_objects(path: Path, objects: Mapping[str, Any]) -> None:
     """Refuse an object for a part that was not an object when the run was trained.
 
@@ -315,6 +328,8 @@ def refuse_other_objects(path: Path, recipe: Recipe) -> None:
     now = record(recipe)
     for part in before:
         recorded = before[part]
+        if isinstance(recipe.objects.get(part), Absent):
+            continue
         if not isinstance(recorded, Mapping) or part not in now or recorded == now[part]:
             continue
         raise DataError(

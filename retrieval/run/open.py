@@ -22,6 +22,7 @@ from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
+from retrieval.host.python_parts import Absent
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
@@ -30,6 +31,7 @@ from retrieval.run.adapters import adapt, merge
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
 from retrieval.run.folder import (
     INPUTS,
+    absent_objects,
     checkpoint_file,
     create_folder,
     is_run,
@@ -76,9 +78,10 @@ class Run:
         Args:
             path: the run's folder.
             or_kept: if the data cannot be opened, use the held-out inputs in the run's folder.
-                `dataset` is then a `KeptInputs`, and `splits.notes` says why.
-            objects: the objects that were passed to `train`, by the same names: dataset, sampler,
-                backbone, combiner, loss, miner, generator, learner.
+                `dataset` is then a `KeptInputs`, and `splits.notes` says why. The run can encode
+                and export, but not evaluate.
+            objects: the objects that were passed to `train`, by the same names: dataset, backbone,
+                combiner, learner. Objects that only training needs may be left out.
 
         Returns:
             The run, with its model in evaluation mode on the CPU.
@@ -93,6 +96,7 @@ class Run:
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
         objects = objects_of(**objects)
         refuse_extra_objects(path, objects)
+        objects |= absent_objects(path, objects, or_kept)
         recipe = read_recipe(path / "recipe.toml", objects=objects)
         refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
@@ -115,6 +119,14 @@ class Run:
             f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train,"
             f" {len(self.splits.query):,} to test"
         )
+
+    def require_data(self) -> None:
+        """Raise a `DataError` if the run was opened without its data."""
+        if isinstance(self.dataset, KeptInputs):
+            raise DataError(
+                f"{self.path} was opened without its data, so it can encode and export, but not"
+                f" evaluate. {self.splits.notes[0]}"
+            )
 
     @property
     def plugins(self) -> Plugins:
@@ -249,6 +261,10 @@ def _classes(recipe: Recipe, splits: Splits) -> int:
 
 def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
     """Return a run's dataset and splits; see `Run.open` for `or_kept`."""
+    if isinstance(recipe.objects.get("data"), Absent):
+        why = "The dataset was made in Python. Pass the same object: retrieval.load(…, dataset=…)."
+        kept = read_inputs(path / INPUTS)
+        return kept, kept.splits_of(why)
     try:
         dataset = build_dataset(recipe)
         return dataset, make_splits(dataset, recipe.split)

@@ -88,6 +88,7 @@ class Run(OpenedRun, Encoder):
 
     def _items(self, side: str) -> NDArray[np.int64]:
         """Return the indices of a side's items."""
+        self.require_data()
         splits = self.splits
         sides = {
             "train": splits.train,

@@ -103,9 +103,21 @@ def test_a_run_is_opened_with_the_same_objects_and_evaluated(own):
     assert report["metrics"]["trained"]["recall_at_1"] > 0.5
 
 
-def test_opening_without_the_objects_names_every_missing_part(own):
+def test_a_run_encodes_and_exports_without_its_dataset_and_loss(own, tmp_path):
+    opened = retrieval.load(own.path, backbone=objects()["backbone"])
+    photos = DIGITS.images[:5] * 15
+    photos = list(photos.astype(np.uint8))
+    expected = own.encode(photos, progress=False)
+    assert np.array_equal(opened.encode(photos, progress=False), expected)
+    bundle = opened.export(tmp_path / "bundle", progress=False)
+    np.testing.assert_allclose(bundle.encode(photos, progress=False), expected, atol=1e-5)
+    for use in (opened.evaluate, opened.verify, opened.labels):
+        assert "Pass the same object: retrieval.load(…, dataset=…)" in refusal(DataError, use)
+
+
+def test_opening_without_the_backbone_names_it(own):
     missing = refusal(RecipeError, retrieval.load, own.path)
-    assert "has 3 problems" in missing and "retrieval.load(…, dataset=…)" in missing
+    assert "has 1 problem" in missing and "retrieval.load(…, backbone=…)" in missing
     recipe, resume = own.path / "recipe.toml", {"resume": True, "progress": False}
     assert "made in Python" in refusal(RecipeError, retrieval.train, recipe, own.path, **resume)
 
