@@ -92,19 +92,26 @@ def show(name: str, extra: tuple[str, ...]) -> None:
 
 @plugins.command()
 @click.argument("name")
-@click.option("--kind", default="loss", type=Choice(list(EXAMPLES)), help="What the plugin offers.")
+@click.option(
+    "--kind",
+    "kinds",
+    default=["loss"],
+    multiple=True,
+    type=Choice(list(EXAMPLES)),
+    help="What the plugin offers; repeatable.",
+)
 @click.option("--output", type=PATH, help="Folder to write; by default ./retrieval-NAME.")
-def new(name: str, kind: str, output: Path | None) -> None:
-    """Create a package NAME with an example plugin, its test and a recipe, ready to install.
+def new(name: str, kinds: tuple[str, ...], output: Path | None) -> None:
+    """Create a package NAME with example parts, their tests and recipes, ready to install.
 
-    Example:  retrieval plugins new acme --kind miner
+    Example:  retrieval plugins new acme --kind miner --kind augmentation
     """
     from retrieval.host.scaffold import write_package
 
-    folder = write_package(name, output, kind)
-    say(
-        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  pytest {folder}\n"
-        f"  retrieval plugins show {name}.{EXAMPLES[kind][1]}"
-    )
-    if (folder / "recipe.toml").is_file():
-        say(f"  retrieval train {folder}/recipe.toml")
+    folder = write_package(name, output, *kinds)
+    say(f"Wrote {folder}. Next:\n  pip install -e {folder}\n  pytest {folder}")
+    for kind in kinds:
+        say(f"  retrieval plugins show {name}.{EXAMPLES[kind][1]}")
+    for recipe in sorted(folder.glob("*.toml")):
+        if recipe.name != "pyproject.toml":
+            say(f"  retrieval train {recipe}")

@@ -1,9 +1,10 @@
-"""`retrieval plugins new` creates a plugin's repository: one part, its test, a recipe and CI."""
+"""`retrieval plugins new` creates a plugin's repository: parts, their tests, recipes and CI."""
 
 from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Sequence
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ EXAMPLES = {
     "dataset": ("Digits", "digits"),
     "backbone": ("Small", "small"),
     "sampler": ("Rotating", "rotating"),
+    "augmentation": ("Negative", "negative"),
     "metric": ("ReciprocalRank", "reciprocal_rank"),
     "index": ("Matrix", "matrix"),
     "store": ("JournalPlace", "journal"),
@@ -39,22 +41,31 @@ _RECIPE = {
 }
 
 
-def package_files(name: str, kind: str = "loss") -> dict[str, str]:
-    """Return the files of a plugin's package: their text by path."""
-    package = f"retrieval_{name}"
-    templates = {
-        "pyproject.toml": "pyproject.toml",
-        f"{package}/__init__.py": "init.py",
-        f"{package}/{kind}.py": f"{kind}.py",
-        f"tests/test_{name}.py": f"{kind}_test.py",
-        ".github/workflows/tests.yaml": "ci.yaml",
+def package_files(name: str, *kinds: str) -> dict[str, str]:
+    """Return the text of each file of a plugin's package by path; see `write_package`."""
+    kinds = tuple(dict.fromkeys(kinds or ("loss",)))
+    package, alone = f"retrieval_{name}", len(kinds) == 1
+    contents = {
+        "pyproject.toml": _filled("pyproject.toml", name, kinds[0]),
+        f"{package}/__init__.py": _hooks(name, kinds),
+        ".github/workflows/tests.yaml": _filled("ci.yaml", name, kinds[0]),
     }
-    if kind == "store":
-        templates[f"{package}/lines.py"] = "store_lines.py"
-    contents = {path: _filled(template, name, kind) for path, template in templates.items()}
-    if kind not in ("index", "store"):
-        contents["recipe.toml"] = tomli_w.dumps(_recipe(name, kind))
+    for kind in kinds:
+        test = f"tests/test_{name if alone else kind}.py"
+        contents[f"{package}/{kind}.py"] = _filled(f"{kind}.py", name, kind)
+        contents[test] = _filled(f"{kind}_test.py", name, kind)
+        if kind == "store":
+            contents[f"{package}/lines.py"] = _filled("store_lines.py", name, kind)
+        if kind not in ("index", "store"):
+            recipe = _recipe(name, kind) | {"name": name if alone else f"{name}_{kind}"}
+            contents["recipe.toml" if alone else f"{kind}.toml"] = tomli_w.dumps(recipe)
     return contents
+
+
+def _hooks(name: str, kinds: Sequence[str]) -> str:
+    """Return the package's `__init__.py`, with a hook of each kind."""
+    parts = [_filled("init.py", name, kind).partition("@hookimpl") for kind in kinds]
+    return parts[0][0] + "\n\n".join(sign + hook for _, sign, hook in parts)
 
 
 def _recipe(name: str, kind: str) -> dict[str, Any]:
@@ -66,6 +77,8 @@ def _recipe(name: str, kind: str) -> dict[str, Any]:
     if kind == "learner":
         recipe = {key: recipe[key] for key in ("name", "data", "split")}
         recipe["backbone"] = {"name": "core.pixels", "size": 8, "frozen": True}
+    if kind == "augmentation":
+        return recipe | {"augmentation": {"transforms": [part]}}
     table = next(t for t, k in COMPONENTS.items() if KINDS[k] == kind)
     batch_size = recipe["sampler"] if kind == "sampler" else {}
     return recipe | {table: {"name": part, **batch_size}}
@@ -81,8 +94,10 @@ def _filled(template: str, name: str, kind: str) -> str:
     return text
 
 
-def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
+def write_package(name: str, output: Path | None = None, *kinds: str) -> Path:
     """Write a plugin's package atomically and return its folder, by default `retrieval-NAME`.
+
+    The package offers a part of each kind, by default a loss.
 
     Raises:
         PluginError: the name is invalid or taken, or the folder exists or cannot be written.
@@ -102,7 +117,7 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
         raise occupied
     try:
         with whole_folder(folder, replace=False, exists_error=occupied) as temporary:
-            for path, text in package_files(name, kind).items():
+            for path, text in package_files(name, *kinds).items():
                 file = temporary / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")

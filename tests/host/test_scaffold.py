@@ -65,8 +65,16 @@ def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monk
         outcome = cli("plugins", "new", f"my_{kind}", "--kind", kind)
         assert outcome.code == 0
         assert f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in outcome.out
+    several = ["--kind", "loss", "--kind", "augmentation", "--kind", "index", "--kind", "loss"]
+    outcome = cli("plugins", "new", "many", *several)
+    assert outcome.code == 0 and "retrieval plugins show many.negative" in outcome.out
+    assert "retrieval train retrieval-many/augmentation.toml" in outcome.out
+    many = tmp_path / "retrieval-many"
+    names = {str(path.relative_to(many)) for path in many.rglob("*.*") if path.is_file()}
+    assert names >= {"loss.toml", "augmentation.toml", "tests/test_loss.py"}
+    assert "index.toml" not in names and "retrieval_many/index.py" in names
     site = tmp_path / "site"
-    folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
+    folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS), many]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     pip += ["--no-index", "--disable-pip-version-check", "--target", str(site)]
     wheels = tmp_path / "wheels"
@@ -95,6 +103,8 @@ def test_a_package_of_every_kind_installs_and_works(tmp_path, cli, process, monk
         ]
     recipe = str(package / "recipe.toml")
     calls.append(["train", recipe, "--set", "train.epochs=1", "--output", "run"])
+    calls.append(["check", str(many / "augmentation.toml")])
+    calls.append(["plugins", "show", "many.matrix"])
     images, by = [f"{row}.png" for row in range(30)], ["--bundle", "bundle"]
     address = f"journal://{tmp_path}/items"
     calls += [
