@@ -119,6 +119,24 @@ def cli(capsys, monkeypatch):
 
 
 @pytest.fixture
+def mount():
+    """Mount a file system until the test ends; skip the test without the permission."""
+    folders = []
+
+    def call(folder, *words):
+        folder.mkdir()
+        line = ["mount", *words, folder]
+        if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
+            pytest.skip("nothing may be mounted here")
+        folders.append(folder)
+        return folder
+
+    yield call
+    for folder in folders:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
 def shown():
     """Compare a new picture with the one in `docs/`: same size, at most 60 KB, and alike.
 

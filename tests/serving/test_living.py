@@ -3,10 +3,12 @@
 import asyncio
 import io
 import shutil
+import subprocess
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import numpy as np
@@ -249,12 +251,30 @@ def test_several_queries_get_the_hits_of_single_ones(empty):
 # A folder that is removed, or replaced by another index, while a server has it open.
 
 
-def test_a_removed_folder_ends_readiness(living, served):
-    server = served(living)
+def test_a_removed_folder_ends_readiness_until_it_is_restored(living, served, cli, tmp_path):
+    server = served(living, "--open", "write")
+    assert cli("index", "snapshot", living, tmp_path / "copy").code == 0
     shutil.rmtree(living)
-    wire.until(lambda: wire.not_ready(server))
-    wire.until(lambda: "Restart the server" in (wire.not_ready(server) or ""))
+    wire.until(lambda: "tries again every few seconds" in (wire.not_ready(server) or ""))
     assert str(living) not in wire.not_ready(server)
+    put = partial(server.client.put, "/v1/items/a", json={"vector": [0.5] * WIDTH})
+    assert put().status_code == 503
+    assert cli("index", "restore", tmp_path / "copy", living).code == 0
+    assert put().status_code == 200
+    wire.until(lambda: not wire.not_ready(server))
+    assert server.client.get("/v1/items/a").status_code == 200
+
+
+def test_an_index_is_written_to_once_it_becomes_writable(living, served, mount, tmp_path):
+    view = mount(tmp_path / "view", "--bind", living)
+    subprocess.run(["mount", "-o", "remount,ro,bind", view], check=True)
+    server = served(view, "--open", "write")
+    put = partial(server.client.put, "/v1/items/a", json={"vector": [0.5] * WIDTH})
+    wire.refused(put(), 503, "it is read-only")
+    subprocess.run(["mount", "-o", "remount,rw,bind", view], check=True)
+    assert put().status_code == 200
+    server.process.terminate()  # it holds files of the mount
+    assert server.process.wait(15) == 0
 
 
 def test_a_replaced_folder_is_taken_up_without_a_failed_request(

@@ -1,6 +1,4 @@
 import os
-import shutil
-import subprocess
 from types import SimpleNamespace
 
 import makers
@@ -45,24 +43,6 @@ def store(index):
     """An empty store, without upkeep."""
     with LocalStore(index, upkeep=False) as opened:
         yield opened
-
-
-@pytest.fixture
-def mount():
-    """Mount a file system until the test ends; skip the test without the permission."""
-    folders = []
-
-    def call(folder, *words):
-        folder.mkdir()
-        line = ["mount", *words, folder]
-        if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
-            pytest.skip("nothing may be mounted here")
-        folders.append(folder)
-        return folder
-
-    yield call
-    for folder in folders:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from uuid import UUID
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from retrieval.errors import RetrievalError, StoreError
+from retrieval.errors import RetrievalError
 from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
@@ -90,8 +90,8 @@ def report(error: BaseException) -> None:
     log.error("%s%s", " – because of ".join(causes), where)
 
 
-def store_failed(error: StoreError, sentence: str) -> RequestError:
-    """Log an error of an index's store, and return the error for the client."""
+def store_failed(error: Exception, sentence: str) -> RequestError:
+    """Log an error of an index's store or its files, and return the error for the client."""
     if isinstance(error, TooSlow):
         return RequestError(503, "The filter takes too long. Use a simpler one.", "deadline")
     report(error)

@@ -22,7 +22,10 @@ from retrieval.serving.store.contract import StoreUnavailable, Superseded
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
-_CHANGED = "The files of the index are no longer those that are served. Restart the server."
+_CHANGED = (
+    "The files of the index were replaced or removed, and the server cannot open it now. It tries"
+    " again every few seconds; its log says what is wrong."
+)
 
 
 class Readiness:

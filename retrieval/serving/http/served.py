@@ -136,7 +136,10 @@ class Served:
         try:
             index = self._reopen()
         except RetrievalError as error:
-            return f"{changed} The new index cannot be opened: {error}"
+            return (
+                f"{changed} The new index cannot be opened: {error} The server tries again every"
+                " few seconds. If the folder itself is a mount, mount it again to see the new one."
+            )
         with self._lock:
             old, self.index = self.index, index
             self._users[index] = 1
@@ -265,7 +268,7 @@ class Served:
                 return await ask()
             except Superseded:
                 await self.workers.searches.run(self.index.follow)
-            except StoreError as error:
+            except (StoreError, FileNotFoundError) as error:  # the folder may have been removed
                 temporary = isinstance(error, TooSlow | StoreUnavailable)
                 if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
                     raise store_failed(error, sentence) from None

@@ -135,8 +135,7 @@ class LocalStore(Store):
 
     def _start(self) -> None:
         """Create the connections, locks and caches of this process."""
-        read_only = not all(os.access(path, os.W_OK) for path in (self.folder, self.folder / FILE))
-        self.record = Record(self.folder, read_only=read_only)
+        self.record = Record(self.folder, read_only=not self._is_writable())
         self.views = Views(self.record, self._plugins)
         self.masks = Masks()
         self.upkeep = Upkeep(self.views, background=self._background)
@@ -553,8 +552,13 @@ class LocalStore(Store):
         return {"structure": structure, "keep": state["keep"], "fields": names}
 
     def changed(self) -> str | None:
-        """Return a sentence if the folder was replaced or removed; see `Store`."""
+        """Return a sentence if the folder was replaced, removed or made writable; see `Store`."""
+        if self.record.read_only and self._is_writable():
+            return f"The index {self.folder} was read-only when it was opened. Open it again."
         return self.record.replaced()
+
+    def _is_writable(self) -> bool:
+        return all(os.access(path, os.W_OK) for path in (self.folder, self.folder / FILE))
 
     def close(self) -> None:
         """Close the store; see `Store`."""
