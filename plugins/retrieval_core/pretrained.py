@@ -17,6 +17,7 @@ from pydantic import Field
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
 from retrieval.plugin import Backbone, Preprocessing, some
 from torch import Tensor, nn
+from torch.nn import functional
 
 from retrieval_core.pooling import Level, Levels, Pooled, TokenPool, tried
 
@@ -33,6 +34,7 @@ class Network(Backbone):
         network: maps images (B, channels, H, W) to features (B, F).
         preprocessing: preprocessing of the images.
         name: name of the model in error messages.
+        normalise: whether to scale the features of each image to length 1.
 
     Raises:
         ValueError: the model does not accept images of that size, or does not return one vector per
@@ -41,9 +43,12 @@ class Network(Backbone):
 
     preprocessing: Preprocessing
 
-    def __init__(self, network: nn.Module, preprocessing: Preprocessing, name: str) -> None:
+    def __init__(
+        self, network: nn.Module, preprocessing: Preprocessing, name: str, normalise: bool = False
+    ) -> None:
         super().__init__()
         self.network = network
+        self.normalise = normalise
         self.preprocessing = preprocessing
         try:
             # `tried` runs the network in evaluation mode, which changes no batch statistic and
@@ -62,7 +67,7 @@ class Network(Backbone):
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, channels, H, W)."""
         features: Tensor = self.network(x)
-        return features
+        return functional.normalize(features) if self.normalise else features
 
 
 def interpolation(name: str) -> Interpolation:
@@ -136,6 +141,7 @@ def torchvision_model(
     size: Annotated[int, Field(ge=1)] | None = None,
     pool: TokenPool | None = None,
     cells: Size = 4,
+    normalise: bool = False,
 ) -> Backbone:
     """Build any classification model of torchvision, without its classifier.
 
@@ -151,6 +157,8 @@ def torchvision_model(
             means of cells × cells regions). By default the library's own pooling of the model is
             used. A norm that the model applies to its pooled vector is applied here too.
         cells: number of cells per side of the grid.
+        normalise: whether to scale an image's features to length 1. Their Euclidean distance then
+            orders images as the cosine does.
 
     Raises:
         RecipeError: torchvision has no such model, or the model has no such weights.
@@ -198,9 +206,9 @@ def torchvision_model(
             prefix=trunk.prefix,
             has_class_token=trunk.prefix > 0,
         )
-        return Network(network, preprocessing, model)
-    _remove_classifier(network)
-    return Network(network, preprocessing, model)
+    else:
+        _remove_classifier(network)
+    return Network(network, preprocessing, model, normalise)
 
 
 class _Trunk(nn.Module):
@@ -292,6 +300,7 @@ def timm_model(
     pool: TokenPool | None = None,
     cells: Size = 4,
     levels: dict[str, Size] | None = None,
+    normalise: bool = False,
 ) -> Backbone:
     """Build any model of timm, without its classifier and with its own preprocessing.
 
@@ -306,6 +315,7 @@ def timm_model(
             its grid, as in `core.efficientnet_lite0`. "image" is the pixels; "1", "2", … are the
             maps that timm returns with `features_only` (for a transformer, one per block); "last"
             is the last of these maps.
+        normalise: whether to scale an image's features to length 1; see `core.torchvision`.
 
     Raises:
         RecipeError: timm has no such model, or no weights for it.
@@ -369,7 +379,7 @@ def timm_model(
             has_class_token=getattr(network, "cls_token", None) is not None,
             channels_last=getattr(network, "output_fmt", "NCHW") == "NHWC",
         )
-    return Network(network, preprocessing, model)
+    return Network(network, preprocessing, model, normalise)
 
 
 def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:
@@ -396,6 +406,7 @@ def efficientnet_lite0(
     size: Size = 224,
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
+    normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
@@ -413,13 +424,14 @@ def efficientnet_lite0(
             pixels over 14 × 14 cells, stage 4 (of 7) over 2 × 2 cells, and the last layer as a
             whole. The averages of a level go through a signed square root and are scaled to unit
             length. The learner `core.pca` subtracts the mean of all images' features.
+        normalise: whether to scale an image's features to length 1; see `core.torchvision`.
 
     Raises:
         ValueError: a grid is finer than its level's map.
         DataError: the file of weights is missing, or is not the expected file.
         MissingDependency: a package of the extra is not installed.
     """
-    return _lite(0, pretrained, size, crop, levels)
+    return _lite(0, pretrained, size, crop, levels, normalise)
 
 
 def efficientnet_lite1(
@@ -427,6 +439,7 @@ def efficientnet_lite1(
     size: Size = 240,
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
+    normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite1, with ImageNet weights from an installed package: a deeper Lite0.
 
@@ -437,8 +450,9 @@ def efficientnet_lite1(
         size: height and width of the input in pixels; the weights were trained on 240.
         crop: see `core.efficientnet_lite0`.
         levels: see `core.efficientnet_lite0`.
+        normalise: see `core.efficientnet_lite0`.
     """
-    return _lite(1, pretrained, size, crop, levels)
+    return _lite(1, pretrained, size, crop, levels, normalise)
 
 
 def efficientnet_lite2(
@@ -446,6 +460,7 @@ def efficientnet_lite2(
     size: Size = 260,
     crop: Share = 0.875,
     levels: dict[Level, Size] | None = None,
+    normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite2, with ImageNet weights from an installed package: wider than Lite1.
 
@@ -456,12 +471,18 @@ def efficientnet_lite2(
         size: height and width of the input in pixels; the weights were trained on 260.
         crop: see `core.efficientnet_lite0`.
         levels: see `core.efficientnet_lite0`.
+        normalise: see `core.efficientnet_lite0`.
     """
-    return _lite(2, pretrained, size, crop, levels)
+    return _lite(2, pretrained, size, crop, levels, normalise)
 
 
 def _lite(
-    number: int, pretrained: bool, size: int, crop: float, levels: dict[Level, int] | None
+    number: int,
+    pretrained: bool,
+    size: int,
+    crop: float,
+    levels: dict[Level, int] | None,
+    normalise: bool,
 ) -> Backbone:
     """Build EfficientNet-Lite0, 1 or 2 by its number."""
     timm = _timm("efficientnet")
@@ -473,7 +494,7 @@ def _lite(
     mean, std = (127 / 255,) * 3, (128 / 255,) * 3
     preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
     whole = network if levels is None else Levels(network, preprocessing, levels)
-    return Network(whole, preprocessing, f"EfficientNet-Lite{number}")
+    return Network(whole, preprocessing, f"EfficientNet-Lite{number}", normalise)
 
 
 def _package_weights(number: int) -> Path:

@@ -232,7 +232,7 @@ class BackboneEncoder(Encoder):
         assert self.model.preprocessing is not None
         shape = " × ".join(map(str, self.model.preprocessing.shape))
         width = self.model.backbone.features
-        return f"Encoder {self.name}: images of {shape} to vectors of {width}"
+        return f"Encoder {self.name}: images of {shape} to vectors of {width}, Euclidean distance"
 
     def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
         """Return the embeddings (N, D) of N images; see `Encoder.encode`."""

@@ -152,7 +152,7 @@ class Bundle:
         how = f"{self.variant} on {self.device}" if self.variant else self.device
         return (
             f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of"
-            f" {manifest.vector}, {how}"
+            f" {manifest.vector}, {manifest.distance}, {how}"
         )
 
     def copy(self, target: Path) -> None:

@@ -100,6 +100,9 @@ class DistanceEntry(Entry):
     exact: bool
     measure: Literal["euclidean", "inner"] = "euclidean"
 
+    def __str__(self) -> str:
+        return "Euclidean distance" if self.name == "Euclidean" else f"distance {self.name}"
+
 
 class SubspaceEntry(Entry):
     """A sub-space: columns `start` to `stop` of the vector, searched for their own candidates.

@@ -123,6 +123,27 @@ def test_the_norm_that_a_model_of_timm_applies_to_pooled_tokens_is_applied(model
             torch.testing.assert_close(built(images), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("core.timm", {"model": "resnet10t"}),
+        ("core.timm", {"model": "resnet10t", "pool": "grid", "cells": 2}),
+        ("core.torchvision", {"model": "resnet18"}),
+        ("core.efficientnet_lite0", {"pretrained": False}),
+    ],
+)
+def test_normalised_features_have_length_one(name, values):
+    if name != "core.torchvision":
+        pytest.importorskip("timm")
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    built = net(name, size=64, normalise=True, **values)
+    with torch.no_grad():
+        plain = built.network(images)
+        expected = plain / plain.square().sum(1, keepdim=True).sqrt()
+        torch.testing.assert_close(built(images), expected)
+        assert not torch.allclose(plain, expected)
+
+
 def test_levels_of_a_timm_network_are_its_maps():
     timm = pytest.importorskip("timm")
     built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})

@@ -20,8 +20,8 @@ def test_results_describe_themselves(trained, bundle, index, photos, monkeypatch
     assert index.summary is not None and index.summary.count == len(index) == 60
     parts = "core.digits, core.convnet, pml.triplet_margin"
     assert parts in texts[0] and str(trained.path) in texts[0]
-    assert "images of 1 × 8 × 8 to vectors of 16" in texts[1]
-    assert "60 items" in texts[2] and "vectors of 16" in texts[2]
+    assert "images of 1 × 8 × 8 to vectors of 16, Euclidean distance" in texts[1]
+    assert "60 items" in texts[2] and "vectors of 16, Euclidean distance" in texts[2]
     assert all(text.count("\n") <= 1 and len(text) < 300 for text in texts)
     (epoch,) = trained.history
     assert epoch["epoch"] == 1 and 0 < epoch["validation_map_at_r"] < 1

@@ -166,7 +166,11 @@ class Index:
         return item
 
     def __repr__(self) -> str:
-        return f"Index {self.path}: {len(self):,} items, vectors of {self.bundle.manifest.vector}"
+        manifest = self.bundle.manifest
+        return (
+            f"Index {self.path}: {len(self):,} items, vectors of {manifest.vector},"
+            f" {manifest.distance}"
+        )
 
     def __enter__(self) -> Self:
         return self
