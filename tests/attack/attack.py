@@ -1,14 +1,15 @@
 """Attack a server while honest clients search it; report the answers and the memory used.
 
-    python tests/attack/attack.py --requests 20000 --processes 2 --output attack.json
-    python tests/attack/attack.py --requests 20000 --proxy
+    python tests/attack/attack.py --requests 20000 --processes 2 --output benchmarks/results
+    python tests/attack/attack.py --requests 20000 --proxy --output benchmarks/results
 
 The server is real and has its own process, two indexes, keys, snapshots and a record of changes.
 Honest clients search one index from the address 127.0.0.1. Attackers send the requests of
 `hostile_writes` from 127.0.0.2 and further addresses; most have an admin key of the other index.
 With `--proxy`, all requests go through nginx with TLS and the configuration of `deploy/`, beside
 idle connections and connections that send a byte a second. The attackers then have 240 addresses,
-because nginx limits the rate of each. The exit code is 1 if a promise was broken.
+because nginx limits the rate of each. The exit code is 1 if a promise was broken. `--output` names
+a folder for the page attack.md or attack_proxy.md and its raw/*.json.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from hostile_writes import WritingGenerator  # noqa: E402
 from proxy import Proxy, SlowClients  # noqa: E402
 from wire import FORM, Answer, ask, form, get, post  # noqa: E402
 
-from bench import commit  # noqa: E402
+from bench import commit, finish, markdown, page  # noqa: E402
 
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
@@ -368,8 +369,44 @@ def report(result: Result, **more: Any) -> str:
     shares = {f"{share} %": took[(len(took) - 1) * share // 100] for share in (50, 99, 100)}
     answered = {"answered": len(result.honest.answered), "seconds": shares}
     honest = vars(result.honest) | answered
-    facts = {"commit": commit(), **vars(result), "honest": honest, **more}
-    return json.dumps(facts, indent=1)
+    return json.dumps({"commit": commit(), **vars(result), "honest": honest, **more}, indent=1)
+
+
+def render(raw: dict[str, Any]) -> str:
+    """Return the page of an attack from its report."""
+    honest, held = raw["honest"], raw["held"]
+    seconds = " s, ".join(f"{share}: {took:.2f}" for share, took in honest["seconds"].items())
+    statuses = sorted({status for counts in raw["answers"].values() for status in counts})
+    table = [
+        [kind, *(str(counts.get(status, "")) for status in statuses)]
+        for kind, counts in sorted(raw["answers"].items())
+    ]
+    head = ["moment", "resident MB", "file descriptors", "threads", "temporary files"]
+    columns = "resident", "descriptors", "threads", "temporary"
+    memory = [
+        [moment, f"{facts['resident'] / 1e6:.0f}", *(f"{facts[name]:,}" for name in columns[1:])]
+        for moment, facts in held.items()
+    ]
+    requests = sum(sum(counts.values()) for counts in raw["answers"].values())
+    return page(f"""
+        # An attack on the server
+
+        `{raw["command"]}`: {requests:,} hostile requests in {raw["seconds"]:.0f} s, while honest
+        clients of another address searched.
+
+        - promises broken: {len(raw["broken"]) + len(raw["faults"])}
+        - honest searches: {honest["answered"]:,} answered rightly ({seconds} s),
+        {len(honest["wrong"])} wrong, {len(honest["late"])} late
+        - seconds until a server ended during an attack:
+        {", ".join(f"{took:.1f}" for took in raw["ends"])}
+        - slow clients of the proxy, by what they sent: {raw["slow"] or "none"}
+
+        {markdown(head, memory)}
+
+        Answers by kind of request; 0 stands for none, as many requests are cut off:
+
+        {markdown(["kind", *statuses], table)}
+    """)
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -407,7 +444,10 @@ def run(options: argparse.Namespace) -> bool:
         text = report(result, held=more, broken=faults, ends=took, bombs=bombs, slow=slow_clients)
     print(text)
     if options.output:
-        options.output.write_text(text + "\n", encoding="utf-8")
+        command = "python tests/attack/attack.py " + " ".join(sys.argv[1:])
+        raw = {"command": command, **json.loads(text)}
+        name = "attack_proxy" if options.proxy else "attack"
+        finish(name, raw, render(raw), folder=options.output)
     return not (faults or result.faults or result.honest.wrong or result.honest.late)
 
 
@@ -422,7 +462,7 @@ def main() -> None:
     parser.add_argument("--ends", type=int, default=3, help="servers to end during an attack")
     parser.add_argument("--proxy", action="store_true", help="through nginx, with slow clients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="folder of results")
     raise SystemExit(0 if run(parser.parse_args()) else 1)
 
 
