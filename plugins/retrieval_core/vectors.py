@@ -86,7 +86,10 @@ def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list
             f"{name} must be text{' or whole numbers' if name in ('labels', 'keys') else ''}, not"
             f" {values.dtype}."
         ]
-    return [str(value) for value in values.tolist()], []
+    listed = values.tolist()
+    if name == "labels":  # the number -1 means no label, the text "-1" is one
+        listed = ["" if value == -1 else value for value in listed]
+    return [str(value) for value in listed], []
 
 
 def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> Dataset:

@@ -78,6 +78,14 @@ def test_missing_labels_of_a_table_are_refused(missing, tmp_path):
     refused(parquet, tmp_path, says, label=labels)
 
 
+@both
+def test_the_label_minus_one_is_none(read, tmp_path):
+    labels = [*range(N - 2), -1, -1]
+    refused(read, tmp_path, r"2 of 12 items have no label: .*10, .*11\. Label them", label=labels)
+    texts = [str(label) for label in labels]
+    assert read(tmp_path, {"features": VECTORS, "label": texts}).labels[-1] == "-1"
+
+
 def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path):
     labels = np.array([float("nan"), *LABELS[1:]])
     refused(npz, tmp_path, "1 of 12 items have no label: 0", label=labels)

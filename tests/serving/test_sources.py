@@ -202,3 +202,13 @@ def test_a_table_without_ids_names_a_file_once(photos, bundle_path, tmp_path):
     table.write_text(f"path\n{path}\n{path}\n")
     summary = create_index(tmp_path / "i", bundle_path, [table], progress=False)
     assert (summary.count, summary.repeated) == (1, 1)
+
+
+def test_the_label_minus_one_of_features_is_none(tmp_path):
+    path = tmp_path / "f.npz"
+    for labels, expected in (
+        ([-1, 0, 7], [None, "0", "7"]),
+        (["-1", "nan", "b"], ["-1", None, "b"]),
+    ):
+        np.savez(path, features=np.eye(3), labels=np.array(labels))
+        assert [item.label for item in collect([path], "features").items] == expected

@@ -19,7 +19,13 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Original, Source, Sources, is_table, shown
-from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
+from retrieval.serving.index.parquet import (
+    ITEM_CHARACTERS,
+    MAX_WIDTH,
+    Table,
+    label_text,
+    refuse_many,
+)
 from retrieval.serving.store.items import Floats, Item, Keep
 
 _ARRAY_BYTES = 1 << 30
@@ -260,11 +266,11 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
                 f" {values.shape}."
             )
     keys = columns.get("keys", [f"{path.stem}/{row}" for row in range(count)])
-    labels = columns.get("labels", [""] * count)
+    labels = columns.get("labels", np.full(count, "")).tolist()
     items = [
         Source(
             str(key),
-            None if is_missing_text(str(label)) else str(label),
+            None if is_missing_text(str(label)) else label_text(label),
             path,
             row=first + row,
         )

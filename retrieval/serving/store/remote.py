@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import threading
 import time
 import uuid
@@ -338,13 +337,9 @@ class RemoteStore(Store):
             served = self._writable()
             if served.bundle != bundle:
                 raise self._superseded()
-            texts = checked(items, served.widths)
+            checked(items, served.widths)
             if not items:
                 return 0
-            items = [
-                replace(item, metadata=json.loads(text))
-                for item, text in zip(items, texts, strict=True)
-            ]
             rows = [Row.of(item) for item in items]
             self._fit(rows)
             replaced = self._rows(served, [item.id for item in items], False)

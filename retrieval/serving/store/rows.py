@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from retrieval.serving.filters import metadata_text
 from retrieval.serving.store.items import VECTOR, Floats, Generation, Item
 
 PIECE_BYTES = 45_000  # bytes of an original or bundle per row: 60,000 characters of base64
@@ -37,7 +39,7 @@ class Row:
         size = None if item.original is None else -(-len(item.original) // PIECE_BYTES)
         record = {
             **{name: getattr(item, name) for name in _FIELDS},
-            "metadata": item.metadata,
+            "metadata": json.loads(metadata_text(item.metadata)),
             "path": None if item.path is None else os.fspath(item.path),
             "version": uuid.uuid4().hex,
             "pieces": size,
