@@ -68,13 +68,11 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the time as a `timedelta`."""
-        if isinstance(value, timedelta):
-            return value
-        match = re.fullmatch(r"([0-9]{1,5})([mhd])|0", str(value).strip())
+        match = re.fullmatch("([0-9]{1,5})([mhd])|0", value)
         if match is None:
             self.fail(f"'{value}' is not a time: write 90d, 12h or 30m.", param, ctx)
-        units = {"m": "minutes", "h": "hours", "d": "days", None: "days"}
-        return timedelta(**{units[match[2]]: int(match[1] or 0)})
+        minutes = {"m": 1, "h": 60, "d": 1440, None: 0}[match[2]]
+        return timedelta(minutes=minutes * int(match[1] or 0))
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]

@@ -101,9 +101,18 @@ def test_compose_mounts_existing_files_and_drops_all_rights():
     built = DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
     assert built.resolve() == DEPLOY / "Dockerfile"
     values = takes(server["command"])
+    # The originals have the same path in the container, because the index keeps their paths.
+    (images,) = values["images"]
+    assert "${IMAGES}:${IMAGES}:ro" in server["volumes"] and str(images).startswith("${IMAGES:?")
+    data = str(values["snapshots"])
+    assert any(volume.endswith(f":{data}") for volume in server["volumes"])
+    assert str(values["audit"].parent) == data and values["hosts"] == ("${HOST:-localhost}",)
     assert values["proxies"] == (compose["networks"]["front"]["ipam"]["config"][0]["subnet"],)
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))
     (job,) = scraped["scrape_configs"][0]["static_configs"]
+    mounted = dict(volume.split(":")[:2] for volume in services["prometheus"]["volumes"])
+    for name in scraped["rule_files"]:
+        assert mounted[f"./{name}"] == f"/etc/prometheus/{name}"
     assert job["targets"] == [f"retrieval:{values['health_port']}"]
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     assert f"server retrieval:{values['port']};" in proxy
@@ -114,8 +123,18 @@ def test_the_unit_serves_with_valid_options(tmp_path):
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
     command, verb, *words = shlex.split(line)
-    assert Path(command).name == "retrieval" and verb == "serve"
-    values = takes(words)
+    assert Path(command).name == "retrieval" and verb == "serve" and words.pop() == "$OPTIONS"
+    page = (ROOT / "docs" / "operator.md").read_text(encoding="utf-8")
+    (options,) = re.findall(r"OPTIONS=(--[^'\n]*)", page)
+    values = takes([*words, *options.split()])
+    assert values["hosts"] and values["images"] and values["proxies"]
+    folders = {
+        "/var/lib": re.findall(r"(?m)^StateDirectory=(.*)$", text)[0].split(),
+        "/var/log": re.findall(r"(?m)^LogsDirectory=(.*)$", text)[0].split(),
+    }
+    made = {f"{top}/{name}" for top, names in folders.items() for name in names}
+    index = Path(values["indexes"][0])
+    assert {str(index.parent), str(values["snapshots"]), str(values["audit"].parent)} <= made
     assert values["log_format"] == "json" and values["host"] == "127.0.0.1"
     assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > GRACE_SECONDS
 

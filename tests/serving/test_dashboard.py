@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.http.app import Application
 from retrieval.serving.index.index import Index, create_index
@@ -35,13 +37,39 @@ def family(name: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_the_dashboard_shows_every_metric_and_no_other(bundle_path, photos, tmp_path):
+@pytest.fixture
+def labels_by_name(bundle_path, photos, tmp_path):
+    """The labels of each sample of a server's metrics."""
     create_index(tmp_path / "i", bundle_path, progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
+    return labels_by_sample(tmp_path / "i")
+
+
+def check_labels(text: str, known: set[str]) -> str:
+    """Check that an expression has only known labels; return its conditions."""
+    inside = " ".join(re.findall(r"\{([^}]*)\}", text))
+    by = " ".join(re.findall(r"by \(([^)]*)\)", text))
+    assert set(re.findall(r'(\w+)[!=]~?"', inside)) | set(re.findall(r"\w+", by)) <= known, text
+    return inside
+
+
+def test_each_alert_names_existing_metrics_and_labels(labels_by_name):
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    known = set().union(*labels_by_name.values()) | {"job"}
+    assert len(group["rules"]) >= 8
+    for rule in group["rules"]:
+        names = set(re.findall(r"\b(?:retrieval|process)_\w+", rule["expr"]))
+        assert names or rule["expr"].startswith("up{"), rule
+        assert names <= set(labels_by_name), "no metric has this name"
+        check_labels(rule["expr"], known)
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        assert rule["annotations"]["summary"].endswith(".")
+
+
+def test_the_dashboard_shows_every_metric_and_no_other(labels_by_name):
     dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    labels_by_name = labels_by_sample(tmp_path / "i")
     assert len(expressions) >= 20
     shown = set(re.findall(r"\b(?:retrieval|process)_\w+", " ".join(expressions)))
     assert not shown - set(labels_by_name), "no metric has this name"
@@ -49,9 +77,7 @@ def test_the_dashboard_shows_every_metric_and_no_other(bundle_path, photos, tmp_
     assert {family(name) for name in shown if name.startswith("retrieval_")} == ours
     known = set().union(*labels_by_name.values()) | {"job"}
     for text in expressions:
-        inside = " ".join(re.findall(r"\{([^}]*)\}", text))
-        by = " ".join(re.findall(r"by \(([^)]*)\)", text))
-        assert set(re.findall(r'(\w+)[!=]~?"', inside)) | set(re.findall(r"\w+", by)) <= known, text
+        inside = check_labels(text, known)
         # A user can choose one of several indexes.
         assert ('index=~"$index"' in inside) == ("retrieval_index_" in text)
     choices = {entry["name"]: entry for entry in dashboard["templating"]["list"]}

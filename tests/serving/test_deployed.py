@@ -21,7 +21,7 @@ DEPLOY = ROOT / "deploy"
 
 
 def test_the_commands_of_compose_and_the_image_serve_metrics_and_require_keys(
-    served, index_path, tmp_path, monkeypatch
+    served, index_path, photos, tmp_path, monkeypatch
 ):
     page = (ROOT / "docs" / "operator.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^docker run (.*)$", page)
@@ -35,6 +35,7 @@ def test_the_commands_of_compose_and_the_image_serve_metrics_and_require_keys(
     image = json.loads(text)
     for words in (image, compose["services"]["retrieval"]["command"]):
         text = " ".join(words[1:]).replace("${HOST:-localhost}", "photos.example")
+        text = re.sub(r"\$\{IMAGES:.*?\}", str(photos), text).replace("=/data", f"={tmp_path}")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         text = re.sub(r"--port[= ]\d+", "", text)

@@ -133,19 +133,19 @@ def test_a_rotated_key_keeps_all_but_its_secret_and_the_old_one_ends(cli, tmp_pa
     rotated = cli("keys", "rotate", "shop", "-o", path)
     assert rotated.code == 0 and "The old key is refused from 20" in rotated.err
     sent = rotated.out.strip()
-    first, other, second = read_keys(path)
-    assert (first.name, other.name, second.name) == ("shop", "other", "shop")
+    other, first, second = read_keys(path)
+    assert (other.name, first.name, second.name) == ("other", "shop", "shop")
     assert read_keys(path).find(old) == first and read_keys(path).find(sent) == second
     assert (second.role, second.indexes) == ("write", ("photos",))
     assert first.expires == second.created + timedelta(hours=24)  # the default grace
     assert second.expires == second.created + timedelta(days=90)
     shown = cli("keys", "list", path).out.splitlines()
-    assert f"expires {first.expires}" in shown[0] and f"expires {second.expires}" in shown[2]
+    assert f"expires {first.expires}" in shown[1] and f"expires {second.expires}" in shown[2]
     assert json.loads(cli("keys", "list", path, "--json").out)[2]["expires"].startswith("20")
 
     # A shorter grace ends all older keys; one of 0 removes them, and no other key.
     again = cli("keys", "rotate", "shop", "--grace", "5m", "--expires", "1h", "-o", path)
-    assert [key.name for key in read_keys(path)] == ["shop", "other", "shop", "shop"]
+    assert [key.name for key in read_keys(path)] == ["other", "shop", "shop", "shop"]
     now = read_keys(path)[3].created
     ends = [key.expires - now for key in read_keys(path) if key.name == "shop"]
     assert ends == [timedelta(minutes=5)] * 2 + [timedelta(hours=1)]

@@ -150,7 +150,6 @@ def parse_keys(text: bytes, where: str) -> Keys:
         raise RetrievalError(f"{where} is empty. {advice}")
     text = text.removeprefix(codecs.BOM_UTF8)
     keys, problems, seen = list[Key](), list[str](), dict[str, int]()
-    staying = set[str]()  # names of keys that do not expire
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
@@ -163,11 +162,10 @@ def parse_keys(text: bytes, where: str) -> Keys:
             problems.append(f"line {number} is not a JSON object.")
         else:
             for value in (f"name {key.name}", f"id {key.id}"):
-                if value in seen and (value.startswith("id") or key.name in staying):
+                if value in seen:
                     problems.append(f"line {number} repeats the {value} of line {seen[value]}.")
-                seen[value] = number
-            if key.expires is None:
-                staying.add(key.name)
+                if value.startswith("id") or key.expires is None:
+                    seen[value] = number
             keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))
@@ -232,13 +230,12 @@ def rotate_key(
         text, new = new_key(name, old.role, old.indexes or (), lifetime)
         assert new.created is not None
         end = new.created + grace
-        kept = list[Key]()
+        others = [key for key in keys if key.name != name]
         for key in keys:
-            if key.name == name:
-                key = key.model_copy(update={"expires": min(key.expires or end, end)})
-            if key.name != name or (grace and not key.expired):
-                kept.append(key)
-        _write(path, [*kept, new])
+            if key.name == name and grace and not key.expired:
+                expires = min(key.expires or end, end)
+                others.append(key.model_copy(update={"expires": expires}))
+        _write(path, [*others, new])
     return text, new
 
 
