@@ -516,11 +516,12 @@ class LocalStore(Store):
         if loaded is None or not loaded.backends:  # a companion speeds up exact search
             return "flat", None
         name, rows = loaded.structure.backend, loaded.structure.rows
-        vectors = view.arrays[VECTOR].rows(rows)
-        shares = [
-            recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
-            for backend, (start, stop) in zip(loaded.backends, view.generation.spans, strict=True)
-        ]
+        parts = zip(loaded.backends, view.generation.spans, strict=True)
+        with view.arrays[VECTOR].reading(rows) as vectors:
+            shares = [
+                recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
+                for backend, (start, stop) in parts
+            ]
         return name, min(shares, default=None)
 
     def snapshot(self, target: Path) -> None:
