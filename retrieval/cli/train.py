@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,10 @@ def train(
             from retrieval.run.resume import read_given
 
             replace_plugins = options["replace_plugins"]
+            # Of several processes, the first speaks.
+            report = say if os.environ.get("RANK", "0") == "0" else (lambda line: None)
             folder, checked = read_given(
-                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
+                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=report
             )
         else:
             checked = read_recipe(recipe, overrides, extra)
