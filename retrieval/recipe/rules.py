@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from retrieval.errors import RetrievalError
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
-from retrieval.host.python_parts import DICTIONARY, OBJECT, is_object
+from retrieval.host.python_parts import DICTIONARY, OBJECT
 
 if TYPE_CHECKING:
     from retrieval.recipe.tables import Optimizer, Phase, Tables
@@ -26,8 +26,6 @@ def check_names(recipe: Tables) -> list[str]:
         problems += _check_metric(recipe.loaded, named, "[evaluate] metrics", f".{number}")
     problems += _check_metric(recipe.loaded, recipe.train.monitor, "[train] monitor")
     for number, transform in enumerate(recipe.augmentation.transforms):
-        if isinstance(transform, str) and is_object(transform):
-            continue  # only training needs the object, and asks for it
         problems += recipe.loaded.check(
             "augmentations", transform, f"[augmentation] transforms.{number}"
         )
