@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import wire
 from retrieval import Index
+from retrieval.serving.index.checking import check_index
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.testing.small_bundles import make_bundle
 
@@ -69,7 +70,8 @@ def scene(tmp_path_factory):
 
 def test_a_server_whose_index_passes_every_threshold(served, scene):
     path, oracle = scene
-    server = served(path, "--open", "write")
+    (path.parent / "snapshots").mkdir()
+    server = served(path, "--open", "admin", "--snapshots", str(path.parent / "snapshots"))
     client = server.client
     statuses, stop = set(), threading.Event()
 
@@ -146,6 +148,8 @@ def test_a_server_whose_index_passes_every_threshold(served, scene):
         assert details()["deleted"] == 0
         check(19_999, 20_000, COUNT + 8999)
         assert client.get("/v1/index").json()["items"] == oracle.alive.sum()
+        name = client.post("/v1/snapshots").json()["snapshot"]
+        assert check_index(path.parent / "snapshots" / name) == ([], [])
     finally:
         stop.set()
         background.join()
