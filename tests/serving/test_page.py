@@ -397,6 +397,15 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.click("#item-form .main")
     page.wait_for_function("() => document.querySelector('.hit .label').textContent === 'seven'")
     assert page.locator(".hit .metadata").first.inner_text() == "price: 3"
+    for metadata, shown in (('{"price": 3, "size": 2}', "price: 3"), ('{"size": 2}', "size: 2")):
+        page.locator(".hit").first.get_by_text("Change").click()
+        page.fill("#item-metadata", metadata)
+        page.click("#item-form .main")
+        page.wait_for_selector("#item", state="hidden")
+        page.wait_for_function(
+            "text => document.querySelector('.hit .metadata').innerText.startsWith(text)", arg=shown
+        )
+    assert page.locator(".hit .metadata").first.inner_text() == "size: 2"  # `price` was removed
     page.locator(".hit").first.get_by_text("Delete").click()
     page.wait_for_function("() => document.querySelector('.hit .label')?.textContent === '1'")
     assert page.evaluate("() => [Object.values(sessionStorage), localStorage.length]") == [
