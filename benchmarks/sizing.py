@@ -18,6 +18,7 @@ import shutil
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 
@@ -67,6 +68,8 @@ def measure(rows: int, width: int, backend: str) -> Row:
         address = re.search(r":(\d+)/", line)
         assert address is not None, line
         port = int(address[1])
+        while httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).status_code != 200:
+            time.sleep(0.5)  # the first search reads the vectors from the disk
         asyncio.run(ask(port, requests, connections, SECONDS))
         before, start = cpu_of(process), time.monotonic()
         count = asyncio.run(ask(port, requests, connections, SECONDS))

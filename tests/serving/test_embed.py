@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,17 @@ def test_an_item_with_an_infinite_vector_is_bad(makers, tmp_path):
     (bad,) = map(json.loads, (tmp_path / "v" / "bad.jsonl").read_text().splitlines())
     assert (done.items, done.bad) == (39, 1)
     assert bad["key"] == "f/7" and "NaN or infinity" in bad["fault"]
+
+
+def test_names_in_bad_jsonl_are_printable_and_the_output_is_utf8(photos, bundle_path, tmp_path):
+    (tmp_path / "p").mkdir()
+    shutil.copy(next(photos.rglob("*.png")), tmp_path / "p")
+    (tmp_path / "p" / "x\u2028\udcff.png").write_bytes(b"no image")
+    assert embedded(bundle_path, [tmp_path / "p"], tmp_path / "v").bad == 1
+    (line,) = (tmp_path / "v" / "bad.jsonl").read_text(encoding="utf-8").splitlines()
+    assert line.isprintable() and json.loads(line)["key"] == "x\u2028\\xff.png"
+    with pytest.raises(DataError, match="is not valid UTF-8"):
+        embedded(bundle_path, [tmp_path / "p"], tmp_path / "\udcff")
 
 
 def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path, tmp_path):

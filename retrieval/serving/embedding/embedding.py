@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError, at_least_one, valid_text
+from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
@@ -224,8 +224,8 @@ def _embed_missing(
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
             for _, bad in sorted(bad_of_part.items()):
                 for entry in bad:
-                    printable = {name: shown(value) for name, value in entry.items()}
-                    file.write(json.dumps(printable, ensure_ascii=False) + "\n")
+                    texts = {name: shown(value) for name, value in entry.items()}
+                    file.write(printable_json(texts) + "\n")
     total = sum(map(len, bad_of_part.values()))
     if total == plan.items:
         raise DataError(f"None of the {plan.items:,} items can be used. {folder / BAD} says why.")
