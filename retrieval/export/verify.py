@@ -133,15 +133,17 @@ def outliers(items: NDArray[Any]) -> NDArray[Any]:
     """
     rng = np.random.default_rng(0)
     shape = (2, *items.shape[1:])
-    few = items[:2]
+    originals = items[:2]
     if items.dtype == np.uint8:
         # Models such as those that scale each image by its deviation amplify the rounding errors
         # of constant images, so that these have a little noise.
         dark = rng.integers(0, 3, shape, np.uint8)
         noise = rng.integers(0, 256, shape, np.uint8)
-        return np.concatenate([dark, 255 - dark, noise, 255 - few, few // 8, 255 - few // 8])
+        return np.concatenate(
+            [dark, 255 - dark, noise, 255 - originals, originals // 8, 255 - originals // 8]
+        )
     noise = rng.normal(items.mean(axis=0), 3 * items.std(axis=0) + 1e-3, shape)
-    extremes = [np.zeros_like(few), noise, -few, few / 100, few * 10]
+    extremes = [np.zeros_like(originals), noise, -originals, originals / 100, originals * 10]
     return np.concatenate(extremes).astype(np.float32)
 
 
@@ -359,8 +361,8 @@ def check_repeatable(
         " statistic of the batch, is still computed in evaluation mode."
     )
     # `outputs` come from batches of `BATCH`, so that in the first comparison only the call differs
-    few = items[:ODD]
-    calls = [(BATCH, items[:BATCH], by_call), *((size, few, by_batch) for size in (3, 2, 1))]
+    odd = items[:ODD]
+    calls = [(BATCH, items[:BATCH], by_call), *((size, odd, by_batch) for size in (3, 2, 1))]
     for batch, part, cause in calls:
         worst = _worst(outputs, torch_outputs(encoder, part, batch))
         if worst.value > tolerance:
