@@ -70,12 +70,12 @@ def imported(module, name):
 
 plain_import = builtins.__import__
 
-def import_with_another(name, *arguments):
+def import_with_another(name, *arguments, **options):
     if name.startswith("pytorch_metric_learning."):
         builtins.__import__ = plain_import
         imported("scipy.stats", "norm")
         imported("scipy.special", "erf")
-    return plain_import(name, *arguments)
+    return plain_import(name, *arguments, **options)
 
 builtins.__import__ = import_with_another
 
