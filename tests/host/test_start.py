@@ -51,7 +51,7 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
 
 
 IMPORTS_IN_A_THREAD = """
-import builtins, importlib, sys, threading
+import builtins, functools, importlib, sys, threading
 import torch
 
 def imported(module, name):
@@ -82,6 +82,7 @@ builtins.__import__ = import_with_another
 from retrieval.cli.app import main
 
 class SGD(torch.optim.SGD):
+    @functools.wraps(torch.optim.SGD.__init__)
     def __init__(self, *arguments, **options):
         imported("torch._dynamo", "config")
         super().__init__(*arguments, **options)
