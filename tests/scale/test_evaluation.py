@@ -153,14 +153,14 @@ def test_pairs_of_wide_vectors_are_measured_in_blocks(tmp_path):
         assert float(row["distance"]) == pytest.approx(np.linalg.norm(first - second))
 
 
-def test_recipes_are_compared_on_60_000_vectors(tmp_path, codes, labels):
-    """The recipes only scale the data's vectors, so that each measures what `evaluate` does."""
+def test_a_recipe_is_compared_with_its_baselines_on_60_000_vectors(tmp_path, codes, labels):
+    """The recipe only scales the data's vectors, so that each run measures what `evaluate` does."""
     text = [f"c{n:05}" for n in labels]
     np.savez(tmp_path / "data.npz", features=codes, labels=np.array(text))
     table = recipe(data={"name": "core.features", "file": str(tmp_path / "data.npz")})
     del table["name"]
     result = compare(
-        [table | {"name": name} for name in ("one", "other")],
+        [table | {"name": "one"}],
         tmp_path / "comparison",
         seeds=2,
         progress=False,
@@ -169,7 +169,4 @@ def test_recipes_are_compared_on_60_000_vectors(tmp_path, codes, labels):
     test = train(table, output=tmp_path / "run", progress=False).splits.query
     assert len(test) == COUNT // 2
     expected = evaluate(codes[test], labels[test], metrics=["map_at_r"]).values["map_at_r"]
-    for name in ("one", "other"):
-        assert [values["map_at_r"] for values in rows[name].metrics] == pytest.approx(
-            [expected] * 2
-        )
+    assert [row["map_at_r"] for row in rows["one"].metrics] == pytest.approx([expected] * 2)

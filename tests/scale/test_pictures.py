@@ -101,7 +101,7 @@ def test_a_run_and_its_report_give_the_metrics_of_its_vectors(run, test_items, v
     values = run.evaluate(progress=False).metrics["trained"]
     assert values["recall_at_1"] == pytest.approx(whole.values["recall_at_1"], abs=2e-3)
     assert values["map_at_r"] == pytest.approx(whole.values["map_at_r"], abs=1e-3)
-    sample = 1_500
+    sample = 900
     assert len(vectors) > measured.BLOCK
     assert COUNT // CLASSES // 2 > measured.PER_CLASS
     assert sample > write.THUMBNAILS
@@ -156,8 +156,8 @@ def test_pictures_are_embedded_in_parts_and_duplicates_are_those_of_all_pairs(
         embedded = pq.read_table(parts)
         by_key = dict(zip(embedded["key"].to_pylist(), embedded["vector"].to_pylist(), strict=True))
         np.testing.assert_allclose([by_key[id] for id in ids[::100]], table[::100], atol=1e-5)
-        nearest = np.concatenate([squared.min(axis=1) for _, squared in blocks(table)])
-        within = float(np.sqrt(np.sort(nearest)[300]))
+        _, squared = next(blocks(table))
+        within = float(np.sqrt(np.sort(squared.min(axis=1))[25]))
         near = [
             (row + start, other)
             for start, squared in blocks(table)
