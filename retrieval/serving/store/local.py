@@ -73,6 +73,7 @@ from retrieval.serving.store.record import (
     ask,
     from_row,
     insert,
+    is_writable,
     last_number,
     numbers_of,
     remove,
@@ -135,7 +136,7 @@ class LocalStore(Store):
 
     def _start(self) -> None:
         """Create the connections, locks and caches of this process."""
-        self.record = Record(self.folder, read_only=not self._is_writable())
+        self.record = Record(self.folder, read_only=not is_writable(self.folder))
         self.views = Views(self.record, self._plugins)
         self.masks = Masks()
         self.upkeep = Upkeep(self.views, background=self._background)
@@ -549,17 +550,11 @@ class LocalStore(Store):
             sql = "select name from fields order by name limit ?"
             names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
             state = dict(ask(connection, "select key, value from state"))
-        structure = json.loads(state["structure"])
-        return {"structure": structure, "keep": state["keep"], "fields": names}
+        return {"structure": json.loads(state["structure"]), "keep": state["keep"], "fields": names}
 
     def changed(self) -> str | None:
         """Return a sentence if the folder was replaced, removed or made writable; see `Store`."""
-        if self.record.read_only and self._is_writable():
-            return f"The index {self.folder} was read-only when it was opened. Open it again."
-        return self.record.replaced()
-
-    def _is_writable(self) -> bool:
-        return all(os.access(path, os.W_OK) for path in (self.folder, self.folder / FILE))
+        return self.record.changed()
 
     def close(self) -> None:
         """Close the store; see `Store`."""
@@ -656,12 +651,11 @@ def _after_fork_in_child() -> None:
         faiss.omp_set_num_threads(1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
 
 
 class LocalPlace(StorePlace):

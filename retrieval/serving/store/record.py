@@ -89,6 +89,11 @@ def _register() -> None:
         apsw.sqlite_extra.load(connection, _VFS.replace("cksm", "cksum"))
 
 
+def is_writable(folder: Path) -> bool:
+    """Return whether this process may write to an index: to its folder and its record."""
+    return all(os.access(path, os.W_OK) for path in (folder, folder / FILE))
+
+
 class Record:
     """The SQLite database of one index folder, with a pool of connections."""
 
@@ -176,6 +181,12 @@ class Record:
         """Raise a `StoreError` once the record is closed."""
         if self.closed is not None:
             raise StoreError(self.closed)
+
+    def changed(self) -> str | None:
+        """Return a sentence if the index was replaced, removed or made writable, else None."""
+        if self.read_only and is_writable(self.folder):
+            return f"The index {self.folder} was read-only when it was opened. Open it again."
+        return self.replaced()
 
     def replaced(self) -> str | None:
         """Return a sentence if the record's file was replaced or removed, else None."""
