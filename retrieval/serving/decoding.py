@@ -50,6 +50,7 @@ _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
 """Largest freed memory blocks that a process keeps for its next image."""
 _ATTEMPTS = 2
+_ENDING_SECONDS = 1.0
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of a process that the system or a person has ended."""
 _LONGEST_SENTENCE = 4096  # characters
@@ -130,9 +131,11 @@ class Decoders:
             try:
                 result = worker.ask((kind, content, preprocessing, name), longest)
             except (OSError, EOFError, ValueError) as fault:
+                if not isinstance(fault, TimeoutError | ValueError):
+                    worker.process.join(_ENDING_SECONDS)  # so that the system has its exit code
+                killed = worker.process.exitcode in _KILLED  # before `_end` kills it
                 self._end(worker)
-                ours = isinstance(fault, TimeoutError | ValueError)  # `_end` kills it, too
-                if not ours and worker.process.exitcode in _KILLED:
+                if killed:
                     continue  # the image may be sound
                 reason = "cannot be decoded: it crashes its decoder"
                 if isinstance(fault, TimeoutError):
