@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retrieval.errors import DataError, RetrievalError
+from retrieval.host.arrays import Floats64, Ints, Pixels
 from retrieval.model.guard import shown
 from retrieval.serving.images import to_mode
 
@@ -44,7 +44,7 @@ _UNIFORM_KEY, _SEEDS_KEY, _MIX_KEY = 1, 2, 3
 
 
 def crop_box(
-    draws: NDArray[np.float64],
+    draws: Floats64,
     height: int,
     width: int,
     scale: tuple[float, float],
@@ -86,10 +86,10 @@ class Draws:
         seeds: one seed per image, for its transforms.
     """
 
-    uniform: NDArray[np.float64]
-    seeds: NDArray[np.int64]
+    uniform: Floats64
+    seeds: Ints
 
-    def __getitem__(self, rows: slice | int | NDArray[np.int64]) -> Draws:
+    def __getitem__(self, rows: slice | int | Ints) -> Draws:
         return Draws(self.uniform[rows], self.seeds[rows])
 
 
@@ -106,7 +106,7 @@ class Changes:
         uniform = np.random.default_rng([*key, _UNIFORM_KEY]).random((size, _DRAWS))
         return Draws(uniform, np.random.default_rng([*key, _SEEDS_KEY]).integers(2**62, size=size))
 
-    def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
+    def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> Pixels:
         """Return a random crop of an image at the encoder's input size (channels, H, W)."""
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional
@@ -124,14 +124,14 @@ class Changes:
         pixels = np.asarray(image, dtype=np.uint8)
         return pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
 
-    def mirror(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
+    def mirror(self, pixels: Pixels, draws: Draws) -> Pixels:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
         chosen = draws.uniform[:, 0] < self.table.horizontal_flip
         if chosen.any():
             pixels[chosen] = pixels[chosen, ..., ::-1]
         return pixels
 
-    def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
+    def transformed(self, pixels: Pixels, draws: Draws) -> Pixels:
         """Return an image's pixels (channels, H, W), transformed; may modify the input.
 
         Raises:
@@ -176,7 +176,7 @@ class Mix:
             a weighted mean.
     """
 
-    partner: NDArray[np.int64]
+    partner: Ints
     weight: float
     box: tuple[slice, slice] | None
 
@@ -204,7 +204,7 @@ class Mix:
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
 
-    def mixed(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def mixed(self, images: Pixels, partners: Pixels) -> Pixels:
         """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
             own, other = images.astype(np.float32), partners.astype(np.float32)

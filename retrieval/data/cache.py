@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats32, Ints
 from retrieval.host.files import cache_folder
 from retrieval.serving.files.mapping import FileMap
 from retrieval.serving.progress import Meter
@@ -52,7 +52,7 @@ def frozen_features(
     fingerprint: str,
     device: torch.device | str,
     batch_size: int,
-) -> NDArray[np.float32]:
+) -> Floats32:
     """Return every item's features (N, F), memory-mapped, from the cache on disk or computed now.
 
     The entry's name is a hash of everything that could change a bit of a feature: the fingerprint
@@ -73,7 +73,7 @@ def frozen_features(
         key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch_size, device_type, width]
         place = cache_folder() / "features" / _checksum(json.dumps(key).encode()).hex()
 
-    def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+    def compute(items: Ints) -> Iterator[Floats32]:
         try:
             for x in inputs(dataset, items, preprocessing, batch_size):
                 with torch.no_grad():
@@ -128,7 +128,7 @@ def _fill(
     dataset: Dataset,
     width: int,
     batch_size: int,
-    compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
+    compute: Callable[[Ints], Iterator[Floats32]],
 ) -> None:
     """Compute an entry's missing and damaged blocks."""
     row_bytes = 4 * width
@@ -170,9 +170,7 @@ def _fill(
         os.fsync(data.fileno())
 
 
-def _check(
-    features: NDArray[np.float32], items: NDArray[np.int64], width: int, dataset: Dataset
-) -> None:
+def _check(features: Floats32, items: Ints, width: int, dataset: Dataset) -> None:
     if features.shape != (len(items), width):
         raise DataError(
             f"The backbone gave features of shape {features.shape}, not {(len(items), width)}."

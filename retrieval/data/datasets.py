@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Ints
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import decode, from_array, full_size
 
@@ -34,7 +34,7 @@ class ArrayDataset(Dataset):
 
     def __init__(
         self,
-        arrays: NDArray[Any],
+        arrays: Array,
         labels: Sequence[str],
         keys: Sequence[str] | None = None,
         *,
@@ -48,13 +48,13 @@ class ArrayDataset(Dataset):
         elif arrays.ndim == 4 and arrays.shape[3] == 1:
             arrays = arrays[:, :, :, 0]
         self.kind = kind
-        self.arrays: NDArray[Any] = arrays
+        self.arrays: Array = arrays
         self.labels = labels
         self.keys = [str(i) for i in range(len(arrays))] if keys is None else keys
         self.splits, self.roles, self.metadata = splits, roles, metadata
 
-    def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        item: NDArray[Any] = self.arrays[index]
+    def __getitem__(self, index: int) -> Image | Array:
+        item: Array = self.arrays[index]
         return item if self.kind == "features" else from_array(item)
 
 
@@ -120,7 +120,7 @@ def _cut(image: Image, box: Box, key: str) -> Image:
 class Subset(Dataset):
     """Some items of a dataset, without the dataset's split and roles."""
 
-    def __init__(self, dataset: Dataset, items: NDArray[np.int64]) -> None:
+    def __init__(self, dataset: Dataset, items: Ints) -> None:
         self._dataset, self._items = dataset, items
         self.kind = dataset.kind
         self.labels = [dataset.labels[i] for i in items]
@@ -129,5 +129,5 @@ class Subset(Dataset):
         self.arrays = None if dataset.arrays is None else dataset.arrays[items]
         self.files = None if dataset.files is None else [dataset.files[i] for i in items]
 
-    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+    def __getitem__(self, index: int) -> Image | Array:
         return self._dataset[int(self._items[index])]

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
 from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
+from retrieval.host.arrays import Ints
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
 from retrieval.serving.bundle import is_image
@@ -32,7 +32,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def encode(
     model: Model,
     dataset: Dataset,
-    indices: NDArray[np.int64],
+    indices: Ints,
     *,
     batch_size: int = 256,
     device: torch.device | None = None,
@@ -89,7 +89,7 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
         return _forward(model, inputs, from_features)
 
 
-def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model) -> Tensor:
+def pixels(dataset: Dataset, indices: Ints, model: Model) -> Tensor:
     """Return the raw inputs of N items as unit vectors (N, values), a baseline without training."""
     chunks = inputs(dataset, indices, model.preprocessing, batch_size=256)
     return nn.functional.normalize(torch.cat([x.flatten(1).float() for x in chunks]), dim=1)

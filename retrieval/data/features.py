@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.cache import frozen_features
@@ -21,6 +20,7 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import RawInputs
 from retrieval.errors import BundleError, MissingDependency
+from retrieval.host.arrays import Array, Floats32
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.guard import check_width
@@ -71,7 +71,7 @@ def backbone_features(
 
 def _features(
     model: Model, dataset: Dataset, device: torch.device, batch_size: int, what: str
-) -> NDArray[np.float32]:
+) -> Floats32:
     """Return features (N, F), computed by ONNX Runtime if possible, else by torch."""
 
     def by_torch(x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _features(
         check_width(features, what, model.backbone.features)
         return features
 
-    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> NDArray[np.float32]:
+    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> Floats32:
         return frozen_features(
             compute,
             dataset,
@@ -138,7 +138,7 @@ class OnnxBackbone:
             self._session = self._agreed()
         return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
 
-    def _run(self, session: Any, pixels: NDArray[Any], size: int) -> NDArray[np.float32]:
+    def _run(self, session: Any, pixels: Array, size: int) -> Floats32:
         """Return the features of images, `size` at a time; black images fill up each run."""
         parts = []
         for start in range(0, len(pixels), size):
@@ -150,7 +150,7 @@ class OnnxBackbone:
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 raise BundleError(f"ONNX Runtime fails: {fault}") from fault
             parts.append(features[: len(chunk)])
-        rows: NDArray[np.float32] = np.concatenate(parts)
+        rows: Floats32 = np.concatenate(parts)
         return rows
 
     def _agreed(self) -> Any:

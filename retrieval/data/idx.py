@@ -9,15 +9,15 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Pixels
 
 _UNSIGNED_BYTE = 0x08
 _MAX_BYTES = 1 << 31
 
 
-def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+def read_idx(path: Path, dimensions: int) -> Pixels:
     """Return the array in an idx file of unsigned bytes; `.gz` files are decompressed.
 
     The header consists of two zero bytes, the code of the numbers' type, the number of dimensions,

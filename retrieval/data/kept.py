@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Ints
 from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST_ITEMS, MOST_BYTES = 64, 8 << 20
 class KeptInputs(Dataset):
     """Held-out inputs, already preprocessed, from a dataset that may no longer exist."""
 
-    def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
+    def __init__(self, kind: Any, inputs: Array, labels: list[str]) -> None:
         self.kind = kind
         self.inputs = inputs
         self.labels = labels
@@ -38,9 +38,9 @@ class KeptInputs(Dataset):
         if kind == "features":
             self.arrays = inputs
 
-    def __getitem__(self, index: int) -> NDArray[Any]:
+    def __getitem__(self, index: int) -> Array:
         """Return an input of the encoder."""
-        row: NDArray[Any] = self.inputs[index]
+        row: Array = self.inputs[index]
         return row
 
     def splits_of(self, why: str) -> Splits:
@@ -80,16 +80,14 @@ def read_inputs(path: Path) -> KeptInputs:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
 
-def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+def spread(indices: Ints, number: int = ITEMS) -> Ints:
     """Return up to `number` of the indices, evenly spaced."""
     if len(indices) <= number:
         return indices
     return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
 
 
-def by_class(
-    indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
-) -> NDArray[np.int64]:
+def by_class(indices: Ints, labels: Ints, number: int = ITEMS) -> Ints:
     """Return up to `number` of the indices, evenly spaced within each class.
 
     If there are too many classes, evenly spaced classes contribute a few items each.

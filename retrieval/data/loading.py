@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import data as torch_data
 
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Floats32, Ints, Pixels
 from retrieval.host.cores import cores
 from retrieval.host.main_script import refuse_unguarded
 from retrieval.serving.images import from_array
@@ -66,7 +66,7 @@ class RawInputs:
         self.dataset = dataset
         self.preprocessing = preprocessing
         self.array = _as_inputs(dataset.arrays, preprocessing)
-        self._kept: NDArray[np.uint8] | None = None
+        self._kept: Pixels | None = None
         if self.array is None and preprocessing is not None:
             shape = (len(dataset), *preprocessing.shape)
             if np.prod(shape, dtype=np.int64) <= budget:
@@ -78,20 +78,18 @@ class RawInputs:
         """True if batches are slices of an array, or will be once every item is decoded."""
         return self.array is not None or self._kept is not None
 
-    def ready(self, indices: NDArray[np.int64]) -> bool:
+    def ready(self, indices: Ints) -> bool:
         """Return whether these items are all in memory."""
         return self.array is not None or (
             self._kept is not None and bool(self._decoded[indices].all())
         )
 
-    def changed(
-        self, indices: NDArray[np.int64], changes: Changes, draws: Draws
-    ) -> NDArray[np.uint8]:
+    def changed(self, indices: Ints, changes: Changes, draws: Draws) -> Pixels:
         """Return randomly changed images, uint8 (B, channels, H, W)."""
         preprocessing, rows = self.preprocessing, range(len(indices))
         assert preprocessing is not None
 
-        def crop(row: int) -> NDArray[np.uint8]:
+        def crop(row: int) -> Pixels:
             return changes.crop(self._image(indices[row]), preprocessing, draws[row])
 
         cropped = changes.table.crop_scale is not None
@@ -101,7 +99,7 @@ class RawInputs:
             return pixels
         return np.stack(self._map(lambda row: changes.transformed(pixels[row], draws[row]), rows))
 
-    def batch(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    def batch(self, indices: Ints) -> Array:
         """Return a copy of items' inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
@@ -115,7 +113,7 @@ class RawInputs:
         item = self.dataset[int(index)]
         return from_array(item) if isinstance(item, np.ndarray) else item
 
-    def _item(self, index: int) -> NDArray[Any]:
+    def _item(self, index: int) -> Array:
         if self.preprocessing is None:
             return np.asarray(self.dataset[index], dtype=np.float32)
         return self.preprocessing(self._image(index))
@@ -146,9 +144,7 @@ class RawInputs:
         return {**state, "_kept": None}
 
 
-def _as_inputs(
-    arrays: NDArray[Any] | None, preprocessing: Preprocessing | None
-) -> NDArray[Any] | None:
+def _as_inputs(arrays: Array | None, preprocessing: Preprocessing | None) -> Array | None:
     """Return the dataset's array as inputs without copying, or None if items need preprocessing."""
     if arrays is None:
         return None
@@ -174,7 +170,7 @@ class Job(NamedTuple):
         share: the rows of the batch to make.
     """
 
-    items: NDArray[np.int64]
+    items: Ints
     epoch: int
     batch: int
     share: slice
@@ -304,8 +300,8 @@ class TrainBatches:
     def __init__(
         self,
         dataset: Dataset,
-        indices: NDArray[np.int64],
-        labels: NDArray[np.int64],
+        indices: Ints,
+        labels: Ints,
         preprocessing: Preprocessing | None,
         *,
         sampler: Sampler,
@@ -342,9 +338,7 @@ class TrainBatches:
         """Return the number of batches in an epoch."""
         return self._count
 
-    def draw(
-        self, number: int, embeddings: NDArray[np.float32] | None = None
-    ) -> list[NDArray[np.int64]]:
+    def draw(self, number: int, embeddings: Floats32 | None = None) -> list[Ints]:
         """Return an epoch's batches as positions in `indices`."""
         return drawn_batches(self.batch_sampler, self.items, self._make.seed, number, embeddings)
 
@@ -355,7 +349,7 @@ class TrainBatches:
         start: int = 0,
         rank: int = 0,
         world: int = 1,
-        drawn: Sequence[NDArray[np.int64]] | None = None,
+        drawn: Sequence[Ints] | None = None,
     ) -> Iterator[tuple[Tensor, Labels]]:
         """Yield an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`.
 
@@ -386,7 +380,7 @@ class TrainBatches:
             batches = _ahead(self._make, jobs)
         return zip(batches, labels, strict=True)
 
-    def _labels(self, job: Job, labels: NDArray[np.int64]) -> Labels:
+    def _labels(self, job: Job, labels: Ints) -> Labels:
         """Return the job's share of a batch's class ids."""
         own = torch.from_numpy(labels[job.share])
         mix = self._make.mix(job)
@@ -408,7 +402,7 @@ class TrainBatches:
 
 def inputs(
     dataset: Dataset,
-    indices: NDArray[np.int64] | Sequence[int],
+    indices: Ints | Sequence[int],
     preprocessing: Preprocessing | None,
     batch_size: int,
     *,
@@ -426,7 +420,7 @@ def inputs(
     chosen = np.asarray(indices, dtype=np.int64)
     blocks = [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
 
-    def make(block: NDArray[np.int64]) -> Tensor:
+    def make(block: Ints) -> Tensor:
         return torch.from_numpy(raw.batch(block))
 
     return map(make, blocks) if raw.ready(chosen) else _ahead(make, blocks)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Floats32, Floats64, Ints
 from retrieval.serving.images import to_mode
 from retrieval.serving.progress import Meter
 
@@ -35,7 +35,7 @@ class Fingerprint:
     """
 
     values: bytes
-    picture: NDArray[np.float32] | None = None
+    picture: Floats32 | None = None
 
 
 def digest(content: Any) -> bytes:
@@ -43,7 +43,7 @@ def digest(content: Any) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
+def fingerprint(item: Image.Image | Array) -> Fingerprint:
     """Return the fingerprint of an image, or of a vector (F,)."""
     if isinstance(item, Image.Image):
         whole = to_mode(item, "RGB")
@@ -55,7 +55,7 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
     return Fingerprint(digest((vector + np.float32(0)).tobytes()))  # + 0 turns −0 into 0
 
 
-def picture(image: Image.Image) -> NDArray[np.float32] | None:
+def picture(image: Image.Image) -> Floats32 | None:
     """Return an RGB image's small picture (WIDTH,) at unit length; None for even brightness.
 
     The picture keeps brightness and colour values. A difference hash (Krawetz, "Kind of Like That",
@@ -71,11 +71,11 @@ def picture(image: Image.Image) -> NDArray[np.float32] | None:
     whole_picture = np.concatenate([brightness.ravel(), part * colours.ravel()])
     if float(brightness.std()) < _EVEN:
         return None
-    unit: NDArray[np.float32] = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
+    unit: Floats32 = (whole_picture / np.linalg.norm(whole_picture)).astype(np.float32)
     return unit
 
 
-Rows = NDArray[np.int64]
+Rows = Ints
 
 MOST_PAIRS = 1_000_000
 """The search stops when it has more pairs than this."""
@@ -96,12 +96,12 @@ class Near:
 
     first: Rows
     second: Rows
-    distance: NDArray[np.float64]
+    distance: Floats64
     complete: bool
 
 
 def near_pairs(
-    vectors: NDArray[np.float32],
+    vectors: Floats32,
     within: float,
     *,
     same: Rows | None = None,

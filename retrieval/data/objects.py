@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from retrieval.data.datasets import ArrayDataset, FileDataset
@@ -17,6 +16,7 @@ from retrieval.data.error_lists import refuse
 from retrieval.data.gate import is_missing
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
+from retrieval.host.arrays import Pixels
 from retrieval.host.python_parts import DICTIONARY
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import as_list, channels_last, decode, from_pixels
@@ -311,7 +311,7 @@ def _of_torchvision(obj: Any) -> bool:
     return type(obj).__module__.startswith("torchvision.")
 
 
-def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
+def _pixels(obj: Any, first: Any) -> Pixels | None:
     """Return the array `data` of a torchvision dataset if its rows are the items, else `None`.
 
     With an array, the features of a frozen backbone can be cached.

@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse
 from retrieval.errors import DataError
+from retrieval.host.arrays import Bools, Ints
 from retrieval.serving.files.csv_table import CsvTable
 
 COLUMNS = ("first", "second", "same")
@@ -36,10 +36,10 @@ class LabelledPairs:
         folds: names of the folds, in natural order; empty without folds.
     """
 
-    first: NDArray[np.int64]
-    second: NDArray[np.int64]
-    same: NDArray[np.bool_]
-    fold: NDArray[np.int64] | None = None
+    first: Ints
+    second: Ints
+    same: Bools
+    fold: Ints | None = None
     folds: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -129,9 +129,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     return LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names))
 
 
-def fold_problems(
-    same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
-) -> list[str]:
+def fold_problems(same: Bools, fold: Ints, names: Sequence[str]) -> list[str]:
     """Return the problems that prevent choosing each fold's threshold on the other folds."""
     if len(names) < 2:
         return [

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Pixels
 
 SIDE = 32
 _MAX_RECORDS = 1_000_000  # of a file; CIFAR has at most 50,000
 
 
-def read_records(
-    path: Path, classes: Sequence[int], name: str
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def read_records(path: Path, classes: Sequence[int], name: str) -> tuple[Pixels, Pixels]:
     """Return images, uint8 (N, 32, 32, 3), and labels (N, label bytes).
 
     Args:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError, PluginError
+from retrieval.host.arrays import Floats32, Ints
 from retrieval.host.hookspecs import Factories, hookimpl
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import BatchSampler, TrainingItems
@@ -34,9 +34,7 @@ class ClassBalanced(BatchSampler):
         check_classes(items)
         return items.batches
 
-    def draw(
-        self, items: TrainingItems, epoch: int, random: np.random.RandomState
-    ) -> list[NDArray[np.int64]]:
+    def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> list[Ints]:
         """Return the batches of an epoch."""
         by_class = rows_by_class(items.labels)
         # Shuffling the list of arrays gives the same order but takes five times as long.
@@ -58,7 +56,7 @@ def check_classes(items: TrainingItems) -> None:
         )
 
 
-def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def rows_by_class(labels: Ints) -> list[Ints]:
     """Return the positions of each class's items, with the classes in order of appearance."""
     by_class = np.argsort(labels, kind="stable")
     firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
@@ -66,9 +64,7 @@ def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return sorted(rows, key=lambda of_class: int(of_class[0]))
 
 
-def rows_of(
-    classes: Sequence[NDArray[np.int64]], items: TrainingItems, random: np.random.RandomState
-) -> NDArray[np.int64]:
+def rows_of(classes: Sequence[Ints], items: TrainingItems, random: np.random.RandomState) -> Ints:
     """Return M random rows of each class, repeated only if a class has fewer."""
     return np.concatenate(
         [random.choice(rows, items.rows, replace=len(rows) < items.rows) for rows in classes]
@@ -165,7 +161,7 @@ def as_batch_sampler(sampler: Any, name: str, seed: int, size: int = 64) -> Batc
 
 
 def training_items(
-    table: Sampler, labels: NDArray[np.int64], metadata: Sequence[Mapping[str, Any]] | None
+    table: Sampler, labels: Ints, metadata: Sequence[Mapping[str, Any]] | None
 ) -> TrainingItems:
     """Return the input of a sampler: the training items, and the sizes that `[sampler]` sets."""
     batches = table.batches or max(1, len(labels) // (table.classes * table.items))
@@ -177,8 +173,8 @@ def drawn_batches(
     items: TrainingItems,
     seed: int,
     epoch: int,
-    embeddings: NDArray[np.float32] | None = None,
-) -> list[NDArray[np.int64]]:
+    embeddings: Floats32 | None = None,
+) -> list[Ints]:
     """Return an epoch's checked batches as positions in `items.labels`.
 
     Raises:

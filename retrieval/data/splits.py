@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse, some
 from retrieval.errors import DataError, did_you_mean
+from retrieval.host.arrays import Ints
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
     from retrieval.recipe.tables import Split
 
-Items = NDArray[np.int64]  # indices of items in the dataset
+Items = Ints  # indices of items in the dataset
 
 SPLITS = ("train", "validation", "test")
 ROLES = ("", "query", "gallery")

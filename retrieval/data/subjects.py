@@ -6,23 +6,23 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from retrieval.data.findings import Subject
 from retrieval.data.near import digest
 from retrieval.data.splits import SIDES, Splits
+from retrieval.host.arrays import Array
 from retrieval.serving.images import Limits, decode, from_array, read_image
 from retrieval.serving.index.locations import Source, Sources
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from PIL.Image import Image
 
     from retrieval.model.contracts import Dataset
 
-Item = tuple["bytes | None", "Image | NDArray[Any]"]
+Item = tuple["bytes | None", "Image | Array"]
 """The hash of an item's bytes, or `None` without any, and its decoded image or its vector."""
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
@@ -33,6 +32,7 @@ from retrieval.evaluation.protocol import (
     refuse_side,
     unanswerable,
 )
+from retrieval.host.arrays import Floats, Ints
 from retrieval.host.files import write_json
 from retrieval.host.tables import html_table
 from retrieval.run.open import ItemCodes, Run
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.manifest import SubspaceEntry
 
-Floats = NDArray[np.floating[Any]]
-Rows = NDArray[np.int64]
+Rows = Ints
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
@@ -34,6 +33,7 @@ from retrieval.evaluation.neighbors import (
     group_numbers,
 )
 from retrieval.evaluation.ranking import Ranking
+from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
@@ -46,8 +46,7 @@ from retrieval.serving.runtime import load_faiss
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
 
-Ints = NDArray[np.int64]
-Values = NDArray[np.float64]
+Values = Floats64
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = (*(f"recall_at_{k}" for k in (1, 2, 4, 8)), "r_precision", "map_at_r")
@@ -107,10 +106,10 @@ def left_out(evaluation: Any) -> str:
 @shown
 def evaluate(
     codes: Codes,
-    labels: Sequence[Any] | NDArray[Any],
+    labels: Sequence[Any] | Array,
     *,
     gallery: Codes | None = None,
-    gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
+    gallery_labels: Sequence[Any] | Array | None = None,
     metrics: Metrics = DEFAULT_METRICS,
     distance: Distance | None = None,
     exclude: Exclusion | None = None,
@@ -280,7 +279,7 @@ def query_values(
 
 def matching(
     search: Search, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
-) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
+) -> Iterator[tuple[Ints, Bools]]:
     """Yield blocks of queries (B,) and matches (B, k): whether each rank has the query's label.
 
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
@@ -366,9 +365,9 @@ def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def class_numbers(
-    labels: Sequence[Any] | NDArray[Any],
+    labels: Sequence[Any] | Array,
     queries: int,
-    gallery_labels: Sequence[Any] | NDArray[Any] | None,
+    gallery_labels: Sequence[Any] | Array | None,
     items: int,
 ) -> tuple[Ints, Ints]:
     """Return class numbers of queries and gallery; equal labels, and only these, share a number."""
@@ -394,9 +393,7 @@ def class_numbers(
     return number[:queries], number[queries:]
 
 
-def _checked_labels(
-    labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str
-) -> NDArray[Any]:
+def _checked_labels(labels: Sequence[Any] | Array, count: int, what: str, of: str) -> Array:
     array = read_labels(labels, what)
     if len(array) != count:
         raise DataError(
@@ -411,7 +408,7 @@ def _checked_labels(
     return array
 
 
-Grades = NDArray[np.float32]
+Grades = Floats32
 _GRADES = 2**24
 """Most grades in memory, 64 MB."""
 
@@ -574,14 +571,14 @@ ROUNDS = 100
 """Iterations of Lloyd's algorithm in k-means."""
 
 
-def cluster_metrics(codes: NDArray[Any] | Tensor, labels: NDArray[Any]) -> dict[str, float]:
+def cluster_metrics(codes: Array | Tensor, labels: Array) -> dict[str, float]:
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,)."""
     classes = np.unique(read_labels(labels), return_inverse=True)[1]
     clusters = kmeans(codes, int(classes.max()) + 1)
     return {"nmi": nmi(clusters, classes), "f1": pair_f1(clusters, classes)}
 
 
-def kmeans(codes: NDArray[Any] | Tensor, count: int) -> NDArray[np.int64]:
+def kmeans(codes: Array | Tensor, count: int) -> Ints:
     """Return each code's cluster number (N,), by k-means of codes (N, C) into `count` clusters."""
     faiss = load_faiss()
     array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
@@ -608,14 +605,14 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int) -> NDArray[np.int64]:
         faiss.omp_set_num_threads(threads)
 
 
-def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+def nmi(clusters: Array, classes: Array) -> float:
     """Return 2 I(Ω; C) / (H(Ω) + H(C)), or 1 if there is a single cluster and a single class."""
     from sklearn.metrics import normalized_mutual_info_score
 
     return float(normalized_mutual_info_score(classes, clusters, average_method="arithmetic"))
 
 
-def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+def pair_f1(clusters: Array, classes: Array) -> float:
     """Return the F1 of pairs, or 1 if no two items share a cluster or a class."""
     from sklearn.metrics import pair_confusion_matrix
 

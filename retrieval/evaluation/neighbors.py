@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.model.labels import is_missing
 from retrieval.serving.store.search import nearest
 
-Codes = NDArray[Any] | Tensor
+Codes = Array | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 MOST_ITEMS = 2**29
 # A key (see `rounded_keys`) has the bits of a float64. The last 29 of them are beyond the precision
@@ -64,7 +63,7 @@ def exact_neighbors(
     exclude: NDArray[np.integer[Any]] | None = None,
     distance: DistanceBlock | None = None,
     device: str = "auto",
-) -> tuple[Ints, NDArray[np.float32]]:
+) -> tuple[Ints, Floats32]:
     """Return the exact k nearest gallery items of each query; ties are ordered by gallery row.
 
     Args:
@@ -134,7 +133,7 @@ class Neighbors:
 
     def __call__(
         self, queries: Codes, k: int, exclude: NDArray[np.integer[Any]] | None = None
-    ) -> tuple[Ints, NDArray[np.float32]]:
+    ) -> tuple[Ints, Floats32]:
         """Return indices and distances (B, k) for queries (B, C); see `exact_neighbors`."""
         if k < 1:
             raise DataError(f"k is {k}, but it must be at least 1.")
@@ -183,9 +182,7 @@ class Neighbors:
             )
         return values
 
-    def _euclidean(
-        self, queries: Tensor, k: int, left_out: Ints | None
-    ) -> tuple[Ints, NDArray[np.float64]]:
+    def _euclidean(self, queries: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
         """Return columns and Euclidean distances (B, k)."""
         scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
@@ -217,7 +214,7 @@ class Neighbors:
         return codes.to(torch.float64) * 2.0**-self._exponent
 
     @cached_property
-    def _singles(self) -> NDArray[np.float32] | None:
+    def _singles(self) -> Floats32 | None:
         return _single(self._scaled(self._codes))
 
     @cached_property
@@ -228,8 +225,8 @@ class Neighbors:
         return codes, torch.cat([codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
 
     def _shallow_search(
-        self, queries: NDArray[np.float32], k: int, left_out: Ints | None
-    ) -> tuple[Ints, NDArray[np.float64], NDArray[np.bool_]]:
+        self, queries: Floats32, k: int, left_out: Ints | None
+    ) -> tuple[Ints, Floats64, Bools]:
         """Return columns and squared distances (B, k), and whether the k-th may have ties (B,)."""
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
@@ -242,9 +239,7 @@ class Neighbors:
         columns, squared = _parts(keys[:, :k])
         return columns, squared, (squared[:, -1] >= beyond) & (wide < self.size)
 
-    def _full(
-        self, queries: Tensor, k: int, left_out: Ints | None
-    ) -> tuple[Ints, NDArray[np.float64]]:
+    def _full(self, queries: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
         """Measure all pairs; return columns and squared distances (B, k)."""
         codes, factors = self._doubles
         norms = queries.square().sum(1)
@@ -275,9 +270,7 @@ class Neighbors:
         keys.sort(axis=1)
         return _parts(keys)
 
-    def _selected(
-        self, values: Tensor, k: int, left_out: Ints | None
-    ) -> tuple[Ints, NDArray[np.float64]]:
+    def _selected(self, values: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
         """Return columns and rounded values (B, k) of each query's k smallest, in order."""
         if left_out is not None:
             rows = np.flatnonzero(left_out >= 0)
@@ -302,7 +295,7 @@ class Neighbors:
         return _parts(keys)
 
 
-def _smallest(row: NDArray[np.float64], k: int) -> Ints | None:
+def _smallest(row: Floats64, k: int) -> Ints | None:
     """Return columns that include those of the k smallest keys, or None if a sample misleads."""
     sample, rank = row[::_SAMPLED].copy(), k // _SAMPLED
     rank = min(rank + 4 * math.isqrt(rank) + 8, len(sample) - 1)
@@ -332,14 +325,14 @@ def key_rows(keys: Ints) -> Ints:
     return keys & _COLUMN
 
 
-def _parts(keys: Ints) -> tuple[Ints, NDArray[np.float64]]:
+def _parts(keys: Ints) -> tuple[Ints, Floats64]:
     """Return the columns and rounded values of `rounded_keys`."""
     bits = keys & ~_COLUMN
     bits ^= (bits >> 63) & _MAGNITUDE
     return key_rows(keys), bits.view(np.float64)
 
 
-def _single(codes: Tensor) -> NDArray[np.float32] | None:
+def _single(codes: Tensor) -> Floats32 | None:
     """Return float64 codes in float32, or `None` if float32 would round a number."""
     single = codes.to(torch.float32)
     return single.contiguous().numpy() if bool((single == codes).all()) else None
@@ -373,7 +366,7 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
     return codes
 
 
-def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
+def rows_of(codes: Codes, rows: Ints) -> Codes:
     """Return rows of codes, on the device of the codes."""
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
@@ -394,8 +387,8 @@ class Exclusion:
             2015), in which other persons of the camera stay as distractors.
     """
 
-    query: Sequence[Any] | NDArray[Any]
-    gallery: Sequence[Any] | NDArray[Any] | None = None
+    query: Sequence[Any] | Array
+    gallery: Sequence[Any] | Array | None = None
     same_label: bool = False
 
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
@@ -487,9 +480,7 @@ class Search:
         searched = self.queries if self.gallery is None else self.gallery
         return Neighbors(searched, distance=self.distance, device=self.device)
 
-    def blocks(
-        self, query_rows: Ints, depths: Ints
-    ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
+    def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, Floats32]]:
         """Yield blocks: queries (B,), the rows of their nearest items (B, k), and distances (B, k).
 
         `depths` is the number of items that each of `query_rows` needs, and k is the largest depth
@@ -515,7 +506,7 @@ class Search:
             yield rows, items, distances
             done += len(rows)
 
-    def nearest(self, k: int, query_rows: Ints | None = None) -> tuple[Ints, NDArray[np.float32]]:
+    def nearest(self, k: int, query_rows: Ints | None = None) -> tuple[Ints, Floats32]:
         """Return rows and distances (A, k) of the items nearest to `query_rows` (A,) or to all."""
         query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
         items = np.full((len(query_rows), k), -1, np.int64)
@@ -538,14 +529,12 @@ class RecordedSearch(Search):
     recorded: int = 1
 
     @cached_property
-    def _records(self) -> tuple[Ints, NDArray[np.float32]]:
+    def _records(self) -> tuple[Ints, Floats32]:
         """Rows and distances (Q, recorded); row −1 and distance infinity where there is none."""
         shape = len(self.queries), self.recorded
         return np.full(shape, -1), np.full(shape, np.inf, np.float32)
 
-    def blocks(
-        self, query_rows: Ints, depths: Ints
-    ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
+    def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, Floats32]]:
         """Yield the blocks of `Search.blocks`, and record them."""
         items, distances = self._records
         for rows, near, apart in super().blocks(query_rows, depths):
@@ -553,7 +542,7 @@ class RecordedSearch(Search):
             items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
             yield rows, near, apart
 
-    def first(self, query_rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
+    def first(self, query_rows: Ints) -> tuple[Ints, Floats32]:
         """Return the first results (B, recorded) of queries; search only if none are recorded."""
         items, distances = self._records
         self.nearest(self.recorded, query_rows[items[query_rows, 0] < 0])

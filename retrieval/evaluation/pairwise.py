@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
@@ -26,14 +25,13 @@ from retrieval.evaluation.evaluation import (
     resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
+from retrieval.host.arrays import Array, Ints
 from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.sessions import ahead
 from retrieval.serving.store.search import measured
-
-Ints = NDArray[np.int64]
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192
@@ -79,9 +77,9 @@ def evaluate_vectors(
 
 def pairwise(
     codes: VectorRows,
-    labels: Sequence[Any] | NDArray[Any],
+    labels: Sequence[Any] | Array,
     gallery: VectorRows | None = None,
-    gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
+    gallery_labels: Sequence[Any] | Array | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
 ) -> Evaluation:
     """Return the metrics of `evaluate` without holding the gallery or all distances in memory.

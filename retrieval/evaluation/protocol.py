@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
@@ -20,6 +19,7 @@ from retrieval.evaluation.evaluation import (
     relevant_items,
 )
 from retrieval.evaluation.neighbors import Exclusion, RecordedSearch, Search
+from retrieval.host.arrays import Bools, Ints
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrieval.recipe.read import Recipe
     from retrieval.run.open import Run
 
-Items = NDArray[np.int64]
+Items = Ints
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
 """Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
@@ -225,8 +225,8 @@ def _tags(value: Any) -> list[str]:
 
 def open_set(
     search: RecordedSearch,
-    query_class: NDArray[np.int64],
-    item_class: NDArray[np.int64],
+    query_class: Ints,
+    item_class: Ints,
     fars: Sequence[float],
 ) -> dict[str, float]:
     """Return the detection and identification rate (DIR) at rank 1 for each false alarm rate.
@@ -255,7 +255,7 @@ def open_set(
     }
 
 
-def refuse_one_kind(known: NDArray[np.bool_]) -> None:
+def refuse_one_kind(known: Bools) -> None:
     """Refuse queries that are all known or all unknown, for which open-set rates mean nothing."""
     if known.all() or not known.any():
         kind, share = ("unknown", "each") if known.all() else ("known", "none")

@@ -24,17 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.evaluation.neighbors import rounded_keys
+from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.serving.store.search import measured
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
-Bools = NDArray[np.bool_]
 
 _SMALLEST = 2048  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
@@ -63,10 +59,10 @@ class _Panel:
     """
 
     start: int
-    factors: Floats
+    factors: Floats32
     depth: int
-    error: Floats
-    reach: Floats
+    error: Floats32
+    reach: Floats32
     queries: list[NDArray[np.uint16]] = field(default_factory=list)
     keys: list[Ints] = field(default_factory=list)
 
@@ -81,7 +77,7 @@ class Ranking:
         depths: (A,), the number of ranks that each query needs, ascending.
     """
 
-    def __init__(self, codes: NDArray[Any], classes: Ints, query_rows: Ints, depths: Ints) -> None:
+    def __init__(self, codes: Array, classes: Ints, query_rows: Ints, depths: Ints) -> None:
         if codes.dtype == np.float64:  # a power of two scales exactly, and keeps squares finite
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
         size, self._codes = len(codes), codes
@@ -158,7 +154,7 @@ class Ranking:
             if other is not panel and panel.depth:
                 self._keep(panel, halves, other.start, across=True)
 
-    def _set_reach(self, panel: _Panel, halves: Floats) -> None:
+    def _set_reach(self, panel: _Panel, halves: Floats32) -> None:
         """Set the reach of a panel's queries from `halves`, their ĥ to the sample (B, S)."""
         last = _sample_rank(len(self._order), panel.depth) - 1
         near, width = halves, halves.shape[1] // _GROUP
@@ -170,7 +166,7 @@ class Ranking:
         crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
         panel.reach[~crowded] = reach[~crowded]
 
-    def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
+    def _keep(self, panel: _Panel, halves: Floats32, start: int, *, across: bool = False) -> None:
         """Keep the candidates of a panel, from its ĥ to the items from position `start` on.
 
         The queries are the rows of `halves` or, with `across`, its columns.
@@ -210,7 +206,9 @@ class Ranking:
             matches[rows], failed[rows] = self._settled(panel, rows, near, item)
         return matches, failed
 
-    def _settled(self, panel: _Panel, rows: Ints, near: Floats, item: Ints) -> tuple[Bools, Bools]:
+    def _settled(
+        self, panel: _Panel, rows: Ints, near: Floats32, item: Ints
+    ) -> tuple[Bools, Bools]:
         """Return matches (B, k) in the true order, and whether a query needs full search (B,).
 
         Args:
@@ -246,7 +244,7 @@ def _sample_rank(size: int, depth: int) -> int:
     return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
 
 
-def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float64]]:
+def _factored(codes: Array, rows: Ints) -> tuple[Floats32, Floats64]:
     """Return centred codes x, with |x|²/2 and 1 appended (N, C + 2), and their lengths |x| (N,)."""
     width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
@@ -262,14 +260,14 @@ def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float
     return out, norms
 
 
-def _turned(factors: Floats) -> Floats:
+def _turned(factors: Floats32) -> Floats32:
     """Return −x, 1 and |x|²/2 (B, C + 2); times factors, they are half squared distances."""
     out = -factors
     out[:, -2], out[:, -1] = 1, factors[:, -2]
     return out
 
 
-def _keys(halves: Floats, item: Ints) -> Ints:
+def _keys(halves: Floats32, item: Ints) -> Ints:
     """Return ĥ (at least 0) and the item in 32 bits each, which compare by ĥ, then by item."""
     near = np.maximum(halves, 0) + np.float32(0)  # adding 0 turns −0, whose bits differ, into 0
     return near.view(np.int32).astype(np.int64) << 32 | item

@@ -13,17 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from retrieval.data.error_lists import refuse
 from retrieval.data.pairs import LabelledPairs, fold_problems
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Bools, Floats64, Ints
 from retrieval.model.labels import read_labels, read_values
-
-Floats = NDArray[np.float64]
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +40,9 @@ class Roc:
         tar: (T,), the true accept rate at each threshold.
     """
 
-    threshold: Floats
-    far: Floats
-    tar: Floats
+    threshold: Floats64
+    far: Floats64
+    tar: Floats64
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class Verification:
 
     values: dict[str, float]
     roc: Roc
-    accuracy: Floats
-    threshold: Floats
+    accuracy: Floats64
+    threshold: Floats64
 
 
 def verification(
@@ -116,7 +114,7 @@ def verification(
     return Verification(values, roc, accuracy, threshold)
 
 
-def roc_curve(distances: Floats, same: NDArray[np.bool_]) -> Roc:
+def roc_curve(distances: Floats64, same: Bools) -> Roc:
     """Return the ROC curve of pairs, with one point per distinct distance."""
     from sklearn import metrics
 
@@ -132,9 +130,7 @@ def equal_error_rate(roc: Roc) -> float:
     return float(roc.far[i - 1] + part * (roc.far[i] - roc.far[i - 1]))
 
 
-def fold_accuracy(
-    distances: Floats, same: NDArray[np.bool_], fold: NDArray[np.int64]
-) -> tuple[Floats, Floats]:
+def fold_accuracy(distances: Floats64, same: Bools, fold: Ints) -> tuple[Floats64, Floats64]:
     """Return each fold's accuracy (K,) and the threshold (K,) that is best on all other folds.
 
     A threshold is half-way between the two distances that it separates. Of equally good thresholds,
@@ -151,7 +147,7 @@ def fold_accuracy(
     return np.array(accuracy), np.array(threshold)
 
 
-def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
+def _best_threshold(distances: Floats64, same: Bools) -> float:
     """Return the threshold that judges most pairs correctly; distances must ascend."""
     # right[i]: the correct judgements, up to a constant, if the i nearest pairs are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
@@ -166,7 +162,7 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
     return float(middle if middle < distances[i] else distances[i - 1])
 
 
-def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
+def _kinds(same: ArrayLike) -> Bools:
     """Return which pairs are the same; refuse NaN, -1 and "False", which are true in Python."""
     flags = read_values(
         same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same."
@@ -180,7 +176,7 @@ def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
     return flags.astype(bool)
 
 
-def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> None:
+def _check(distances: Floats64, same: Bools, folds: Array) -> None:
     if distances.ndim != 1 or not distances.shape == same.shape == folds.shape:
         raise DataError(
             f"There are distances of shape {distances.shape}, kinds of shape {same.shape} and folds"
@@ -196,7 +192,7 @@ def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> N
         raise DataError(f"All {len(same):,} pairs are {kind}: both kinds are needed.")
 
 
-Items = NDArray[np.int64]
+Items = Ints
 
 FOLDS = 10
 PER_FOLD = 300  # pairs of each kind
@@ -258,7 +254,7 @@ def draw_pairs(
     )
 
 
-def make_folds(same: NDArray[np.bool_], seed: int = 0) -> tuple[Items, tuple[str, ...]]:
+def make_folds(same: Bools, seed: int = 0) -> tuple[Items, tuple[str, ...]]:
     """Return a random fold for each pair (P,), and the folds' names.
 
     Each kind of pairs is spread evenly over ten folds, or over as many as there are pairs of the

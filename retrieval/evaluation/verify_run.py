@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.encode import evaluating
@@ -26,6 +25,7 @@ from retrieval.evaluation.verification import (
     make_folds,
     verification,
 )
+from retrieval.host.arrays import Floats64, Ints
 from retrieval.host.files import whole_file, write_json
 from retrieval.host.tables import html_table
 from retrieval.model.model import Model
@@ -34,8 +34,7 @@ from retrieval.serving.files.csv_table import csv_text
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Rows = Ints
 
 _NUMBERS_PER_CALL = 2**22  # size of the arrays of codes whose distances are computed at once
 
@@ -174,7 +173,7 @@ def verify(
     return results
 
 
-def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows) -> Floats:
+def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows) -> Floats64:
     """Return distances (P,) between the rows `first` and `second` (P,) of codes (N, C).
 
     A model with a combiner measures by the combiner, with the first item as the query. A model
@@ -245,7 +244,7 @@ def _write(
     results: RunVerification,
     pairs: LabelledPairs,
     verified: Mapping[str, Verification],
-    trained: Floats,
+    trained: Floats64,
 ) -> None:
     """Write the curves, the pairs with the trained model's distances, and then the metrics."""
     points: list[tuple[Any, ...]] = [("contestant", "threshold", "far", "tar")]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retrieval.data.encode import encode_images, evaluating
@@ -22,6 +21,7 @@ from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
 from retrieval.export.export_model import export_model, library_versions, refuse_existing
 from retrieval.export.variants import VariantName
+from retrieval.host.arrays import Floats, Floats32, Pixels
 from retrieval.host.cores import cores
 from retrieval.host.files import cache_folder
 from retrieval.host.plugin_calls import calling
@@ -44,7 +44,6 @@ from retrieval.serving.sessions import ahead
 
 log = logging.getLogger(__name__)
 
-Pixels = NDArray[np.uint8]
 
 _CROPS = 64
 _COMPARED = 8
@@ -144,9 +143,7 @@ No direction is therefore scaled more than 1,000 times as much as the first.
 """
 
 
-def whitening_head(
-    features: NDArray[np.floating[Any]], dimensions: int | None = None
-) -> nn.Sequential:
+def whitening_head(features: Floats, dimensions: int | None = None) -> nn.Sequential:
     """Return a module that whitens features (B, F) to unit vectors (B, C).
 
     x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean).
@@ -366,16 +363,14 @@ def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Modul
         for batch in photos.batches(model.preprocessing, most):
             with calling(what):
                 parts.append(model.features(torch.from_numpy(batch)).float())
-    features: NDArray[np.float32] = torch.cat(parts).numpy()
+    features: Floats32 = torch.cat(parts).numpy()
     check_width(features, what, width)
     if not np.isfinite(features).all():
         raise DataError(f"{what} gives NaN or infinite features for these photos.")
     return whitening_head(features, dimensions)
 
 
-def _items(
-    model: Model, photos: Photos | None, calibrated: bool
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+def _items(model: Model, photos: Photos | None, calibrated: bool) -> tuple[Pixels, Pixels | None]:
     """Return the photos that verify the bundle, and the other photos that calibrate int8."""
     assert model.preprocessing is not None
     if photos is None:

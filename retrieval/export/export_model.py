@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
 from retrieval.export import verify
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
-from retrieval.export.verify import Floats
 from retrieval.host import files
+from retrieval.host.arrays import Array, Floats32
 from retrieval.model.graph import (
     OPSET,
     TOLERANCE,
@@ -114,7 +113,7 @@ class _Export:
     """
 
     def __init__(
-        self, model: Model, items: NDArray[Any], tolerance: float, step: Callable[[str], None]
+        self, model: Model, items: Array, tolerance: float, step: Callable[[str], None]
     ) -> None:
         self.model, self.items, self.tolerance, self.step = model, items, tolerance, step
         self._module = Encoder(model).eval()
@@ -123,14 +122,14 @@ class _Export:
         verify.check_combiner(model, items, self.outputs)
         self.files: dict[str, bytes] = {}
         self.differences: dict[str, float] = {}
-        self.rescore: Callable[[Floats, Floats], Floats] | None = None
+        self.rescore: Callable[[Floats32, Floats32], Floats32] | None = None
 
     def encoder(self) -> bytes:
         """Return the encoder's graph."""
         return self._graph("encoder", self._module, self.items, self.outputs)
 
     def _graph(
-        self, what: str, module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats]
+        self, what: str, module: Encoder, items: Array, outputs: Mapping[str, Floats32]
     ) -> bytes:
         self.step(f"exporting the {what} and comparing it with torch")
         graph, difference = verify.encoder_graph(module, items, outputs, self.tolerance, what)
@@ -149,7 +148,7 @@ class _Export:
         second = self._graph("head", head, features["features"], self.outputs)
         run_backbone, run_head = session(first).run, session(second).run
 
-        def run(names: list[str], feeds: dict[str, NDArray[Any]]) -> list[Any]:
+        def run(names: list[str], feeds: dict[str, Array]) -> list[Any]:
             return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
 
         worst = verify.compare_encoder(self.outputs, run, self.items)
@@ -189,8 +188,8 @@ class _Export:
         self,
         name: VariantName,
         encoder: bytes,
-        calibration: NDArray[Any] | None,
-        labels: NDArray[Any] | None,
+        calibration: Array | None,
+        labels: Array | None,
         scratch: Path,
     ) -> Variant:
         """Add a variant of the encoder, and measure its drift."""
@@ -235,12 +234,12 @@ class _Export:
 @shown
 def export_model(
     model: Model,
-    items: NDArray[Any],
+    items: Array,
     output: Path,
     *,
     name: str,
-    labels: NDArray[Any] | None = None,
-    calibration: NDArray[Any] | None = None,
+    labels: Array | None = None,
+    calibration: Array | None = None,
     codes: Tensor | None = None,
     variants: VariantName | Sequence[VariantName] = (),
     split: bool = False,
@@ -322,12 +321,12 @@ def export_model(
 
 def _checked(
     model: Model,
-    items: NDArray[Any],
-    calibration: NDArray[Any] | None,
-    labels: NDArray[Any] | None,
+    items: Array,
+    calibration: Array | None,
+    labels: Array | None,
     variants: Sequence[VariantName],
     split: bool,
-) -> tuple[NDArray[Any], NDArray[Any] | None]:
+) -> tuple[Array, Array | None]:
     """Check the arguments; return items and calibration items in the type that the model takes."""
     for variant in variants:
         if variant not in get_args(VariantName):
@@ -350,7 +349,7 @@ def _checked(
     return items, calibration
 
 
-def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
+def _seal(folder: Path, content: Mapping[str, Any], items: Array) -> Manifest:
     """Write the manifest, open the bundle to check it, and add the vectors of a test input."""
     try:
         manifest = Manifest(

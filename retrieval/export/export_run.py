@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.kept import KeptInputs, by_class, spread
@@ -18,6 +16,7 @@ from retrieval.errors import BundleError, valid_text
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
+from retrieval.host.arrays import Array, Ints
 from retrieval.model.graph import TOLERANCE, ready
 from retrieval.model.model import Model, Normalize, Prefix
 from retrieval.run.open import ItemCodes, Run
@@ -100,7 +99,7 @@ def export(
     return BundleEncoder(Bundle.open(folder, device="cpu"))
 
 
-def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
+def _cut(model: Model, items: Array, dimensions: int) -> Model:
     """Return a model whose vectors are the first `dimensions` numbers of `model`'s."""
     if model.combiner is not None:
         raise BundleError(
@@ -123,7 +122,7 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     return cut
 
 
-def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
+def _load(run: Run, indices: Ints) -> Array:
     if isinstance(run.dataset, KeptInputs):
         return run.dataset.inputs[indices]
     chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.verify import Floats
+from retrieval.host.arrays import Array, Floats32, Floats64, Ints
 from retrieval.model.contracts import Combiner
 from retrieval.model.graph import first_line, quiet
 from retrieval.serving.manifest import Cosine, Recall, Variant
@@ -33,7 +32,7 @@ SCORED = 10
 
 
 def make_variant(
-    name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
+    name: VariantName, encoder: bytes, calibration: Array | None, scratch: Path
 ) -> tuple[bytes, list[bytes]]:
     """Return a variant of a graph, and graphs that emulate its precision on other devices."""
     proto = onnx.load_from_string(encoder)
@@ -147,7 +146,7 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
+def make_int8(proto: onnx.ModelProto, calibration: Array, scratch: Path) -> onnx.ModelProto:
     """Return the graph statically quantised to int8.
 
     Weights are signed and quantised per channel. Activations are unsigned and quantised by their
@@ -180,7 +179,7 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
             class Reader(CalibrationDataReader):
                 """Yields the calibration items in batches."""
 
-                def get_next(self) -> dict[str, NDArray[Any]] | None:
+                def get_next(self) -> dict[str, Array] | None:
                     return next(batches, None)
 
             source.write_bytes(proto.SerializeToString())
@@ -239,10 +238,10 @@ def light_ends(proto: onnx.ModelProto) -> set[str]:
 
 def measure(
     file: str,
-    before: Mapping[str, Floats],
-    afters: Sequence[Mapping[str, Floats]],
-    labels: NDArray[Any] | None,
-    rescore: Callable[[Floats, Floats], Floats] | None,
+    before: Mapping[str, Floats32],
+    afters: Sequence[Mapping[str, Floats32]],
+    labels: Array | None,
+    rescore: Callable[[Floats32, Floats32], Floats32] | None,
     combiner: Combiner | None,
 ) -> Variant:
     """Return a variant's drift: cosine to the encoder's vectors, and Recall@1 of both.
@@ -292,20 +291,20 @@ def check_drift(name: str, variant: Variant) -> None:
         )
 
 
-def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
+def row_cosine(a: Floats32, b: Floats32) -> Floats64:
     """Return the cosines (N,) between rows of `a` and of `b`; 1 if both rows are zero."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)
-    cosine: NDArray[np.float64] = (x * y).sum(axis=1) / np.where(lengths == 0, 1.0, lengths)
+    cosine: Floats64 = (x * y).sum(axis=1) / np.where(lengths == 0, 1.0, lengths)
     return np.where(both_zero, 1.0, cosine.clip(-1.0, 1.0))
 
 
 def nearest_items(
-    outputs: Mapping[str, Floats],
-    rescore: Callable[[Floats, Floats], Floats] | None,
+    outputs: Mapping[str, Floats32],
+    rescore: Callable[[Floats32, Floats32], Floats32] | None,
     combiner: Combiner | None,
-) -> NDArray[np.int64]:
+) -> Ints:
     """Return the other item (N,) that a bundle ranks first for each item.
 
     With merge "score", the order is that of a list of `SCORED` results.

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retrieval.errors import BundleError
+from retrieval.host.arrays import Array, Floats32, Floats64
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
     DependsOnInputs,
@@ -26,8 +26,7 @@ from retrieval.model.graph import (
 from retrieval.model.model import Model
 from retrieval.serving.merging import spans_of
 
-Floats = NDArray[np.float32]
-RunGraph = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
+RunGraph = Callable[[list[str], dict[str, Array]], Sequence[Any]]
 """Runs a graph on (names of its outputs, inputs by name), like an ONNX Runtime session."""
 
 BATCH = 64
@@ -58,7 +57,7 @@ class Difference(NamedTuple):
     where: str
 
 
-def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> dict[str, Floats]:
+def torch_outputs(encoder: Encoder, items: Array, batch: int = BATCH) -> dict[str, Floats32]:
     """Return each output of the torch model for all items."""
     try:
         parts = [encoder(torch.from_numpy(inputs)) for inputs in _batches(items, batch)]
@@ -82,7 +81,7 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     return outputs
 
 
-def onnx_outputs(run: RunGraph, names: Sequence[str], items: NDArray[Any]) -> dict[str, Floats]:
+def onnx_outputs(run: RunGraph, names: Sequence[str], items: Array) -> dict[str, Floats32]:
     """Return each output of the graph behind `run` for all items, in batches of `BATCH`."""
     parts = []
     for inputs in _batches(items, BATCH):
@@ -104,13 +103,16 @@ def onnx_outputs(run: RunGraph, names: Sequence[str], items: NDArray[Any]) -> di
     return {name: np.concatenate(column) for name, column in columns}
 
 
-def _batches(items: NDArray[Any], size: int) -> Iterator[NDArray[Any]]:
+def _batches(items: Array, size: int) -> Iterator[Array]:
     for start in range(0, len(items), size):
         yield np.ascontiguousarray(items[start : start + size])
 
 
 def _worst(
-    expected: Mapping[str, Floats], outputs: Mapping[str, Floats], start: int = 0, note: str = ""
+    expected: Mapping[str, Floats32],
+    outputs: Mapping[str, Floats32],
+    start: int = 0,
+    note: str = "",
 ) -> Difference:
     """Return the largest difference between outputs and the `expected` rows from `start` on."""
     differences = []
@@ -125,7 +127,7 @@ def _worst(
     return max(differences)
 
 
-def outliers(items: NDArray[Any]) -> NDArray[Any]:
+def outliers(items: Array) -> Array:
     """Return inputs that are unlike the items (N, …), to reveal a path that only items take.
 
     For pixels these are almost black and almost white images, noise, negatives, and images in poor
@@ -147,10 +149,10 @@ def outliers(items: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate(extremes).astype(np.float32)
 
 
-def _accepted(run: Callable[[Tensor], Sequence[Tensor]], rows: NDArray[Any]) -> NDArray[Any]:
+def _accepted(run: Callable[[Tensor], Sequence[Tensor]], rows: Array) -> Array:
     """Return the rows for which torch gives finite numbers; others tell nothing about a graph."""
 
-    def is_finite(row: NDArray[Any]) -> bool:
+    def is_finite(row: Array) -> bool:
         try:
             return all(bool(output.isfinite().all()) for output in run(torch.from_numpy(row[None])))
         except Exception:  # whatever the model's code raises
@@ -159,9 +161,7 @@ def _accepted(run: Callable[[Tensor], Sequence[Tensor]], rows: NDArray[Any]) -> 
     return rows[[is_finite(row) for row in rows]]
 
 
-def compare_encoder(
-    reference: Mapping[str, Floats], run: RunGraph, items: NDArray[Any]
-) -> Difference:
+def compare_encoder(reference: Mapping[str, Floats32], run: RunGraph, items: Array) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
     The graph runs on one item, on `ODD` items, and on all items in batches of up to `BATCH`. A
@@ -175,7 +175,7 @@ def compare_encoder(
     return max(differences)
 
 
-def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
+def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Difference:
     """Return the largest difference between torch's and the graph's distances, over their mean.
 
     Pairs whose distance is below `NEAR` times the mean in torch and in the graph are left out: near
@@ -211,7 +211,7 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
 
 
 def encoder_graph(
-    module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float, what: str
+    module: Encoder, items: Array, outputs: Mapping[str, Floats32], tolerance: float, what: str
 ) -> tuple[bytes, float]:
     """Return the graph of an encoder or half of one, and its difference from torch's `outputs`."""
     signature = Signature(
@@ -232,7 +232,7 @@ def encoder_graph(
     return agreed_graph(module, (example,), signature, check, what)
 
 
-def rescorer_graph(combiner: Combiner, codes: Floats, tolerance: float) -> tuple[bytes, float]:
+def rescorer_graph(combiner: Combiner, codes: Floats32, tolerance: float) -> tuple[bytes, float]:
     """Return the graph of a combiner's distance, and its difference from torch on codes (N, C)."""
     module, width = Rescorer(combiner).eval(), codes.shape[1]
     signature = Signature(
@@ -349,7 +349,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def check_repeatable(
-    encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
+    encoder: Encoder, items: Array, outputs: Mapping[str, Floats32], tolerance: float
 ) -> None:
     """Refuse a model whose outputs change with the call or the batch: no graph could agree."""
     by_call = (
@@ -372,9 +372,7 @@ def check_repeatable(
     refuse_state(encoder, lambda: torch_outputs(encoder, items[:1], 1))
 
 
-def merged_distances(
-    query: Floats, vector: Floats, subspaces: Sequence[Subspace]
-) -> NDArray[np.float64]:
+def merged_distances(query: Floats32, vector: Floats32, subspaces: Sequence[Subspace]) -> Floats64:
     """Return Euclidean distances (Q, N): the smallest over the sub-spaces, if there are any."""
     from scipy.spatial.distance import cdist
 
@@ -382,7 +380,7 @@ def merged_distances(
     return np.asarray(np.minimum.reduce(distances))
 
 
-def check_combiner(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]) -> None:
+def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) -> None:
     """Refuse a combiner whose vectors do not fit its sub-spaces, or that is wrongly `exact`."""
     combiner, vector = model.combiner, outputs["vector"]
     if combiner is None:
@@ -416,7 +414,7 @@ def check_combiner(model: Model, items: NDArray[Any], outputs: Mapping[str, Floa
         )
 
 
-def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
+def checked_items(model: Model, items: Array, what: str) -> Array:
     """Check raw inputs, and return them in the encoder's type."""
     preprocessing = model.preprocessing
     if len(items) == 0:
@@ -471,6 +469,6 @@ def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | N
     return {str(n): float(total / count) for n, total in zip(numbers, sums, strict=True)}
 
 
-def is_normalized(vectors: Floats) -> bool:
+def is_normalized(vectors: Floats32) -> bool:
     """Return whether all vectors have length 1, to float32's precision."""
     return bool(np.abs(np.linalg.norm(vectors.astype(np.float64), axis=1) - 1).max() < 1e-4)

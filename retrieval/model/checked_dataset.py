@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from retrieval.errors import DataError, PluginError, valid_text
+from retrieval.host.arrays import Array
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import breach, shown
@@ -75,7 +75,7 @@ class CheckedDataset(Dataset):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getitem__(self, index: int) -> Image.Image | NDArray[Any]:
+    def __getitem__(self, index: int) -> Image.Image | Array:
         """Return an item: a Pillow image, or a vector (F,).
 
         Raises:
@@ -92,7 +92,7 @@ class CheckedDataset(Dataset):
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
 
-    def _vector(self, item: Any, what: str) -> NDArray[Any]:
+    def _vector(self, item: Any, what: str) -> Array:
         if self._width is None and isinstance(item, np.ndarray) and item.ndim == 1:
             self._width = len(item)
         shape = (self._width if self.arrays is None else self.arrays.shape[1],)

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array
 
 EXACT = 2.0**53
 """Limit up to which float64 represents every whole number exactly."""
@@ -21,7 +21,7 @@ class LabelsError(DataError, ValueError):
     """Labels cannot be used; also a ValueError, as scikit-learn's users expect of `fit`."""
 
 
-def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDArray[Any]:
+def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> Array:
     """Return labels (N,) as an array of text or whole numbers.
 
     Floats with whole values become whole numbers, because pandas turns an integer column with gaps
@@ -50,7 +50,7 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDAr
     return array.astype(str) if values and isinstance(values[0], str) else _whole_numbers(values)
 
 
-def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
+def read_values(values: Any, what: str, advice: str = ADVICE) -> Array:
     """Return values (N,) as an array without converting them; see `read_labels` for the arguments.
 
     Raises:
@@ -111,10 +111,10 @@ def is_missing(value: Any) -> bool:
         return False
 
 
-def _unchanged(labels: Any) -> NDArray[Any]:
+def _unchanged(labels: Any) -> Array:
     """Return labels as an array of the same values; np.asarray would turn mixed types into text."""
     if isinstance(labels, np.ma.MaskedArray):
-        unmasked: NDArray[Any] = labels.data.astype(object)
+        unmasked: Array = labels.data.astype(object)
         unmasked[np.ma.getmaskarray(labels)] = None
         return unmasked
     if callable(detach := getattr(labels, "detach", None)):
@@ -148,7 +148,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer | np.bool_)
 
 
-def _whole_numbers(values: list[Any]) -> NDArray[Any]:
+def _whole_numbers(values: list[Any]) -> Array:
     whole = [int(value) for value in values]
     for kind in (np.int64, np.uint64):
         with suppress(OverflowError):

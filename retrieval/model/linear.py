@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from retrieval.host.arrays import Floats
 from retrieval.model.labels import learner_labels
 from retrieval.model.metric_learner import MetricFunction, MetricLearner, two_vectors
 
 if TYPE_CHECKING:
     from torch import nn
-
-Floats = NDArray[np.floating[Any]]
 
 
 class LinearMap(MetricLearner):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import numbers
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_array, check_is_fitted
 
-Floats = NDArray[np.floating[Any]]
+from retrieval.host.arrays import Floats
+
 MetricFunction = Callable[..., float]
 """`metric(u, v, squared=False)` returns the (squared) distance of two feature vectors (F,)."""
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from retrieval.errors import RetrievalError, did_you_mean
+from retrieval.host.arrays import Array, Bools, Floats, Floats64, Ints
 from retrieval.host.hookspecs import Factories, hookimpl
 
 if TYPE_CHECKING:
     from retrieval.host.factory import Factory
     from retrieval.model.contracts import Metric
 
-Matches = NDArray[np.bool_]
-Relevant = NDArray[np.int64]
-Values = NDArray[np.float64]
+Matches = Bools
+Relevant = Ints
+Values = Floats64
 Depth = int | Literal["relevant", "all"]
 
 
@@ -130,7 +130,7 @@ class NDCGAt:
         gains = matches[:, : self.k].astype(np.float64)
         return self.graded(gains, np.arange(gains.shape[1]) < relevant[:, None])
 
-    def graded(self, gains: NDArray[np.floating[Any]], ideal: NDArray[Any]) -> Values:
+    def graded(self, gains: Floats, ideal: Array) -> Values:
         """Return a number from 0 to 1 for each query (Q,).
 
         Args:
@@ -139,7 +139,7 @@ class NDCGAt:
         """
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
 
-    def _discounted(self, grades: NDArray[Any]) -> Values:
+    def _discounted(self, grades: Array) -> Values:
         grades = grades[:, : self.k].astype(np.float64)
         gains = np.exp2(grades) - 1 if self.gain == "exponential" else grades
         return np.asarray((gains / np.log2(np.arange(2, gains.shape[1] + 2))).sum(axis=1))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrieval.host.arrays import Floats
 from retrieval.model.contracts import Backbone, Combiner
 from retrieval.serving.images import Preprocessing
 
@@ -169,9 +168,7 @@ class Shift(nn.Module):
         return x - self.get_buffer("offset")
 
 
-def linear_head(
-    components: NDArray[np.floating[Any]], mean: NDArray[np.floating[Any]]
-) -> nn.Sequential:
+def linear_head(components: Floats, mean: Floats) -> nn.Sequential:
     """Return the float32 module x ↦ components · (x − mean), from features (B, F) to (B, C)."""
     width, features = components.shape
     linear = nn.Linear(features, width, bias=False)

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retrieval.errors import PluginError
+from retrieval.host.arrays import Bools, Floats64, Ints
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Combiner, Generator
 from retrieval.model.guard import breach, checked_rows, refuse_class, shown
@@ -149,21 +149,19 @@ class CheckedMetric:
         self.depth = cast("int | Literal['relevant', 'all']", depth)
         self.larger_is_better = bool(getattr(metric, "larger_is_better", True))
 
-    def __call__(
-        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def __call__(self, matches: Bools, relevant: Ints) -> Floats64:
         """Return one value per query (Q,); see `retrieval.plugin.Metric`."""
         return self._checked(len(matches), self.metric, matches, relevant)
 
     @property
-    def graded(self) -> Callable[[Any, Any], NDArray[np.float64]] | None:
+    def graded(self) -> Callable[[Any, Any], Floats64] | None:
         """The metric's checked `graded` method, or None; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
         if graded is None:
             return None
         return lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
 
-    def _checked(self, queries: int, call: Callable[..., Any], *arrays: Any) -> NDArray[np.float64]:
+    def _checked(self, queries: int, call: Callable[..., Any], *arrays: Any) -> Floats64:
         with calling(self.what):
             result = call(*arrays)
         with contextlib.suppress(ValueError, TypeError):

@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import Relevance, query_values
 from retrieval.evaluation.neighbors import RecordedSearch
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
+from retrieval.host.arrays import Bools, Floats64, Ints
 from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
 
-Items = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Items = Ints
 
 SHOWN = 8
 """Number of neighbours that a sheet shows, and that must agree for a label to be suspect."""
@@ -52,10 +51,10 @@ class Measured:
     query: Items
     gallery: int
     neighbours: Items
-    distances: Floats
-    grades: Floats
+    distances: Floats64
+    grades: Floats64
     match: float
-    metrics: dict[str, Floats]
+    metrics: dict[str, Floats64]
     rounds: int
     intervals: dict[str, tuple[float, float, float]]
     pairs: Pairs
@@ -87,11 +86,11 @@ class Pairs:
 
     items: Items
     codes: torch.Tensor
-    matrix: Floats
+    matrix: Floats64
     first: Items
     second: Items
-    distance: Floats
-    same: NDArray[np.bool_]
+    distance: Floats64
+    same: Bools
 
 
 def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
@@ -118,7 +117,7 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
         metrics.append(f"ndcg_at_{SHOWN}")
     chosen = {name: metric(name) for name in metrics}
     protocol = Protocol(run, query, gallery)
-    columns: dict[str, list[Floats]] = {name: [] for name in metrics}
+    columns: dict[str, list[Floats64]] = {name: [] for name in metrics}
     classes: list[Items] = []
     for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
         searched = items if gallery_items is None else gallery_items
@@ -178,7 +177,7 @@ def class_names(run: Run, column: str | None) -> list[str]:
     return names
 
 
-def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
+def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats64:
     """Return the grades (Q, k) of results `rows` for the queries `chosen`; 0 for row −1."""
     grades = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
@@ -189,7 +188,7 @@ def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
 
 
 def interval(
-    values: Floats, classes: Items, random: np.random.Generator
+    values: Floats64, classes: Items, random: np.random.Generator
 ) -> tuple[float, float, float]:
     """Return a mean and the ends of its 95 % interval, by a bootstrap over classes.
 
@@ -288,7 +287,7 @@ def hardest(
     """Return the closest non-matching and the farthest matching pairs, with their distances."""
     pairs = measured.pairs
 
-    def listed(mask: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
+    def listed(mask: Bools, sign: int) -> list[tuple[int, int, float]]:
         places = np.flatnonzero(mask)
         order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
         first, second = pairs.items[pairs.first[order]], pairs.items[pairs.second[order]]
