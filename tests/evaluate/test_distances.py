@@ -33,17 +33,17 @@ def nearest(digits, table):
     return {"recall_at_1": (digits[1][table.argmin(1)] == digits[1]).mean()}
 
 
-COSINES = [
-    "cosine",
-    pairwise.cosine_distances,
-    partial(cdist, metric="cosine"),
-    distances.CosineSimilarity(),
-    distances.DotProductSimilarity(),
-    lambda a, b: 1 - torch.nn.functional.cosine_similarity(a[:, None], b[None], dim=2),
-]
+COSINES = {
+    "name": "cosine",
+    "scikit-learn": pairwise.cosine_distances,
+    "SciPy": partial(cdist, metric="cosine"),
+    "similarity": distances.CosineSimilarity(),
+    "dot product": distances.DotProductSimilarity(),
+    "torch": lambda a, b: 1 - torch.nn.functional.cosine_similarity(a[:, None], b[None], dim=2),
+}
 
 
-@pytest.mark.parametrize("distance", COSINES, ids=str)
+@pytest.mark.parametrize("distance", COSINES.values(), ids=COSINES)
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
 def test_the_cosine_ranks_alike_in_every_form(digits, distance, kind):
     expected = nearest(digits, pairwise.cosine_distances(digits[0].astype(float)))
