@@ -206,6 +206,18 @@ def test_closing_ends_every_process(pool):
         pool.decode("pixels", photo(), PREPROCESSING)
 
 
+def test_a_process_that_cannot_start_names_a_python_that_the_user_may_not_run(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("")
+    code = (
+        "import multiprocessing, sys; from retrieval.serving.decoding import Decoders; "
+        f"sys.executable = {str(python)!r}; multiprocessing.set_executable(sys.executable); "
+        "Decoders().decode('png', b'')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert b"This user may not run %b." % bytes(python) in done.stderr, done
+
+
 def test_the_memory_of_a_process_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (

@@ -179,7 +179,11 @@ class Decoders:
         try:
             worker = _Worker(self.limits, self.seconds)
         except (OSError, EOFError) as error:
-            advice = " Set TMPDIR to a shorter folder." if "path too long" in str(error) else ""
+            advice = ""
+            if "path too long" in str(error):
+                advice = " Set TMPDIR to a shorter folder."
+            elif not os.access(sys.executable, os.X_OK):
+                advice = f" This user may not run {sys.executable}."
             raise Undecodable(f"A decoder process does not start: {error}.{advice}") from error
         with self._lock:
             self._workers.add(worker)
