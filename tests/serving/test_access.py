@@ -55,7 +55,7 @@ def test_a_key_permits_what_its_role_permits(served, index_path, keys):
     for method in ("PUT", "DELETE", "PATCH"):
         answer = get(port, "/v1/items/x", reader, method)
         assert answer.status == 403 and "has the role read" in answer.error, method
-        assert "needs a key with the role write" in answer.error, method
+        assert "need a key with the role write" in answer.error, method
     refused = get(port, "/metrics", reader)
     assert refused.status == 403 and "role admin" in refused.error
     admin = stored(keys, "admin", "admin")

@@ -54,8 +54,8 @@ def test_a_refused_request_has_its_route_and_the_reason(served, index_path, tmp_
     requests = [
         (wire.vector(), 401, "/v1/search", "A key is needed for searching"),
         (wire.get("/v1/index", key + "x"), 401, "/v1/index", "does not know this key"),
-        (delete, 403, "/v1/items/{id}", "deleting needs a key with the role write"),
-        (wire.get("/metrics", key), 403, "/metrics", "needs a key with the role admin"),
+        (delete, 403, "/v1/items/{id}", "deleting need a key with the role write"),
+        (wire.get("/metrics", key), 403, "/metrics", "need a key with the role admin"),
         (wire.get("/v1/index", host="evil.example"), 421, "/v1/index", "--allow-host"),
         (wire.get("/v1/items/a/image", key), 404, "/v1/items/{id}/image", "no such item"),
         (wire.get("/a%0Ab?c=d", key), 404, "other", "nothing at this address"),

@@ -73,7 +73,7 @@ class Caller(NamedTuple):
                 f"A key is needed for {_TASKS[role]}. Send one in the header: Authorization: Bearer"
                 " KEY."
             )
-        needed = f"{_TASKS[role]} needs a key with the role {role}"
+        needed = f"{_TASKS[role]} need a key with the role {role}"
         raise RequestError(403, f"This key has the role {self.role}; {needed}.")
 
     def may_use(self, index: str) -> bool:
