@@ -179,9 +179,15 @@ class Application:
             route = scope.get("retrieval.route") or self._route_of(scope)
             self._metrics.answered(trail, method, route, status, ended - began)
             if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
-                line = {"method": method, "route": route, "status": status}
-                line |= {"ms": round(1000 * (ended - began), 2)}
-                line |= {"bytes_in": bytes_in, "bytes_out": bytes_out, "reason": sentence}
+                line = {
+                    "method": method,
+                    "route": route,
+                    "status": status,
+                    "ms": round(1000 * (ended - began), 2),
+                    "bytes_in": bytes_in,
+                    "bytes_out": bytes_out,
+                    "reason": sentence,
+                }
                 if route == OTHER:
                     line["path"] = scope.get("raw_path", b"")[:_MAX_TEXT].decode("latin-1")
                 _log(scope, trail, line, trace)

@@ -60,6 +60,7 @@ FilterForm = Annotated[str | dict[str, Any] | None, Field(description="text or a
 Names = Annotated[
     List[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
 ]
+Label = Annotated[str | None, Field(description="text, or null for none")]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
 _VECTOR = "a list of finite numbers"
@@ -147,7 +148,7 @@ class ListParameters(JsonBody):
 class ItemFields(JsonBody):
     """What a client says of an item, beside its image or vector."""
 
-    label: Annotated[str | None, Field(description="text, or null for none")] = None
+    label: Label = None
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
 
 
@@ -157,7 +158,7 @@ class ItemPatch(JsonBody):
     The metadata are a merge patch (RFC 7396): an entry that is null is removed.
     """
 
-    label: Annotated[str | None, Field(description="text, or null for none")] = None
+    label: Label = None
     metadata: Annotated[
         dict[str, Any] | None, Field(description="an object, or null for none")
     ] = {}
@@ -233,7 +234,7 @@ def loads(
         raise RequestError(413, f"The JSON has too many values; the limit is {limit}.")
     try:
         return strict_loads(text, finite=False)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise RequestError(400, sentence) from None
 
 
