@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from retrieval.data.loading import inputs
+from retrieval.data.near import digest as checksum
 from retrieval.errors import DataError
 from retrieval.host.arrays import Floats32, Ints
 from retrieval.host.files import cache_folder
@@ -71,7 +72,7 @@ def frozen_features(
     if identity is not None:
         device_type = torch.device(device).type
         key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch_size, device_type, width]
-        place = cache_folder() / "features" / _checksum(json.dumps(key).encode()).hex()
+        place = cache_folder() / "features" / checksum(json.dumps(key).encode()).hex()
 
     def compute(items: Ints) -> Iterator[Floats32]:
         try:
@@ -142,7 +143,7 @@ def _fill(
 
         def intact(number: int) -> bool:
             data.seek(batch_size * number * row_bytes)
-            return _checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
+            return checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
 
         missing = [n for n, checksum in enumerate(known) if not (any(checksum) and intact(n))]
         if damaged := sum(any(known[number]) for number in missing):
@@ -164,7 +165,7 @@ def _fill(
                 data.write(content)
                 data.flush()
                 sums.seek(number * _CHECKSUM_BYTES)
-                sums.write(_checksum(content))
+                sums.write(checksum(content))
                 sums.flush()
                 meter.update(len(features))
         os.fsync(data.fileno())
@@ -181,10 +182,6 @@ def _check(features: Floats32, items: Ints, width: int, dataset: Dataset) -> Non
             f"The backbone's features of {dataset.keys[int(items[bad[0]])]} are not finite. Check"
             " its weights and the image."
         )
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def dataset_identity(dataset: Dataset) -> str | None:

@@ -17,9 +17,10 @@ from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
+    ByContestant,
     Evaluation,
     Metrics,
-    cells,
+    class_sizes,
     grid,
     left_out,
     resolve_metrics,
@@ -34,7 +35,6 @@ from retrieval.evaluation.protocol import (
 )
 from retrieval.host.arrays import Floats, Ints
 from retrieval.host.files import write_json
-from retrieval.host.tables import html_table
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import measured, spans_of
@@ -63,7 +63,7 @@ class CandidateStep:
 
 
 @dataclass(frozen=True, repr=False)
-class RunEvaluation:
+class RunEvaluation(ByContestant):
     """The result of `Run.evaluate`.
 
     Attributes:
@@ -91,9 +91,6 @@ class RunEvaluation:
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return self.table()
-
     @property
     def values(self) -> dict[str, float]:
         """The mean of each metric of the trained model."""
@@ -106,13 +103,6 @@ class RunEvaluation:
             if not table[name]:
                 del table[name]
         return table
-
-    def _repr_html_(self) -> str:
-        return html_table(cells(self.metrics), self._notes())
-
-    def table(self) -> str:
-        """Return a table: one row per metric, one column per contestant."""
-        return "\n".join([*grid(self.metrics), *self._notes()])
 
     def _notes(self) -> list[str]:
         note = f"{self.queries:,} queries among {self.gallery:,} items ({self.split})"
@@ -220,8 +210,7 @@ def _served(
     deepest = max((int(m.depth) for m in metrics.values()), default=1)
     exclude = np.arange(len(query)) if itself else None
     rows = served_rows(bundle, queries, items, min(deepest, len(item_class) - itself), exclude)
-    counts = np.bincount(item_class, minlength=int(query_class.max()) + 1)
-    relevant = counts[query_class] - int(itself)
+    relevant = class_sizes(query_class, item_class) - int(itself)
     matches = (item_class[rows] == query_class[:, None]) & (rows >= 0)
     kept = relevant > 0
     values = {name: float(m(matches[kept], relevant[kept]).mean()) for name, m in metrics.items()}

@@ -154,13 +154,9 @@ def evaluate(
     """
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together, but one of them is missing.")
+    codes = as_tensor(codes, "codes")
+    gallery = None if gallery is None else as_tensor(gallery, "gallery codes")
     searched = codes if gallery is None else gallery
-    for what, rows in (("codes", codes), ("gallery codes", searched)):
-        # a common mistake: the code of a single item
-        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:
-            raise DataError(
-                f"The {what} have shape {shape}: codes must be a matrix, one row per item."
-            )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
     codes, gallery, measure = measuring(codes, gallery, distance)
@@ -319,9 +315,13 @@ def is_answerable(
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
     """Return for each query (Q,) the number of visible items of its class."""
-    counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
     hidden = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
-    return np.asarray(counts - hidden)
+    return class_sizes(query_class, item_class) - hidden
+
+
+def class_sizes(query_class: Ints, item_class: Ints) -> Ints:
+    """Return for each query (Q,) the number of items of its class."""
+    return np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
 
 
 def means(values: Mapping[str, Values], answerable: Ints) -> dict[str, float]:
@@ -362,6 +362,25 @@ def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
         )
         lines.append(" ".join([f"{name:<{width}}", *padded]).rstrip())
     return lines
+
+
+class ByContestant:
+    """A result that shows its metrics as a table, in a terminal and in a notebook."""
+
+    metrics: dict[str, dict[str, float]]
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return html_table(cells(self.metrics), self._notes())
+
+    def table(self) -> str:
+        """Return a table: one row per metric, one column per contestant."""
+        return "\n".join([*grid(self.metrics), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        raise NotImplementedError
 
 
 def class_numbers(

@@ -344,11 +344,9 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
         array = np.asarray(codes)
         if array.dtype.kind not in "fiub":
             raise DataError(f"The type of the {what} is {array.dtype}: codes must be numbers.")
-        codes = torch.from_numpy(
-            np.ascontiguousarray(
-                array, dtype=array.dtype if array.dtype.kind == "f" else np.float64
-            )
-        )
+        if array.dtype.kind != "f":
+            array = array.astype(np.float64)
+        codes = torch.from_numpy(np.ascontiguousarray(array))
     codes = codes.detach()
     if codes.ndim != 2:
         raise DataError(
@@ -360,7 +358,7 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
     if not finite.all():
         bad = (~finite).nonzero().ravel()
         raise DataError(
-            f"{len(bad):,} of {len(codes):,} {what} codes hold NaN or infinity, the first in row"
+            f"{len(bad):,} of {len(codes):,} {what} hold NaN or infinity, the first in row"
             f" {int(bad[0])}, so they have no distances. The model has probably diverged."
         )
     return codes

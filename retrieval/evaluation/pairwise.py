@@ -20,6 +20,7 @@ from retrieval.evaluation.evaluation import (
     DEFAULT_METRICS,
     Evaluation,
     class_numbers,
+    class_sizes,
     depth_of,
     means,
     resolve_metrics,
@@ -94,8 +95,7 @@ def pairwise(
             f"The gallery has {len(searched):,} items; exact search takes {MOST_ITEMS:,} at most."
         )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
-    counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
-    relevant = counts[query_class] - int(itself)
+    relevant = class_sizes(query_class, item_class) - int(itself)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
     with Meter("searching", len(codes), "queries") as meter:
         for start in range(0, len(codes), _QUERIES):

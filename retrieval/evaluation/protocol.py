@@ -18,7 +18,7 @@ from retrieval.evaluation.evaluation import (
     is_answerable,
     relevant_items,
 )
-from retrieval.evaluation.neighbors import Exclusion, RecordedSearch, Search
+from retrieval.evaluation.neighbors import Exclusion, RecordedSearch
 from retrieval.host.arrays import Bools, Ints
 from retrieval.run.build import check_columns
 
@@ -79,12 +79,7 @@ def refuse_unanswerable(run: Run | DividedItems) -> None:
     if len(splits.validation):
         sides.append(("validation", splits.validation, None))
     for side, query, gallery in sides:
-        arguments = Protocol(run, query, gallery).arguments(query, gallery)
-        query_class = splits.labels[query]
-        item_class = query_class if gallery is None else splits.labels[gallery]
-        exclude = arguments.get("exclude")
-        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-        search = Search(query, gallery, hidden)
+        search, query_class, item_class, arguments = test.search(query, gallery, query, gallery)
         if not is_answerable(search, query_class, item_class, arguments.get("relevance")):
             raise DataError(unanswerable(run, side))
         if side == "test" and run.recipe.evaluate.open_set:
@@ -136,15 +131,12 @@ class Protocol:
             RecipeError: the data lack a column that `[evaluate]` names.
             DataError: a random gallery cannot be drawn.
         """
-        labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
+        rates = self.run.recipe.evaluate.open_set
         evaluations, rows = [], []
         for items, gallery_items, left, right in self.rounds(query, gallery):
-            query_class = labels[items]
-            item_class = query_class if gallery_items is None else labels[gallery_items]
-            arguments = self.arguments(items, gallery_items)
-            exclude = arguments.pop("exclude", None)
-            hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-            search = RecordedSearch(left, right, hidden, distance)
+            search, query_class, item_class, arguments = self.search(
+                items, gallery_items, left, right, distance
+            )
             evaluation = evaluate_search(search, query_class, item_class, **arguments, **further)
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
@@ -182,6 +174,23 @@ class Protocol:
             chosen = np.sort(by_class[place_in_class < table.gallery_items])
             rest = np.setdiff1d(np.arange(len(labels)), chosen)
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
+
+    def search(
+        self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any
+    ) -> tuple[RecordedSearch, Items, Items, dict[str, Any]]:
+        """Return the search for items, the class numbers of both sides, and arguments.
+
+        The arguments are those of `evaluate_search` that `[evaluate]` sets. `left` and `right` are
+        the codes of the queries and of the gallery, `further` are arguments of `RecordedSearch`.
+        """
+        labels = self.run.splits.labels
+        query_class = labels[query]
+        item_class = query_class if gallery is None else labels[gallery]
+        arguments = self.arguments(query, gallery)
+        exclude = arguments.pop("exclude", None)
+        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+        search = RecordedSearch(left, right, hidden, *further)
+        return search, query_class, item_class, arguments
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
         """Return the arguments of `evaluate` that `[evaluate]` sets for these items."""

@@ -16,7 +16,7 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import cells, grid
+from retrieval.evaluation.evaluation import ByContestant
 from retrieval.evaluation.protocol import device_of, items_of, refuse_side
 from retrieval.evaluation.verification import (
     Roc,
@@ -27,7 +27,6 @@ from retrieval.evaluation.verification import (
 )
 from retrieval.host.arrays import Floats64, Ints
 from retrieval.host.files import whole_file, write_json
-from retrieval.host.tables import html_table
 from retrieval.model.model import Model
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.csv_table import csv_text
@@ -40,7 +39,7 @@ _NUMBERS_PER_CALL = 2**22  # size of the arrays of codes whose distances are com
 
 
 @dataclass(frozen=True, repr=False)
-class RunVerification:
+class RunVerification(ByContestant):
     """The result of `Run.verify`.
 
     Attributes:
@@ -63,19 +62,9 @@ class RunVerification:
     notes: list[str]
     files: dict[str, str]
 
-    def __repr__(self) -> str:
-        return self.table()
-
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `verification-SIDE.json`."""
         return {"protocol": "verification"} | asdict(self)
-
-    def _repr_html_(self) -> str:
-        return html_table(cells(self.metrics), self._notes())
-
-    def table(self) -> str:
-        """Return a table: one row per metric, one column per contestant."""
-        return "\n".join([*grid(self.metrics), *self._notes()])
 
     def _notes(self) -> list[str]:
         pairs = self.pairs

@@ -21,6 +21,7 @@ from retrieval.export import verify
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.host import files
 from retrieval.host.arrays import Array, Floats32
+from retrieval.model.contracts import Combiner
 from retrieval.model.graph import (
     OPSET,
     TOLERANCE,
@@ -206,11 +207,8 @@ class _Export:
         """Return the manifest's entries for input, outputs and distance."""
         combiner, preprocessing = self.model.combiner, self.model.preprocessing
         code, vector = self.outputs.get("code"), self.outputs["vector"]
-        distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
-        if combiner is not None:
-            distance = DistanceEntry(
-                name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure
-            )
+        settings = combiner or Combiner
+        name = "Euclidean" if combiner is None else type(combiner).__name__
         return {
             "input": Input(
                 kind="features" if preprocessing is None else "image",
@@ -222,12 +220,9 @@ class _Export:
             "code": None if code is None else code.shape[1],
             "query_vectors": "query" in self.outputs,
             "normalized": verify.is_normalized(vector),
-            "distance": distance,
-            "subspaces": tuple(
-                SubspaceEntry(**vars(space))
-                for space in (() if combiner is None else combiner.subspaces)
-            ),
-            "merge": "min" if combiner is None else combiner.merge,
+            "distance": DistanceEntry(name=name, exact=settings.exact, measure=settings.measure),
+            "subspaces": tuple(SubspaceEntry(**vars(space)) for space in settings.subspaces),
+            "merge": settings.merge,
         }
 
 

@@ -259,12 +259,13 @@ def measure(
     Raises:
         BundleError: the variant returns NaN or infinity.
     """
-    for name, values in ((name, values) for after in afters for name, values in after.items()):
-        if not np.isfinite(values).all():
-            raise BundleError(
-                f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
-                " precision. Leave this variant out."
-            )
+    for after in afters:
+        for name, values in after.items():
+            if not np.isfinite(values).all():
+                raise BundleError(
+                    f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
+                    " precision. Leave this variant out."
+                )
     pairs = [(row_cosine(before["vector"], after["vector"]), after) for after in afters]
     cosine, worst = min(pairs, key=lambda pair: float(pair[0].min()))
     recall = None
@@ -310,13 +311,13 @@ def nearest_items(
     With merge "score", the order is that of a list of `SCORED` results.
     """
     vectors, size = outputs["vector"], len(outputs["vector"])
-    subspaces: Any = () if combiner is None else combiner.subspaces
-    merge = "min" if combiner is None else combiner.merge
+    settings = combiner or Combiner
+    subspaces: Any = settings.subspaces
     nearest = np.empty(size, np.int64)
     for row, query in enumerate(outputs.get("query", vectors)):
         gallery = np.delete(np.arange(size), row)
         if rescore is None:
-            distances = merged(query, vectors[gallery], SCORED, subspaces, merge)
+            distances = merged(query, vectors[gallery], SCORED, subspaces, settings.merge)
         else:
             distances = rescore(outputs["code"][row : row + 1], outputs["code"][gallery])[0]
         nearest[row] = gallery[distances.argmin()]

@@ -263,16 +263,16 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
     """Return a run's dataset and splits; see `Run.open` for `or_kept`."""
     if isinstance(recipe.objects.get("data"), Absent):
         why = "The dataset was made in Python. Pass the same object: retrieval.load(…, dataset=…)."
-        kept = read_inputs(path / INPUTS)
-        return kept, kept.splits_of(why)
-    try:
-        dataset = build_dataset(recipe)
-        return dataset, make_splits(dataset, recipe.split)
-    except (DataError, RecipeError, OSError) as error:
-        if not or_kept or not (path / INPUTS).is_file():
-            raise
-        kept = read_inputs(path / INPUTS)
-        return kept, kept.splits_of(f"The run's data cannot be opened: {error}")
+    else:
+        try:
+            dataset = build_dataset(recipe)
+            return dataset, make_splits(dataset, recipe.split)
+        except (DataError, RecipeError, OSError) as error:
+            if not or_kept or not (path / INPUTS).is_file():
+                raise
+            why = f"The run's data cannot be opened: {error}"
+    kept = read_inputs(path / INPUTS)
+    return kept, kept.splits_of(why)
 
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:

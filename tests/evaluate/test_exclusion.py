@@ -12,7 +12,7 @@ import torch
 from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_items
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.neighbors import Exclusion, Neighbors, RecordedSearch, Search
 from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.report import measured
@@ -207,7 +207,8 @@ def check_the_open_set() -> Any:
         pairs.append(len(a) * len(b))
         return torch.cdist(a.double(), b.double())
 
-    row = protocol.measure(codes[query], codes[gallery], counting, metrics=["recall_at_1"])
+    metrics = resolve_metrics("recall_at_1")
+    row = protocol.measure(codes[query], codes[gallery], counting, metrics=metrics)
     assert sum(pairs) == len(query) * len(gallery)
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
     sides = codes[query], labels[query], codes[gallery], labels[gallery]

@@ -10,7 +10,6 @@ import torch
 
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import Relevance, query_values
-from retrieval.evaluation.neighbors import RecordedSearch
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.arrays import Bools, Floats64, Ints
@@ -121,12 +120,10 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     classes: list[Items] = []
     for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
         searched = items if gallery_items is None else gallery_items
-        query_class, item_class = labels[items], labels[searched]
-        arguments = protocol.arguments(items, gallery_items)
-        exclude, relevance = arguments.get("exclude"), arguments.get("relevance")
-        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-        distance = combiner and combiner.compute_mat
-        search = RecordedSearch(left, right, hidden, distance, recorded=SHOWN)
+        search, query_class, item_class, arguments = protocol.search(
+            items, gallery_items, left, right, combiner and combiner.compute_mat, "auto", SHOWN
+        )
+        relevance = arguments.get("relevance")
         values, relevant = query_values(search, query_class, item_class, relevance, chosen)
         places = np.flatnonzero(relevant > 0)
         for name, column in values.items():
