@@ -265,6 +265,25 @@ def test_a_removed_folder_ends_readiness_until_it_is_restored(living, served, cl
     assert server.client.get("/v1/items/a").status_code == 200
 
 
+def test_a_change_is_not_lost_in_the_files_of_an_index_that_was_replaced(
+    living, served, cli, tmp_path
+):
+    server = served(living, "--open", "write")
+    put = partial(server.client.put, json={"vector": [0.5] * WIDTH})
+    assert {put("/v1/items/a").status_code, put("/v1/items/b").status_code} == {200}
+    assert cli("index", "snapshot", living, tmp_path / "copy").code == 0
+    assert cli("index", "snapshot", living, tmp_path / "other").code == 0
+    for copy, change in (
+        ("copy", partial(server.client.delete, "/v1/items/a")),
+        ("other", partial(put, "/v1/items/c")),
+    ):
+        shutil.rmtree(living)
+        (tmp_path / copy).rename(living)
+        assert change().status_code == 200
+        with Index.open(living) as index:
+            assert set(index.get(["a", "b", "c"])) == ({"b"} if copy == "copy" else {"a", "b", "c"})
+
+
 def test_an_index_is_written_to_once_it_becomes_writable(living, served, mount, tmp_path):
     view = mount(tmp_path / "view", "--bind", living)
     subprocess.run(["mount", "-o", "remount,ro,bind", view], check=True)
