@@ -119,6 +119,8 @@ def one_line(text: str) -> str:
 
 def valid_text(text: str) -> str:
     """Return text that can be encoded; bytes of a file name that are not UTF-8 are escaped."""
+    if text.isascii():
+        return text
     text = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
     return text.encode("utf-8", "backslashreplace").decode()
 
