@@ -1,4 +1,4 @@
-"""The verbs of `retrieval index` on 60,000 vectors; every threshold is the product's own."""
+"""The verbs of `retrieval index` on up to 60,000 vectors; every threshold is the product's own."""
 
 import json
 from dataclasses import dataclass
@@ -73,12 +73,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-# Back end, number of items, and parameters with which it builds in seconds. The last three see
-# fewer items, since they would need half a minute for all of them.
+# Back end, number of items, and parameters with which it builds in seconds. Only `auto` sees all
+# items, since the others would need half a minute for them. The last three see only the verbs that
+# build or search a structure.
 BACKENDS = [
     ("auto", COUNT, []),
-    ("ivf", COUNT, []),
-    ("hnsw", 30_000, ["--set", "m=8", "--set", "ef_construction=32"]),
+    ("ivf", 40_000, []),
+    ("hnsw", 21_000, ["--set", "m=8", "--set", "ef_construction=32"]),
     ("ivfpq", 21_000, []),
     ("cagra", 21_000, ["--set", "degree=24", "--set", "ef_construction=32"]),
 ]
@@ -143,9 +144,9 @@ def test_every_verb(folder, tmp_path, cli, backend, count, parameters):
     assert shown["structure"] == ("companion" if exact else backend)
     check_searches(filters)
     assert run("check", index)["damaged"] == []
-    limit = grown if exact else 2000
-    listed = run("list", index, "--limit", limit)["items"]
-    assert [item["id"] for item in listed] == [id_of(row) for row in range(limit)]
+    if exact:
+        listed = run("list", index, "--limit", grown)["items"]
+        assert [item["id"] for item in listed] == [id_of(row) for row in range(grown)]
 
     # All that a structure proposes for this query is deleted, so the search is exact
     hole = [int(id) for id in oracle.nearest(0, grown // 5)]
@@ -156,11 +157,12 @@ def test_every_verb(folder, tmp_path, cli, backend, count, parameters):
     assert len(answer) == 20 and not set(answer) & set(map(id_of, hole))
     assert answer == oracle.nearest(0, 20) or backend == "ivfpq"
 
-    copy = tmp_path / "copy"
-    run("snapshot", index, tmp_path / "snapshot")
-    run("restore", tmp_path / "snapshot", copy)
-    assert run("check", copy)["damaged"] == []
-    assert run("show", copy)["items"] == grown - len(hole)
+    if backend in ("auto", "ivf"):
+        copy = tmp_path / "copy"
+        run("snapshot", index, tmp_path / "snapshot")
+        run("restore", tmp_path / "snapshot", copy)
+        assert run("check", copy)["damaged"] == []
+        assert run("show", copy)["items"] == grown - len(hole)
 
     run("migrate", index, folder / "bundle-1")
     oracle.seed = 1
