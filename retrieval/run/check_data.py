@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from retrieval.data.augment import Changes, built_transforms
@@ -24,6 +23,7 @@ from retrieval.data.near import WIDTH, Fingerprint, Rows, fingerprint, near_pair
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
+from retrieval.host.arrays import Floats32
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
@@ -99,7 +99,7 @@ def check_data(
         )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
-    compared: dict[By, tuple[Rows, NDArray[np.float32], float]] = {}
+    compared: dict[By, tuple[Rows, Floats32, float]] = {}
     pictured = rows[scan.has_picture[rows]]
     if len(pictured):
         compared["picture"] = pictured, scan.pictures, PICTURES
@@ -265,7 +265,7 @@ class _Measured(NamedTuple):
 
     file: bytes | None
     hashes: Fingerprint
-    vector: NDArray[np.float32] | None
+    vector: Floats32 | None
     flat: str | None
 
 
@@ -288,14 +288,14 @@ def _measure(subjects: Subjects, bundle: Bundle | None, row: int) -> _Measured |
         return DataError(f"{name}: {fault}")
 
 
-def _copy(subjects: Subjects, bundle: Bundle, row: int) -> NDArray[np.float32]:
+def _copy(subjects: Subjects, bundle: Bundle, row: int) -> Floats32:
     """Return the vector of an item's JPEG copy."""
     _, item = subjects.open(row)
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
     to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
     pixels = bundle.preprocess(decode(out.getvalue()))
-    vector: NDArray[np.float32] = bundle.encode(pixels[None]).vector[0]
+    vector: Floats32 = bundle.encode(pixels[None]).vector[0]
     return vector
 
 

@@ -10,9 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.encode import encode, evaluating
@@ -20,6 +18,7 @@ from retrieval.data.features import backbone_features
 from retrieval.data.kept import KeptInputs, pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
+from retrieval.host.arrays import Ints
 from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import Absent
@@ -303,7 +302,7 @@ class ItemCodes:
         if self.from_features:
             self.source = backbone_features(run.model, run.dataset, device, self.batch_size)
 
-    def __call__(self, indices: NDArray[np.int64]) -> Tensor:
+    def __call__(self, indices: Ints) -> Tensor:
         """Return the codes (N, C) of items by index (N,): the head's outputs, on the CPU."""
         model = self.run.model.to(self.device)
         if isinstance(self.source, KeptInputs):  # these are few and already preprocessed

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
+from retrieval.host.arrays import Array, Floats32, Pixels
 from retrieval.host.cores import cores
 from retrieval.serving.bundle_folder import FILE, manifest_text, opened_whole, read_files
 from retrieval.serving.files.places import StrPath
@@ -27,7 +27,6 @@ from retrieval.serving.manifest import Input, Manifest, parse_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import (
-    Floats,
     Runs,
     Sessions,
     ahead,
@@ -35,7 +34,7 @@ from retrieval.serving.sessions import (
     run_batches,
 )
 
-ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
+ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | Array"
 
 
 def is_image(item: object) -> TypeGuard[ImageLike]:
@@ -56,9 +55,9 @@ class Encoded:
         bundle: SHA-256 of the bundle; "" if unknown.
     """
 
-    vector: Floats
-    query: Floats
-    code: Floats | None = None
+    vector: Floats32
+    query: Floats32
+    code: Floats32 | None = None
     bundle: str = ""
 
     def __len__(self) -> int:
@@ -178,7 +177,7 @@ class Bundle:
 
         opened_whole(self.path, write)
 
-    def encode(self, inputs: NDArray[Any], *, batch_size: int = 32) -> Encoded:
+    def encode(self, inputs: Array, *, batch_size: int = 32) -> Encoded:
         """Run the encoder on uint8 images (N, C, H, W) from `preprocess`, or real features (N, F).
 
         Raises:
@@ -192,11 +191,11 @@ class Bundle:
         self,
         graph: Runs,
         widths: Mapping[str, int],
-        inputs: NDArray[Any],
+        inputs: Array,
         input: Input,
         batch_size: int,
         what: str = "encoder",
-    ) -> dict[str, Floats]:
+    ) -> dict[str, Floats32]:
         """Run a graph in batches on inputs that `input` describes.
 
         `widths` are the widths of the graph's outputs, and `what` is its name in messages.
@@ -208,7 +207,7 @@ class Bundle:
         parts = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
         return run_batches(graph, widths, parts, len(inputs), what)
 
-    def _encoded(self, out: Mapping[str, Floats]) -> Encoded:
+    def _encoded(self, out: Mapping[str, Floats32]) -> Encoded:
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
 
     @property
@@ -220,7 +219,7 @@ class Bundle:
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
-    def features(self, inputs: NDArray[Any], *, batch_size: int = 32) -> Floats:
+    def features(self, inputs: Array, *, batch_size: int = 32) -> Floats32:
         """Return the backbone's features (N, F), the input of the head, for inputs as in `encode`.
 
         A bundle that takes features returns its inputs.
@@ -236,7 +235,7 @@ class Bundle:
         out = self._run(backbone, {"features": width}, inputs, input, batch_size, "backbone")
         return out["features"]
 
-    def encode_features(self, features: NDArray[Any], *, batch_size: int = 32) -> Encoded:
+    def encode_features(self, features: Array, *, batch_size: int = 32) -> Encoded:
         """Run the head on features (N, F): `encode(x)` equals `encode_features(features(x))`.
 
         The features may come from another bundle with the same `backbone_sha256`. In a bundle that
@@ -283,7 +282,7 @@ class Bundle:
         *,
         batch_size: int = 32,
         progress: Progress = True,
-    ) -> Floats:
+    ) -> Floats32:
         """Return the vectors (N, P) of N images, as an index stores them.
 
         Threads decode images while the encoder runs. Only a few batches are in memory at a time, so
@@ -315,7 +314,7 @@ class Bundle:
         """
         batch_size = at_least_one("batch_size", batch_size)
 
-        def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
+        def pixels(numbered: tuple[int, ImageLike]) -> Pixels:
             number, image = numbered
             if not is_image(image):
                 raise DataError(
@@ -330,7 +329,7 @@ class Bundle:
         decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch_size)
         with showing(progress), Meter("encoding", len(images), "images") as meter:
 
-            def batches() -> Iterator[NDArray[np.uint8]]:
+            def batches() -> Iterator[Pixels]:
                 while rows := list(itertools.islice(decoded, batch_size)):
                     yield np.stack(rows)
                     meter.update(len(rows))
@@ -338,7 +337,7 @@ class Bundle:
             encoder, widths = self._sessions.encoder, self._widths
             return self._encoded(run_batches(encoder, widths, batches(), len(images)))
 
-    def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
+    def preprocess(self, image: ImageLike) -> Pixels:
         """Return an image's pixels (C, H, W), ready for `encode`.
 
         Args:
@@ -361,7 +360,7 @@ class Bundle:
             image = from_pixels(image)
         return preprocessing(image)
 
-    def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:
+    def rescore(self, query_codes: Array, item_codes: Array) -> Floats32:
         """Return the rescorer's distances (Q, N) between codes (Q, C) and (N, C).
 
         Smaller is closer.

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from retrieval.host.arrays import Floats32
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import as_list
 from retrieval.serving.progress import Progress
 
-Embeddings = NDArray[np.float32]
+Embeddings = Floats32
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def listed_images(images: Any) -> list[Any]:
     return files.images
 
 
-def as_rows(features: Any) -> NDArray[np.float32]:
+def as_rows(features: Any) -> Floats32:
     """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
     rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Pixels
 from retrieval.host.walk import leads_nowhere
 
 # Pillow reads dozens of formats, some with other programs (EPS runs Ghostscript). Only these are
@@ -205,7 +205,7 @@ class Preprocessing:
         """Channels, height and width of one encoder input."""
         return (self.channels, *self.size)
 
-    def __call__(self, image: Image.Image) -> NDArray[np.uint8]:
+    def __call__(self, image: Image.Image) -> Pixels:
         """Return the pixels (channels, H, W), uint8, of a decoded image of any size and mode.
 
         Raises:
@@ -626,7 +626,7 @@ def thumbnail(image: Image.Image) -> bytes:
     return out.getvalue()
 
 
-def from_array(array: NDArray[Any]) -> Image.Image:
+def from_array(array: Array) -> Image.Image:
     """Return a Pillow image of uint8 pixels (H, W), (H, W, 1) or (H, W, 3).
 
     Raises:
@@ -640,7 +640,7 @@ def from_array(array: NDArray[Any]) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(array.reshape(array.shape[:2]) if grey else array))
 
 
-def from_pixels(array: NDArray[Any]) -> Image.Image:
+def from_pixels(array: Array) -> Image.Image:
     """Return a Pillow image of pixels as in `from_array`, or of real numbers from 0 to 1.
 
     Raises:
@@ -688,5 +688,5 @@ def channels_last(image: Any) -> Any:
     """
     if not hasattr(image, "detach"):
         return image
-    array: NDArray[Any] = image.detach().cpu().numpy()
+    array: Array = image.detach().cpu().numpy()
     return array.transpose(1, 2, 0) if array.ndim == 3 else array

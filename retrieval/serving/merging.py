@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats, Floats64
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.manifest import SubspaceEntry
 
-Floats = NDArray[np.floating[Any]]
-Distances = NDArray[np.float64]
+Distances = Floats64
 
 _ZERO = 8 * float(np.finfo(np.float32).eps)
 """Squared distances of unit vectors below this are rounding errors of float32 and count as 0."""

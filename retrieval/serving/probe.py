@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import binascii
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Floats32
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
@@ -61,18 +61,18 @@ class Probe(BaseModel):
     variants: dict[str, Coded] = {}
 
 
-def coded(array: NDArray[Any]) -> str:
+def coded(array: Array) -> str:
     """Return an array as base64 of little-endian bytes, which is what a `Probe` holds."""
     content = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
     return binascii.b2a_base64(content, newline=False).decode("ascii")
 
 
-def vector_of(text: str) -> NDArray[np.float32]:
+def vector_of(text: str) -> Floats32:
     """Return the vector (P,) that a probe's text encodes."""
     return np.frombuffer(binascii.a2b_base64(text), "<f4").astype(np.float32)
 
 
-def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def input_of(pattern: Array, shape: tuple[int, ...]) -> Array:
     """Return the input (1, C, H, W) or (1, F) for a pattern."""
     if len(shape) == 1:
         return np.resize(pattern, shape)[None]
@@ -81,7 +81,7 @@ def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return np.ascontiguousarray(pattern[:, rows][:, :, columns])[None]
 
 
-def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
+def pattern_of(probe: Probe, shape: tuple[int, ...]) -> Array | None:
     """Return a probe's pattern, or `None` if it does not fit inputs of this shape."""
     content, tiles = binascii.a2b_base64(probe.pattern), TILES * TILES
     if len(shape) == 1 and len(content) == 4 * tiles:
@@ -99,7 +99,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
         spread: mean and standard deviation of the features, if the bundle takes features.
     """
     input, random = bundles[None].manifest.input, np.random.default_rng(0)
-    pattern: NDArray[Any]
+    pattern: Array
     if input.kind == "image":
         pattern = random.integers(0, 256, (input.shape[0], TILES, TILES), np.uint8)
     else:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array
 from retrieval.serving.bundle import Bundle, Encoded, ImageLike, is_image
 from retrieval.serving.images import as_list
 from retrieval.serving.index.sources import collect
@@ -24,8 +24,8 @@ _TYPES = "an image's path, bytes, Pillow image or pixels, or a vector"
 
 
 def encode_queries(
-    bundle: Bundle, queries: Encoded | Query | Sequence[Query] | NDArray[Any]
-) -> tuple[Encoded | NDArray[Any], bool]:
+    bundle: Bundle, queries: Encoded | Query | Sequence[Query] | Array
+) -> tuple[Encoded | Array, bool]:
     """Return queries, encoded or as vectors (N, P), and whether a single query was passed.
 
     Args:
@@ -57,7 +57,7 @@ def encode_queries(
     return _encode_list(bundle, items), False
 
 
-def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
+def encode_vectors(bundle: Bundle, vectors: Array) -> Encoded | Array:
     """Encode features (N, F) if the bundle takes features; else return the vectors as they are.
 
     Raises:
@@ -88,7 +88,7 @@ def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Enco
     return [str(path) for path in paths], bundle.encode_each(list(paths), progress=False)
 
 
-def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
+def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | Array:
     """Encode a list of queries of one kind."""
     if not items:
         return np.empty((0, bundle.manifest.vector), dtype=np.float32)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError
+from retrieval.host.arrays import Array, Floats32
 from retrieval.host.cores import default_threads
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Input, Manifest
@@ -29,8 +29,7 @@ from retrieval.serving.runtime import (
 
 T = TypeVar("T")
 R = TypeVar("R")
-Floats = NDArray[np.float32]
-Feeds = Mapping[str, NDArray[Any]]
+Feeds = Mapping[str, Array]
 """Inputs of a graph by name."""
 Shapes = Mapping[str, tuple[int, int]]
 """Shapes of a graph's outputs by name."""
@@ -240,7 +239,7 @@ def _reason(fault: Exception) -> str:
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
 
 
-def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:
+def checked_inputs(inputs: Array, input: Input, path: Path) -> Array:
     """Check inputs, uint8 (N, C, H, W) or real numbers (N, F), and convert them for a graph.
 
     Raises:
@@ -287,10 +286,10 @@ def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int
 def run_batches(
     graph: Runs,
     widths: Mapping[str, int],
-    batches: Iterable[NDArray[Any]],
+    batches: Iterable[Array],
     count: int,
     what: str = "encoder",
-) -> dict[str, Floats]:
+) -> dict[str, Floats32]:
     """Return the outputs (count, width) of a graph for batches of inputs with `count` rows in all.
 
     Raises:
