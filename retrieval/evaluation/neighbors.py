@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
@@ -60,7 +59,7 @@ def exact_neighbors(
     gallery: Codes,
     k: int,
     *,
-    exclude: NDArray[np.integer[Any]] | None = None,
+    exclude: Ints | None = None,
     distance: DistanceBlock | None = None,
     device: str = "auto",
 ) -> tuple[Ints, Floats32]:
@@ -132,7 +131,7 @@ class Neighbors:
         return max(1, min(1024, _BLOCK_BYTES // row))
 
     def __call__(
-        self, queries: Codes, k: int, exclude: NDArray[np.integer[Any]] | None = None
+        self, queries: Codes, k: int, exclude: Ints | None = None
     ) -> tuple[Ints, Floats32]:
         """Return indices and distances (B, k) for queries (B, C); see `exact_neighbors`."""
         if k < 1:

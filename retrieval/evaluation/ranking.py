@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.evaluation.neighbors import rounded_keys
 from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
@@ -63,7 +62,7 @@ class _Panel:
     depth: int
     error: Floats32
     reach: Floats32
-    queries: list[NDArray[np.uint16]] = field(default_factory=list)
+    queries: list[Array] = field(default_factory=list)
     keys: list[Ints] = field(default_factory=list)
 
 
