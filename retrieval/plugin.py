@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.model.loss import listed_pairs as listed_pairs
     from retrieval.model.loss import nothing as nothing
     from retrieval.model.loss import pair_views as pair_views
+    from retrieval.model.loss import pairs_by_round as pairs_by_round
     from retrieval.model.metric_learner import MetricLearner as MetricLearner
     from retrieval.model.model import Normalize as Normalize
     from retrieval.model.model import full_precision as full_precision

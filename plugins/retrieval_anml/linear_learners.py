@@ -28,11 +28,11 @@ NEAREST = 10
 """Default number of neighbours from the class of a query for γ₁ < 0, as in the paper."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NeighborhoodLearner(LinearMap):
     """A linear map L (F, C) with M = LLᵀ, found by L-BFGS; subclasses define the objective.
 
-    Every subclass has the parameters `standardize`, `n_components`, `max_queries`, `max_iter`,
-    `tol`, `seed` and `random_state`.
+    The parameters that every subclass shares are keyword-only.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
@@ -41,13 +41,13 @@ class NeighborhoodLearner(LinearMap):
         n_queries_: number of items that were queries.
     """
 
-    standardize: bool
-    n_components: int | None
-    max_queries: int | None
-    max_iter: int
-    tol: float
-    seed: int | None
-    random_state: int | None
+    standardize: bool = True
+    n_components: Count | None = None
+    max_queries: Count | None = 5000
+    max_iter: Count = 100
+    tol: Positive = 1e-5
+    seed: int | None = None
+    random_state: int | None = None
 
     def _neighborhoods(
         self, x: Floats, codes: NDArray[np.intp], queries: int | None
@@ -188,6 +188,10 @@ class LANML(NeighborhoodLearner):
         loss: ℓ, one of "hinge" [margin + x]₊, "smooth_hinge" (the kink replaced by a parabola of
             `width`) and "logistic" log(1 + e^(margin + x)).
         width: width of the smooth hinge's parabola.
+        k1: K₁α₁ of Eq 6, instead of γ₁: the mean distance of the k1 nearest items of S_i (at most
+            all of them), or of the −k1 farthest if k1 is negative. `None` uses the log-exp mean.
+        k2: K₂ of Eq 11, instead of γ₂: the mean distance of the k2 nearest dissimilar items (at
+            most all of them). `None` uses the log-exp mean.
         standardize: whether to divide each feature by its standard deviation before learning, as in
             the paper's experiments. The learned map includes the scaling, so `transform` takes
             unscaled features. Without it, scale the features yourself, because γ₁, γ₂ and the
@@ -200,10 +204,6 @@ class LANML(NeighborhoodLearner):
         tol: L-BFGS stops when an iteration improves the objective by less than this share.
         seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
-        k1: K₁α₁ of Eq 6, instead of γ₁: the mean distance of the k1 nearest items of S_i (at most
-            all of them), or of the −k1 farthest if k1 is negative. `None` uses the log-exp mean.
-        k2: K₂ of Eq 11, instead of γ₂: the mean distance of the k2 nearest dissimilar items (at
-            most all of them). `None` uses the log-exp mean.
 
     Example:
         >>> from sklearn.datasets import load_wine
@@ -222,15 +222,8 @@ class LANML(NeighborhoodLearner):
     neighbors: Count | Literal["all"] | None = None
     loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge"
     width: Positive = 0.1
-    standardize: bool = True
-    n_components: Count | None = None
-    max_queries: Count | None = 5000
-    max_iter: Count = 100
-    tol: Positive = 1e-5
-    seed: int | None = None
     k1: int | None = None
     k2: Count | None = None
-    random_state: int | None = None
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
@@ -296,13 +289,6 @@ class PNCA(NeighborhoodLearner):
     alpha: Positive = 1.0
     form: Literal["mean", "sum"] = "mean"
     regularization: NotNegative = 0.0
-    standardize: bool = True
-    n_components: Count | None = None
-    max_queries: Count | None = 5000
-    max_iter: Count = 100
-    tol: Positive = 1e-5
-    seed: int | None = None
-    random_state: int | None = None
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None

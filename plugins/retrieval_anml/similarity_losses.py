@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, traits
+from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, pairs_by_round, traits
 from torch import Tensor, nn
 
 from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of_miner
@@ -91,21 +91,30 @@ class SimilarityLoss(CheckedLoss):
         reducer: reduces the losses to one number; the mean by default.
     """
 
+    rule: Rule
+    margin: float
+    outer: Outer = "hinge"
+    slope = 1.0  # by which gaps are multiplied
+
     def get_default_distance(self) -> nn.Module:
         """Return the cosine similarity."""
         return CosineSimilarity()  # type: ignore[no-any-return]
 
-    def pairs(self, labels: Any, indices: Any, query: Tensor, reference: Tensor, ref: Any) -> Pairs:
-        """Return the miner's pairs, or all pairs without a miner."""
-        if indices is not None:
-            return pairs_of_miner(indices, (len(query), len(reference)), query.device)
-        return pairs_of_labels(labels, None if reference is query else ref)
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
+        if indices_tuple is None:
+            pairs = pairs_of_labels(labels, None if ref_emb is embeddings else ref_labels)
+        else:
+            shape = len(embeddings), len(ref_emb)
+            pairs = pairs_of_miner(indices_tuple, shape, embeddings.device)
+        return self.of_pairs(similarities(self.distance, embeddings, ref_emb), pairs)
 
-    def gap(
-        self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gaps (B,) of anchors and the mask (B,) of defined gaps; see `pair_gap`."""
-        return gaps(similarities(self.distance, embeddings, ref_emb), pairs, rule)
+    def of_pairs(self, similarity: Tensor, pairs: Pairs) -> dict[str, dict[str, Any]]:
+        """Return the anchors' losses, for similarities (B, R) of embeddings and references."""
+        gap, defined = gaps(similarity, pairs, self.rule)
+        return by_element(outer_loss(self.slope * gap + self.margin, self.outer) * defined)
 
 
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
@@ -168,14 +177,6 @@ class DANMLoss(SimilarityLoss):
         self.rule = Rule(abs(gamma1), gamma2, p, q)
         self.outer = outer
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
-
-    def compute_loss(
-        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
-    ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
-        pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
-        gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
-        return by_element(outer_loss(gap + self.margin, self.outer) * defined)
 
 
 @traits(miner=False)
@@ -244,14 +245,6 @@ class ImprovedLiftedLoss(SimilarityLoss):
         self.rule = Rule(gamma1, gamma2, p, q, average=False)
         self.margin = margin
 
-    def compute_loss(
-        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
-    ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
-        pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
-        gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
-        return by_element((gap + self.margin).relu() * defined)
-
 
 class LiftedLoss(ImprovedLiftedLoss):
     """Lifted structure loss over anchors, the form that `anml.improved_lifted` improves.
@@ -277,7 +270,7 @@ class LiftedLoss(ImprovedLiftedLoss):
         super().__init__(1.0, 1.0, None, None, margin, distance, reducer)
 
 
-class ImprovedNPairLoss(SimilarityLoss):
+class ImprovedNPairLoss(CheckedLoss):
     """N-pair loss with a γ and an offset for the negatives.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 31: the mean over pairs
@@ -381,22 +374,6 @@ class NPairLoss(ImprovedNPairLoss):
         super().__init__(1.0, 0.0, distance, reducer)
 
 
-def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return anchors, positives and rounds of pairs, at most one per class and round.
-
-    Without `ref_labels`, items 2r and 2r + 1 of each class in the batch are the pair of round r.
-    """
-    ordered, order = torch.sort(labels, stable=True)
-    rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)
-    if ref_labels is None:
-        paired = (rank[:-1] % 2 == 0) & (ordered[:-1] == ordered[1:])
-        return order[:-1][paired], order[1:][paired], rank[:-1][paired] // 2
-    references, reference_order = torch.sort(ref_labels, stable=True)
-    place = torch.searchsorted(references, ordered) + rank
-    has_partner = place < torch.searchsorted(references, ordered, right=True)
-    return order[has_partner], reference_order[place[has_partner]], rank[has_partner]
-
-
 @traits(ref_emb=False, miner=False)
 class ImprovedProxyNCALoss(DANMLoss):
     """Proxy-NCA with γ₁, γ₂ and thresholds: DANML whose positives and negatives are proxies.
@@ -444,6 +421,7 @@ class ImprovedProxyNCALoss(DANMLoss):
         )
         # Because d = 2 − 2s, the gap of distances with γ is twice the gap of similarities with 2γ.
         self.rule = replace(self.rule, gamma1=2 * abs(gamma1), gamma2=2 * gamma2)
+        self.slope = 2.0
         self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))
 
     def compute_loss(
@@ -458,5 +436,5 @@ class ImprovedProxyNCALoss(DANMLoss):
             )
         proxies = self.proxies.to(embeddings.dtype)
         numbers = torch.arange(len(proxies), device=labels.device, dtype=labels.dtype)
-        gap, defined = self.gap(embeddings, proxies, pairs_of_labels(labels, numbers), self.rule)
-        return by_element(outer_loss(2 * gap + self.margin, self.outer) * defined)
+        pairs = pairs_of_labels(labels, numbers)
+        return self.of_pairs(similarities(self.distance, embeddings, proxies), pairs)

@@ -8,7 +8,15 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import CheckedLoss, Distance, Pairs, Reducer, listed_pairs, nothing
+from retrieval.plugin import (
+    CheckedLoss,
+    Distance,
+    Pairs,
+    Reducer,
+    listed_pairs,
+    nothing,
+    pairs_by_round,
+)
 from torch import Tensor, nn
 
 Positive = Annotated[float, Field(gt=0)]
@@ -113,7 +121,17 @@ def default_distance() -> nn.Module:
     return LpDistance(normalize_embeddings=False, p=2, power=1)  # type: ignore[no-any-return]
 
 
-class ContrastiveLoss(PaperLoss):
+class MarginLoss(PaperLoss):
+    """Base class of the losses of squared distances whose only parameter is a margin."""
+
+    def __init__(
+        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
+    ) -> None:
+        super().__init__(distance, reducer)
+        self.margin = margin
+
+
+class ContrastiveLoss(MarginLoss):
     """Contrastive loss: pulls positives near and pushes negatives beyond a margin.
 
     Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
@@ -129,12 +147,6 @@ class ContrastiveLoss(PaperLoss):
             unscaled embeddings.
         reducer: reduces the losses of each kind of pairs to one number; the mean by default.
     """
-
-    def __init__(
-        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
-    ) -> None:
-        super().__init__(distance, reducer)
-        self.margin = margin
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
@@ -155,7 +167,7 @@ class ContrastiveLoss(PaperLoss):
         return ["pos_loss", "neg_loss"]
 
 
-class TripletLoss(PaperLoss):
+class TripletLoss(MarginLoss):
     """Triplet loss of squared distances: negatives should be farther than positives by a margin.
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
@@ -168,12 +180,6 @@ class TripletLoss(PaperLoss):
             unscaled embeddings.
         reducer: reduces the triplets' losses to one number; the mean by default.
     """
-
-    def __init__(
-        self, margin: float = 1.0, distance: Distance = None, reducer: Reducer = None
-    ) -> None:
-        super().__init__(distance, reducer)
-        self.margin = margin
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
@@ -300,7 +306,11 @@ class NPairLoss(PaperLoss):
         """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
             assert labels is not None
-            a, p, b, n = pairs_by_round(labels, None if ref_emb is embeddings else ref_labels)
+            reference = None if ref_emb is embeddings else ref_labels
+            a, p, turn = pairs_by_round(labels, reference)
+            other = (turn[:, None] == turn).fill_diagonal_(False)  # a round has one pair per class
+            first, second = other.nonzero(as_tuple=True)
+            b, n = a[first], p[second]
         else:
             a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
@@ -311,22 +321,3 @@ class NPairLoss(PaperLoss):
         push = _by_anchor(negatives, b, len(embeddings))
         losses = nn.functional.softplus(push[a] - positives)
         return {"loss": {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}}
-
-
-def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return one pair per class and round, with the positives of the other pairs as negatives.
-
-    Without `ref_labels`, items 2r and 2r + 1 of each class in the batch are the pair of round r.
-    """
-    ordered, order = torch.sort(labels, stable=True)
-    rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)
-    if ref_labels is None:
-        paired = (rank[:-1] % 2 == 0) & (ordered[:-1] == ordered[1:])
-        a, p, turn = order[:-1][paired], order[1:][paired], rank[:-1][paired] // 2
-    else:
-        references, reference_order = torch.sort(ref_labels, stable=True)
-        place = torch.searchsorted(references, ordered) + rank
-        has_partner = place < torch.searchsorted(references, ordered, right=True)
-        a, p, turn = order[has_partner], reference_order[place[has_partner]], rank[has_partner]
-    first, second = ((turn[:, None] == turn) & (a[:, None] != a)).nonzero(as_tuple=True)
-    return a, p, a[first], p[second]

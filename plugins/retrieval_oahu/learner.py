@@ -12,7 +12,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.network import Network, Rule, hedge_update
-from retrieval_oahu.online import OnlineLearner, warn_tau
+from retrieval_oahu.online import RandomTriplets, warn_tau
 from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SETTLE = 1000
 
 
 @dataclass(eq=False, repr=False)
-class OAHU(OnlineLearner):
+class OAHU(RandomTriplets):
     """Online metric learning with adaptive hedge update (OAHU).
 
     The input and each hidden layer of a network have an embedding layer on the unit sphere. The
@@ -84,10 +84,6 @@ class OAHU(OnlineLearner):
     rule: Rule = "exp"
     search: Literal["sum", "score"] = "sum"
     dtype: Literal["float32", "float64"] = "float32"
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
-    seed: int | None = None
-    random_state: int | None = None
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return embeddings (N, (L + 1) E): the spaces' unit embeddings times √α, side by side.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, class_codes, learner_labels
+from retrieval.plugin import LinearMap
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import CHUNK, OnlineLearner
-from retrieval_oahu.streams import Triplet, in_chunks
+from retrieval_oahu.online import OnlineLearner, RandomTriplets
+from retrieval_oahu.streams import Triplet
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from retrieval_oahu.combiners import Bilinear
 
 Floats = NDArray[np.floating[Any]]
-Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Percentile = Annotated[float, Field(gt=0, lt=100, allow_inf_nan=False)]
 SETTLE = 100
@@ -124,7 +123,7 @@ def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class LEGO(MatrixLearner):
+class LEGO(MatrixLearner, RandomTriplets):
     """LEGO (LogDet exact gradient online): a closed-form step for each violated pair.
 
     Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS
@@ -150,10 +149,6 @@ class LEGO(MatrixLearner):
     learning_rate: Positive = 0.1
     upper: Percentile = 5.0
     lower: Percentile = 95.0
-    seeds: Count = 5000
-    closure: Count = 5000
-    seed: int | None = None
-    random_state: int | None = None
 
     def _settle(self, squares: Floats) -> None:
         super()._settle(squares)
@@ -176,7 +171,7 @@ class LEGO(MatrixLearner):
 
 
 @dataclass(eq=False, repr=False)
-class RDML(MatrixLearner):
+class RDML(MatrixLearner, RandomTriplets):
     """RDML, a perceptron of pairs: adds or subtracts the outer product of a pair's difference.
 
     Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
@@ -197,10 +192,6 @@ class RDML(MatrixLearner):
     """
 
     learning_rate: Positive = 0.1
-    seeds: Count = 5000
-    closure: Count = 5000
-    seed: int | None = None
-    random_state: int | None = None
 
     def _start(self, features: int) -> None:
         self.inverse_ = np.eye(features)
@@ -246,16 +237,9 @@ class OPML(MatrixLearner):
     seed: int | None = None
     random_state: int | None = None
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Reset the learner and pass once over labelled vectors (N, F), in random order."""
-        x, labels = validate_data(
-            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-        )
-        self._reset(x.shape[1], x)
-        order = np.random.default_rng(self._chosen_seed()).permutation(len(x))
-        triplets = one_pass(class_codes(labels, "OPML"), order)
-        self.learn_from(in_chunks(triplets, x, CHUNK))
-        return self
+    def _stream(self, codes: NDArray[np.intp]) -> Iterator[Triplet]:
+        order = np.random.default_rng(self._chosen_seed()).permutation(len(codes))
+        return one_pass(codes, order)
 
     def _learn(self, triplets: Floats) -> int:
         used = 0
@@ -309,7 +293,7 @@ def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]
 
 
 @dataclass(eq=False, repr=False)
-class OASIS(OnlineLearner):
+class OASIS(RandomTriplets):
     """OASIS, a similarity S(x, y) = xᵀ W y with a passive-aggressive step per violated margin.
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
@@ -333,10 +317,6 @@ class OASIS(OnlineLearner):
 
     aggressiveness: Positive = 0.1
     margin: Positive = 0.01
-    seeds: Count = 5000
-    closure: Count = 5000
-    seed: int | None = None
-    random_state: int | None = None
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return unit vectors (N, F) to index; `queries` returns the vectors to search with."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 from retrieval.errors import DataError
 from retrieval.plugin import (
     MetricLearner,
@@ -25,7 +27,7 @@ from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
-from retrieval_oahu.streams import in_chunks, paper_stream
+from retrieval_oahu.streams import Triplet, in_chunks, paper_stream
 
 Floats = NDArray[np.floating[Any]]
 ROWS = 512
@@ -106,7 +108,7 @@ def read_learner(kind: type[T], path: Path) -> T:
 class OnlineLearner(MetricLearner):
     """Base class of learners from triplets of vectors; subclasses define `_begin` and `_learn`.
 
-    Every subclass has the parameters `seeds`, `closure`, `seed` and `random_state`.
+    A subclass also defines `_stream`, and has the parameters `seed` and `random_state`.
 
     Attributes:
         n_triplets_: number of triplets passed to the learner.
@@ -115,20 +117,16 @@ class OnlineLearner(MetricLearner):
         n_features_in_: F, the number of features.
     """
 
-    seeds: int
-    closure: int
-    seed: int | None
-    random_state: int | None
-    n_triplets_: int
-    n_used_: int
-    n_skipped_: int
-
     def _begin(self, features: int, sample: Floats | None) -> None:
         """Set the fitted attributes to their initial values."""
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
         """Learn from triplets (T, 3, F) in order; return how many of them changed the model."""
+        raise NotImplementedError
+
+    def _stream(self, codes: NDArray[np.intp]) -> Iterable[Triplet]:
+        """Return the triplets from which `fit` learns items of these classes (N,)."""
         raise NotImplementedError
 
     def prepare(self, X: ArrayLike) -> Self:
@@ -188,7 +186,7 @@ class OnlineLearner(MetricLearner):
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Reset the learner and learn a stream of triplets drawn as in OAHU's paper (§4.3.2).
+        """Reset the learner and learn from the triplets that it forms of labelled vectors.
 
         Args:
             X: (N, F) features.
@@ -202,12 +200,7 @@ class OnlineLearner(MetricLearner):
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )
         self._reset(x.shape[1], x)
-        stream = paper_stream(
-            class_codes(labels, type(self).__name__),
-            self.seeds,
-            self.closure,
-            seed=self._chosen_seed(),
-        )
+        stream = self._stream(class_codes(labels, type(self).__name__))
         self.learn_from(in_chunks(stream, x, CHUNK))
         return self
 
@@ -263,6 +256,22 @@ class OnlineLearner(MetricLearner):
         except Exception:
             del self.n_triplets_  # the learner counts as not fitted
             raise
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RandomTriplets(OnlineLearner):
+    """Base class of learners whose `fit` draws triplets as in OAHU's paper (§4.3.2).
+
+    Its parameters are keyword-only, and come last in a subclass.
+    """
+
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
+
+    def _stream(self, codes: NDArray[np.intp]) -> Iterable[Triplet]:
+        return paper_stream(codes, self.seeds, self.closure, seed=self._chosen_seed())
 
 
 @cache

@@ -13,7 +13,7 @@ from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner
+from retrieval_oahu.online import RandomTriplets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,7 @@ MIXTURE = 5.0
 
 
 @dataclass(eq=False, repr=False)
-class Warm(LinearMap, OnlineLearner):
+class Warm(LinearMap, RandomTriplets):
     """Euclidean distance, except while the stream proves that a learned metric is better.
 
     Let A be the second moment of the differences between similar items, divided by its mean
@@ -123,10 +123,6 @@ class Warm(LinearMap, OnlineLearner):
     ridge: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     doubt: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.05
     memory: Annotated[int, Field(ge=256)] = 2000
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
-    seed: int | None = None
-    random_state: int | None = None
 
     def _begin(self, features: int, sample: Floats | None) -> None:
         number, places = len(EXPERTS), self.memory

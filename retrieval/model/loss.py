@@ -113,6 +113,26 @@ def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
     return order[first], order[first + 1]
 
 
+def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return anchors, positives and rounds of pairs, at most one per class and round.
+
+    Without `ref_labels`, `pair_views` pairs the items. The r-th pair of a class is in round r.
+    """
+    if ref_labels is None:
+        anchor, positive = pair_views(labels)
+    else:
+        ordered, order = torch.sort(labels, stable=True)
+        rank = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
+        references, reference_order = torch.sort(ref_labels, stable=True)
+        place = torch.searchsorted(references, ordered) + rank
+        has_partner = place < torch.searchsorted(references, ordered, right=True)
+        anchor = order[has_partner]
+        positive = reference_order[place[has_partner]]
+    classes = labels[anchor]
+    turn = torch.arange(len(anchor)).to(anchor) - torch.searchsorted(classes, classes)
+    return anchor, positive, turn
+
+
 def nothing(*embeddings: Tensor) -> dict[str, Any]:
     """Return a sub-loss of 0 with a gradient of 0, in the format that reducers take."""
     zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
