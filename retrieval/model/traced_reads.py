@@ -15,7 +15,7 @@ _READERS = frozenset(
     (
         *("__bool__", "__int__", "__index__", "__float__", "__complex__", "__contains__"),
         *("__array__", "__dlpack__", "numpy", "item", "tolist", "untyped_storage"),
-        *("is_nonzero", "equal", "allclose"),
+        *("is_nonzero", "equal", "allclose", "__format__"),
     )
 )
 """Functions of torch that turn a tensor's numbers into Python's, or into another library's."""
@@ -65,6 +65,9 @@ class TracedReads(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and record its line if it reads a tensor."""
         name = getattr(func, "__name__", "")
+        # A trace does not follow `x.data`, and computes `x.detach()` in the same way.
+        if name == "__get__" and func.__self__ is Tensor.data:
+            return args[0].detach()
         # Exporters also call torch after they have traced the module.
         if torch._C._get_tracing_state() and (name in _READERS or name == "__len__"):
             for tensor in args:

@@ -670,7 +670,8 @@ def as_list(images: Any) -> list[Any]:
         return [images]
     is_tensor = hasattr(images, "detach")
     if is_tensor or isinstance(images, np.ndarray):
-        ends_with_channels = images.ndim == 3 and images.shape[2] in (1, 3)
+        # Four channels are never taken for images 4 pixels wide; `from_array` refuses them.
+        ends_with_channels = images.ndim == 3 and 1 <= images.shape[2] <= 4
         if images.ndim < 3 or (ends_with_channels and not is_tensor):
             return [channels_last(images)]
         if images.ndim == 3 and (ends_with_channels or len(images) == 3):

@@ -44,7 +44,7 @@ def encode_queries(
         return queries, False
     if hasattr(queries, "detach") or (isinstance(queries, np.ndarray) and queries.ndim > 2):
         rows = as_list(queries)
-        queries = rows if getattr(queries, "ndim", 0) == 4 or len(rows) > 1 else rows[0]
+        queries = rows if getattr(queries, "ndim", 0) == 4 or len(rows) != 1 else rows[0]
     if is_image(queries) and (not isinstance(queries, np.ndarray) or _is_pixels(bundle, queries)):
         return bundle.encode_image(queries), True
     if isinstance(queries, np.ndarray):

@@ -24,6 +24,9 @@ READS = {
     "max": lambda x: -x if x.max() > 1e4 else x,
     "bool": lambda x: -x if bool((x > 1e4).any()) else x,
     "item": lambda x: -x if x.mean().item() > 1e4 else x,
+    "data": lambda x: -x if x.data.max() > 1e4 else x,
+    "text": lambda x: -x if float(f"{x.max()}") > 1e4 else x,
+    "format": lambda x: -x if float(format(x.max(), ".2f")) > 1e4 else x,
     "float": lambda x: -x if float(x.std()) > 1e4 else x,
     "tolist": lambda x: -x if max(x[:, 0].tolist()) > 1e4 else x,
     "loop": lambda x: in_steps(x - 1e4),
@@ -55,7 +58,7 @@ class Code(nn.Module):
 @pytest.mark.parametrize("name", READS)
 def test_code_that_reads_numbers_is_refused_with_its_line(parts, vectors, refused, name):
     lines = r"test_code_that_depends_on_inputs\.py, line \d+: `.*"
-    word = {"loop": "relu", "greatest": r"max\(x"}.get(name, name.split("_")[0])
+    word = {"text": "float", "loop": "relu", "greatest": r"max\(x"}.get(name, name.split("_")[0])
     if name == "mask":
         word = "numel"
     says = f"reads numbers that depend on its input.*{lines}{word}"

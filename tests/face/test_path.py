@@ -95,6 +95,18 @@ def test_a_stack_that_may_be_one_image_is_refused(images, trained, bundle, index
     assert len(bundle.encode([torch.zeros(3, 8, 8)], progress=False)) == 1
 
 
+@pytest.mark.parametrize("channels", [2, 4])
+def test_pixels_with_transparency_are_no_stack_of_narrow_images(channels, trained, bundle, index):
+    pixels = np.zeros((16, 16, channels), np.uint8)
+    for take in (trained.encode, bundle.encode, bundle.bundle.encode_images, index.search):
+        with pytest.raises(retrieval.errors.DataError, match=rf"not uint8 \(16, 16, {channels}\)"):
+            take(pixels)
+
+
+def test_a_search_for_no_images_has_no_hits(index):
+    assert index.search(np.zeros((0, 8, 8), np.uint8)) == []
+
+
 def test_a_stack_of_grey_images_is_added_and_searched(bundle, photos, tmp_path):
     files = sorted(photos.glob("*/*.png"))[:5]
     stack = np.stack([np.asarray(Image.open(file)) for file in files])
