@@ -331,14 +331,22 @@ def test_a_replaced_folder_is_taken_up_without_a_failed_request(
     assert server.client.get("/readyz").status_code == 200
 
 
-def test_a_store_of_a_replaced_folder_refuses_to_write(living, bundle_path, photos):
+@pytest.mark.parametrize("has_written", [False, True])
+def test_a_store_of_a_replaced_folder_refuses_to_write(has_written, living, bundle_path, photos):
     """The write would be acknowledged, but go to a folder that was removed."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
     with Index.open(living, threads=1) as index:
         assert len(index) == 200
-        create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
-        with pytest.raises(StoreError, match="replaced or removed"):
+        if has_written:
             index.upsert([item])
+        create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
+        for write in (
+            lambda: index.upsert([item]),
+            lambda: index.delete(["new"]),
+            lambda: index.store.update("new", {"label": "x"}, index.bundle.sha256),
+        ):
+            with pytest.raises(StoreError, match="replaced or removed"):
+                write()
     with Index.open(living, threads=1) as index:
         index.upsert([item])
         assert index.get("new")

@@ -339,11 +339,11 @@ class Served:
         """Run a change in the pool `turns` and record it in the audit log."""
 
         def recorded() -> T:
-            with self.use() as index:
-                if changed := index.changed():  # a write to removed files would be lost
-                    raise StoreError(changed)
-                with self._audit.recording(change) if self._audit else nullcontext():
-                    return work(index)
+            with (
+                self.use() as index,
+                self._audit.recording(change) if self._audit else nullcontext(),
+            ):
+                return work(index)
 
         return await turns.run(recorded)
 

@@ -332,6 +332,8 @@ class Record:
         with self.turn, self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:
+                if fault := self.replaced():  # a write to removed files would be lost
+                    raise StoreError(fault)
                 yield connection
             finally:
                 if connection.in_transaction:
