@@ -96,9 +96,10 @@ class _Condition(_Node):
                 )
             field = _checked_path(field)
         types = tuple(map(type_of, operands))
-        if isinstance(field, str) and (others := [v for v in operands if type_of(v) != "text"]):
+        unlike = [value for value in operands if type_of(value) != "text"]
+        if isinstance(field, str) and unlike:
             raise DataError(
-                f"`{field}` is text, which is never {_literal(others[0])}. Put the text in quotes,"
+                f"`{field}` is text, which is never {_literal(unlike[0])}. Put the text in quotes,"
                 f" or write exists({field}) to ask whether an item has one."
             )
         self._set(Size(0, 1, len(operands)), field=field, _types=types, **attributes)

@@ -230,12 +230,12 @@ def rotate_key(
         text, new = new_key(name, old.role, old.indexes or (), lifetime)
         assert new.created is not None
         end = new.created + grace
-        others = [key for key in keys if key.name != name]
+        remaining = [key for key in keys if key.name != name]
         for key in keys:
             if key.name == name and grace and not key.expired:
                 expires = min(key.expires or end, end)
-                others.append(key.model_copy(update={"expires": expires}))
-        _write(path, [*others, new])
+                remaining.append(key.model_copy(update={"expires": expires}))
+        _write(path, [*remaining, new])
     return text, new
 
 

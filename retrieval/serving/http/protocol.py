@@ -57,9 +57,9 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_LEAVING_SECONDS, self._ask_whether_it_has_left, cycle)
         return True
 
-    def _ask_whether_it_has_left(self, cycle: RequestResponseCycle, asked: bool = False) -> None:
+    def _ask_whether_it_has_left(self, cycle: RequestResponseCycle, again: bool = False) -> None:
         """Send an interim response, to which the system of a client that has left sends a reset."""
-        if asked:
+        if again:
             if self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
                 self.transport.abort()
         elif not cycle.response_started and cycle.scope["http_version"] == "1.1":

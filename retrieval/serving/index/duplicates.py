@@ -64,9 +64,9 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
             parent[id] = id = parent[parent[id]]
         return id
 
-    def join(id: str, others: Iterable[str], distance: float) -> None:
+    def join(id: str, neighbour_ids: Iterable[str], distance: float) -> None:
         lower = root(id)
-        for other in others:
+        for other in neighbour_ids:
             if parent.get(other) != lower:
                 lower, upper = sorted((lower, root(other)))
                 parent[upper] = lower
@@ -147,9 +147,9 @@ def _neighbours(
             if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:
                 unfinished.append(row)  # the item may have more neighbours
                 continue
-            others = [place for place in near if group.items[place].id != item.id]
-            ids = [group.items[place].id for place in others]
-            neighbours[row] = ids, float(distances[others].max(initial=0))
+            positions = [position for position in near if group.items[position].id != item.id]
+            ids = [group.items[position].id for position in positions]
+            neighbours[row] = ids, float(distances[positions].max(initial=0))
         rows, count = unfinished, 4 * count
     return neighbours
 
