@@ -186,11 +186,12 @@ def test_another_number_of_batches_is_refused():
         drawn(Short())
 
 
-def test_a_run_with_a_sampler_object_is_loaded_only_with_the_object(tmp_path):
+def test_a_run_with_a_sampler_object_is_resumed_only_with_the_object(tmp_path):
     table = {**BASE, **CONTRASTIVE, "train": {"epochs": 1}}
     sampler = of_torch("own generator")
     retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
     recipe = retrieval.load(tmp_path / "run", sampler=sampler).recipe
     assert recipe.sampler.name.startswith("object")
+    assert len(retrieval.load(tmp_path / "run").encode("test", progress=False))
     with pytest.raises(RecipeError, match=r"sampler=…"):
-        retrieval.load(tmp_path / "run")
+        retrieval.train(tmp_path / "run" / "recipe.toml", tmp_path / "run", resume=True)
