@@ -21,7 +21,7 @@ NAMES = ("euclidean", "cosine")
 _PROBED = 32
 """Number of gallery items by which a similarity is told from a distance."""
 _SHARE = 0.9
-"""A similarity has at least this share of the probed pairs the wrong way round."""
+"""Of all excesses of a similarity, added up, more than this share is positive."""
 
 
 def measuring(
@@ -88,7 +88,7 @@ def _refuse_similarity(measure: DistanceBlock, gallery: Tensor) -> None:
     table = Neighbors(items, distance=measure).measured(items, measure)
     own = table.diagonal()
     excess = own[:, None] + own - table - table.T
-    if (excess > 0).sum() > _SHARE * (excess != 0).sum():
+    if excess.clamp(min=0).sum() > _SHARE * excess.abs().sum():
         raise DataError(
             "The distance is a similarity: it is larger for an item and itself than for two items,"
             " so the search would rank backwards. Pass a distance, such as 'cosine' or"

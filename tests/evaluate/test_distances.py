@@ -75,6 +75,20 @@ def test_the_product_of_unequal_lengths_ranks_by_the_product(digits):
         assert recall(digits, distance) == expected
 
 
+def test_a_similarity_that_is_no_kernel_is_refused():
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(6), 10)
+    codes = (3 * rng.normal(size=(6, 8))[labels] + rng.normal(size=(60, 8))).astype("float32")
+    with pytest.raises(DataError, match="distance is a similarity"):
+        evaluate(
+            codes[30:35],
+            labels[30:35],
+            gallery=codes[30:],
+            gallery_labels=labels[30:],
+            distance=pairwise.sigmoid_kernel,
+        )
+
+
 @pytest.mark.parametrize(
     "similarity",
     [
