@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pickle
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +108,11 @@ def test_a_hanging_process_is_ended_at_the_deadline_and_others_decode_meanwhile(
         assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
 
 
+def unread(pipe: socket.socket) -> int:
+    """Return the number of bytes that the other end has not read yet."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 def test_a_process_that_ends_is_replaced(pool):
     pool.decode("pixels", photo(), PREPROCESSING)
     (pid,) = pool.pids
@@ -113,10 +120,11 @@ def test_a_process_that_ends_is_replaced(pool):
     wire.until(lambda: not pool._idle[0].process.is_alive())
     assert pool.decode("pixels", photo(), PREPROCESSING)  # the end of an idle process is no error
     (pid,) = pool.pids
+    (worker,) = pool._idle
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         decoding = threads.submit(pool.decode, "pixels", photo(), PREPROCESSING)
-        wire.until(lambda: not pool._idle)
+        wire.until(lambda: unread(worker.pipe))  # before that, it would end as an idle one
         os.kill(pid, signal.SIGSEGV)
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(DataError, match="crashes its decoder"):
