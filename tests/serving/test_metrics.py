@@ -1,13 +1,14 @@
 """The metrics of a server under load, read by Prometheus's parser; no client can add series."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import wire
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.http.app import Application
 from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES
-from starlette.testclient import TestClient
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
@@ -80,11 +81,16 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
 
 
 def test_an_answer_that_says_not_ready_is_no_refused_request(index_path):
+    async def statuses(app: Application) -> list[int]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            ready = await client.get("/readyz")
+            put = await client.put("/v1/items/a", json={})
+        return [ready.status_code, put.status_code]
+
     with Index.open(index_path, threads=1) as index:
         app = Application({"one": index})  # without its lifespan, no check makes it ready
-        client = TestClient(app, base_url="http://localhost")
-        assert client.get("/readyz").status_code == 503
-        assert client.put("/v1/items/a", json={}).status_code == 403
+        assert asyncio.run(statuses(app)) == [503, 403]
         text = app._metrics.text().decode()
         app.workers.close()
     assert 'retrieval_requests_total{method="GET",route="/readyz",status="503"} 1.0' in text
