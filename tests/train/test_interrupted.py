@@ -14,6 +14,7 @@ from refusals import refusal
 from retrieval.errors import DataError, Interrupted
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.training import trainer
+from retrieval.training.comparison import plan
 from retrieval.training.trainer import Trainer, train
 from trained_weights import SMALL, same
 
@@ -71,6 +72,16 @@ def test_on_the_command_line_resume_begins(target, name, whole, tmp_path, monkey
     done = cli(*call, "--resume")
     assert done.code == 0 and "training starts from the beginning" in done.out
     assert same(tmp_path / "run", whole)
+
+
+def test_a_comparison_interrupted_before_its_first_job_says_how_to_go_on(tmp_path, monkeypatch):
+    def start() -> Any:
+        names = [SMALL | {"name": name} for name in "ab"]
+        return retrieval.compare(names, tmp_path / "out", pretrained="none", progress=False)
+
+    for name in ("read_recipes", "settle"):
+        said = interrupted_in(monkeypatch, plan, name, start)
+        assert said == "Interrupted; finished work is kept. The same command goes on."
 
 
 def test_an_old_run_that_was_not_replaced_is_not_resumed(whole, tmp_path, monkeypatch):

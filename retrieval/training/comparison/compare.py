@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +31,16 @@ INSTALLED = "core.efficientnet_lite0"
 """Default pretrained backbone, if its weights are installed and the recipe's backbone has none."""
 
 
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted):
+        raise Interrupted("Interrupted; finished work is kept. The same command goes on.") from None
+
+
 @shown
+@_resumable()
 def compare(
     recipes: plan.Source | Sequence[plan.Source],
     output: StrPath = "comparison",
@@ -148,15 +157,10 @@ def compare(
         worker = stack.enter_context(
             prepared_workers(workers, ray, base.train.device, folder, meter)
         )
-        try:
-            with signals(signal.default_int_handler):
-                rows, *contestants = worker.all(
-                    [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
-                )
-        except (KeyboardInterrupt, Interrupted):
-            raise Interrupted(
-                "Interrupted; finished work is kept. The same command goes on."
-            ) from None
+        with signals(signal.default_int_handler):
+            rows, *contestants = worker.all(
+                [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
+            )
         missing = None if backbone else f"of frozen pretrained features: {why}"
         result = Comparison(
             [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
