@@ -183,7 +183,12 @@ def resolve_metrics(
     its key in a dictionary, or else by its own `__name__` or its class.
     """
     if isinstance(metrics, Mapping) and not isinstance(metrics.get("name"), str):
-        return {str(name): CheckedMetric(value, str(name)) for name, value in metrics.items()}
+        return {
+            str(name): value
+            if isinstance(value, CheckedMetric)
+            else CheckedMetric(value, str(name))
+            for name, value in metrics.items()
+        }
     resolved: dict[str, Metric] = {}
     if isinstance(metrics, str | Mapping) or not isinstance(metrics, Iterable):
         metrics = [metrics]

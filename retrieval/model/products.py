@@ -134,9 +134,14 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
 
 
 class CheckedMetric:
-    """A plugin's metric, checked to return one finite number per query."""
+    """A plugin's metric, checked to return one number per query.
+
+    Attributes:
+        finite: whether NaN and infinite values are refused. Otherwise both become NaN.
+    """
 
     def __init__(self, metric: Any, name: str) -> None:
+        self.finite = True
         self.metric, self.what = metric, f"The metric {name}"
         refuse_class(metric, self.what)
         depth = getattr(metric, "depth", None)
@@ -167,12 +172,15 @@ class CheckedMetric:
         with contextlib.suppress(ValueError, TypeError):
             values = np.asarray(result)
             if values.shape == (queries,) and values.dtype.kind in "fiub":
-                wrong = int((~np.isfinite(values)).sum())
-                if not wrong:
-                    return values.astype(np.float64)
-                raise PluginError(
-                    f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
-                )
+                values = values.astype(np.float64)
+                wrong = ~np.isfinite(values)
+                if self.finite and wrong.any():
+                    raise PluginError(
+                        f"{self.what} gave NaN or infinite values for {wrong.sum()} of {queries}"
+                        " queries."
+                    )
+                values[wrong] = np.nan
+                return values
         raise breach(self.what, result, f"one number per query, of shape ({queries},).")
 
 

@@ -68,7 +68,9 @@ def fit_learner(
     if not resume:
         begin_folder(run, report, replace=replace)
     run.plugins.notify("retrieval_run_start", run=run)
-    metrics = validate(run, features, True) if len(splits.validation) else {}
+    metrics: dict[str, float] = {}
+    if len(splits.validation):
+        metrics = validate(run, features, True, lambda line: report(f"warning: {line}"))
     checkpoint.save(
         run.best,
         {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics},

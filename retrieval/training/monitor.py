@@ -77,8 +77,14 @@ class Monitor:
     def note(self, progress: Position, validation: dict[str, Any], trains_backbone: bool) -> bool:
         """Record an epoch's validation metrics in `progress`; return whether it is the best so far.
 
-        `trains_backbone` says whether this phase or an earlier phase trains the backbone.
+        An epoch whose monitored metric was not measured is never the best, and does not count for
+        `[train] patience`. `trains_backbone` says whether this phase or an earlier phase trains the
+        backbone.
         """
+        if progress.best is None:
+            progress.best_metrics = dict(validation)
+        if self.name not in validation:
+            return False
         value = float(validation[self.name])
         field = "with_trained" if trains_backbone else "with_frozen"
         if progress.start is None and progress.total == 0:

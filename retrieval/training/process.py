@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from retrieval.evaluation.protocol import Protocol
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
+from retrieval.model.products import CheckedMetric
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Train
 from retrieval.run.build import Objective
@@ -243,17 +245,20 @@ def validate(
     run: Run,
     dataset: Dataset,
     from_features: bool,
+    warn: Callable[[str], None],
     raw: RawInputs | None = None,
     model: Model | None = None,
 ) -> dict[str, float]:
     """Return the recipe's metrics, the monitored metric and MAP@R on the validation part.
 
-    Every validation item is a query against the others.
+    Every validation item is a query against the others. A metric that is NaN or infinite for a
+    query is left out.
 
     Args:
         run: the run.
         dataset: the run's items or, with `from_features`, their backbone features.
         from_features: whether `dataset` holds backbone features.
+        warn: called with a sentence for each metric that is left out.
         raw: the dataset's decoded images, so that they are not decoded again.
         model: the model to validate; `None` means the run's model.
     """
@@ -268,12 +273,23 @@ def validate(
         from_features=from_features,
         raw=raw,
     )
-    always = (recipe.train.monitor, "map_at_r")
+    metrics = resolve_metrics(
+        recipe.evaluate.metrics, run.plugins, (recipe.train.monitor, "map_at_r")
+    )
+    for metric in metrics.values():
+        if isinstance(metric, CheckedMetric):
+            metric.finite = False
     values = evaluate(
         codes,
         run.splits.labels[indices],
-        metrics=resolve_metrics(recipe.evaluate.metrics, run.plugins, always),
+        metrics=metrics,
         distance=None if model.combiner is None else model.combiner.compute_mat,
         **Protocol(run, indices, None).arguments(indices, None),
     ).values
-    return dict(values)
+    measured: dict[str, float] = {}
+    for name, value in values.items():
+        if math.isfinite(value):
+            measured[name] = value
+        else:
+            warn(f"the metric {name} gave NaN or infinite values, so it was not measured.")
+    return measured

@@ -224,14 +224,21 @@ class Trainer:
             raise KeyboardInterrupt
         self._stop.set()
 
-    def _validate(self) -> dict[str, float]:
-        return validate(self.run, self.dataset, self.from_features, self.raw, self.average.model)
+    def _validate(self, epoch: int, warn: Callable[[str], None]) -> dict[str, float]:
+        return validate(
+            self.run,
+            self.dataset,
+            self.from_features,
+            lambda line: warn(f"in epoch {epoch}, {line}"),
+            self.raw,
+            self.average.model,
+        )
 
     def _validate_start(self) -> None:
         """Validate the initial weights as epoch 0, the first candidate for the best."""
-        validation = self._validate()
-        self.monitor.note(self.progress, validation, trains_backbone=False)
-        if self.main:
+        validation = self._validate(0, lambda line: self.report(f"warning: {line}"))
+        improved = self.monitor.note(self.progress, validation, trains_backbone=False)
+        if improved and self.main:
             self._save_best()
         self.report(f"epoch 0 (the start): {self._shown(validation)}")
 
@@ -357,9 +364,10 @@ class Trainer:
         self._refuse_nan()  # before validation, which may save the weights as the best
         self.average.epoch_end(progress.phase_epoch + 1)
         improved, validation = False, {}
+        warnings: list[str] = []
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            validation = self._validate()
+            validation = self._validate(progress.epoch + 1, warnings.append)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
             trained = any("backbone" in p.train for p in self.recipe.phases[: progress.phase + 1])
             trains_backbone = trained and not self.recipe.backbone.frozen
@@ -375,7 +383,7 @@ class Trainer:
             **metrics,
             **({"best": improved} if validation else {}),
         }
-        warnings = combiner_warnings(
+        warnings += combiner_warnings(
             self.run.model.combiner, metrics, f"The {self.step.who['combiner']}"
         )
         if metrics.get("triplets") == 0:
@@ -417,7 +425,7 @@ class Trainer:
             summary = {
                 "validation": progress.best_metrics,
                 "monitor": self.monitor.name,
-                "best_epoch": progress.best_epoch,
+                "best_epoch": progress.epoch if progress.best is None else progress.best_epoch,
                 "start": progress.start,
                 "with_frozen": progress.with_frozen,
                 "with_trained": progress.with_trained,
@@ -429,6 +437,11 @@ class Trainer:
                 classes = len(np.unique(splits.labels[splits.validation]))
                 for line in self.monitor.verdict(progress, self._suggests_frozen(), classes):
                     self.report(line)
+            elif self.validates:
+                self.report(
+                    f"Kept: the last epoch ({progress.epoch}), because validation"
+                    f" {self.monitor.name} could not be measured in any epoch."
+                )
             write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)

@@ -163,8 +163,7 @@ def metric(how):
         depth: Any = 3
 
         def __call__(self, matches, relevant):
-            wrong = {"number": 1.0, "nan": np.full(len(matches), np.nan)}
-            return wrong.get(how, matches[:, 0])
+            return 1.0 if how == "number" else matches[:, 0]
 
     return Metric
 
@@ -177,4 +176,4 @@ retrieval_miners = hookimpl(lambda: {"miner": Miner})
 retrieval_generators = hookimpl(lambda: {"generator": Synthetic})
 retrieval_combiners = hookimpl(lambda: {"combiner": Parts, "no_build_head": NoBuildHead})
 retrieval_learners = hookimpl(lambda: {"learner": Learner, "no_parts": NoParts})
-retrieval_metrics = hookimpl(lambda: {how: metric(how) for how in ("right", "number", "nan")})
+retrieval_metrics = hookimpl(lambda: {how: metric(how) for how in ("right", "number")})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,13 @@ import retrieval
 from comparing import go
 from PIL import Image
 from refusals import refusal
-from retrieval.errors import DataError
+from retrieval.errors import DataError, Interrupted
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run.resume import Position
 from retrieval.training.check import run_one_batch
 from retrieval.training.monitor import Monitor
-from retrieval.training.trainer import train
-from trained_weights import SMALL
+from retrieval.training.trainer import Trainer, train
+from trained_weights import SMALL, log, same, summary
 
 PARTS = {
     "net": {"loss": {"name": "pml.contrastive"}},
@@ -121,6 +123,119 @@ def test_nan_is_never_the_best(metric):
     assert monitor.note(progress, {metric: 0.3}, True)
     assert not monitor.note(progress, {metric: math.nan}, True)
     assert progress.best == progress.with_trained == 0.3
+
+
+SCRIPT = """
+from pathlib import Path
+import numpy as np
+from retrieval.plugin import hookimpl
+
+class Scripted:
+    depth = 1
+
+    def __init__(self, values):
+        self.values = list(map(float, values))
+
+    def __call__(self, matches, relevant):
+        # the calls are counted in a file, as a resumed run builds the metric again
+        with Path("calls").open("a") as file:
+            file.write(".")
+        calls = len(Path("calls").read_text())
+        return np.full(len(relevant), self.values[min(calls, len(self.values)) - 1])
+
+@hookimpl
+def retrieval_metrics():
+    return {"scripted": Scripted}
+
+@hookimpl
+def retrieval_epoch_end(run, epoch, metrics):
+    assert "validation_map_at_r" in metrics
+    print("hook of epoch", epoch)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A script with hooks of its own, which runs in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    main = ModuleType("__main__")
+    exec(SCRIPT, vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+
+def scripted(values: list[float], **settings: Any) -> dict[str, Any]:
+    """A recipe whose monitored metric has these values at the start and after each epoch."""
+    metric = {"name": "__main__.scripted", "values": list(map(str, values))}
+    settings = {"device": "cpu", "epochs": len(values) - 1, **settings}
+    return SMALL | {"plugins": ["__main__"], "train": {"monitor": metric, **settings}}
+
+
+def test_the_hooks_of_a_script_are_a_plugin(script, capsys):
+    run = retrieval.train(scripted([0.1, 0.2]) | {"plugins": []}, "run", plugins=["__main__"])
+    assert "hook of epoch 1" in capsys.readouterr().out
+    assert retrieval.load("run").recipe.plugins == run.recipe.plugins == ["__main__"]
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "best", "unmeasured"),
+    [
+        ([0.1, 0.3, math.nan, 0.2], {}, 1, [2]),
+        ([math.nan, 0.3, 0.9], {}, 2, [0]),
+        ([math.inf, 0.3, math.nan, math.nan, 0.4], {"patience": 2}, 4, [0, 2, 3]),
+        ([math.nan, math.nan, -math.inf], {"patience": 1}, 2, [0, 1, 2]),
+    ],
+)
+def test_an_epoch_that_cannot_be_measured_is_said_and_has_no_score(
+    values, settings, best, unmeasured, script, tmp_path
+):
+    lines: list[str] = []
+    run = retrieval.train(scripted(values, **settings), "run", report=lines.append, progress=False)
+    warnings = [line for line in lines if "NaN" in line]
+    assert len(warnings) == len(unmeasured)
+    for epoch, line in zip(unmeasured, warnings, strict=True):
+        assert line.startswith(f"warning: in epoch {epoch}, the metric __main__.scripted")
+    (name,) = [key for key in run.history[-1] | run.history[0] if "scripted" in key] or [""]
+    scores = [row.get(name) for row in log(Path("run"))]
+    measured = [value if math.isfinite(value) else None for value in values]
+    assert scores == pytest.approx(measured[1:])
+    ended = summary(Path("run"))
+    assert (ended["best_epoch"], ended["start"]) == (best, pytest.approx(measured[0]))
+    assert 0 < ended["validation"]["map_at_r"] <= 1
+    (said,) = [line for line in lines if line.startswith("Kept: ")]
+    if len(unmeasured) == len(values):
+        assert said.startswith(f"Kept: the last epoch ({best}), because validation __main__")
+        assert same(Path("run"), Path("run"), "best")
+    else:
+        assert said.startswith(f"Kept: epoch {best}, ")
+
+
+def test_a_run_resumes_after_an_epoch_that_cannot_be_measured(script, tmp_path, monkeypatch):
+    recipe = scripted([math.nan] * 3)
+    retrieval.train(recipe, "whole", progress=False)
+    real = Trainer._train_batch
+
+    def stop(self: Any, *arguments: Any) -> Any:
+        if self.progress.total == 6:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_batch", stop)
+        refusal(Interrupted, retrieval.train, recipe, "run", progress=False)
+    assert retrieval.load("run").path == Path("run")
+    retrieval.train(recipe, "run", resume=True, progress=False)
+    for file in ("last", "best"):
+        assert same(Path("run"), Path("whole"), file)
+
+
+def test_a_learner_is_fitted_if_a_metric_cannot_be_measured(script, tmp_path):
+    table = items(tmp_path, train=[4, 4, 4, 4], validation=[4, 4], test=[4, 4])
+    lines: list[str] = []
+    metrics = [{"name": "__main__.scripted", "values": ["nan"]}, "map_at_r"]
+    checked = recipe(table, "learner", plugins=["__main__"], evaluate={"metrics": metrics})
+    train(tmp_path / "run", checked, report=lines.append)
+    assert any("warning: the metric __main__.scripted" in line for line in lines)
+    assert list(summary(tmp_path / "run")["validation"]) == ["map_at_r"]
 
 
 def test_a_group_without_an_answerable_query_has_no_means():
