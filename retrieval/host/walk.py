@@ -69,7 +69,8 @@ def leads_nowhere(path: Path) -> bool:
 
 def own_name(folder: Path) -> str:
     """Return the name of a folder, or of the link to it, as valid text; "." is resolved."""
-    name = Path(os.path.abspath(folder)).name  # noqa: PTH100 - resolve() would name the link's target
+    # `resolve` would name the target of a link
+    name = Path(os.path.abspath(folder)).name  # noqa: PTH100
     return valid_text(name)
 
 
