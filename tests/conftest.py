@@ -52,6 +52,21 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     return Together(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Any:
+    """End the tests if SIGTERM or Ctrl-C, which were meant for pytest, stopped a training.
+
+    While it trains, `Trainer` handles both. Without this hook the test would fail, and pytest would
+    run the others.
+    """
+    from retrieval.errors import Interrupted
+
+    try:
+        return (yield)
+    except Interrupted as error:
+        raise KeyboardInterrupt(f"a signal stopped the training of {item.nodeid}") from error
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Exit code and output of a command."""

@@ -45,7 +45,7 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
         except OSError as error:  # not fatal: the next run checks again
             log.warning("%s cannot be written: %s.", cached, error.strerror or error)
     bad = [text for text in faults if text]
-    if len(bad) == len(files):
+    if bad and len(bad) == len(files):
         raise DataError(f"{what}: none of its {len(files):,} images can be read. {bad[0]}")
     if bad:
         log.warning(

@@ -1,6 +1,8 @@
 """Distillation: the loss by plain loops, a student that learns its teacher, and refusals."""
 
 import math
+import os
+import shutil
 import sys
 
 import numpy as np
@@ -164,3 +166,32 @@ def test_too_few_photos_and_broken_embeddings_are_refused(bundle, tmp_path, cli)
     sizes = {"teacher": str(tmp_path / "broken.npz"), "embedding_size": 8, "classes": 4}
     with pytest.raises(retrieval.errors.DataError, match="not a file of teacher embeddings"):
         retrieval.create("loss", "core.distillation", **sizes)
+
+
+def not_utf8(path):
+    """Give a file or folder a name that is not UTF-8, and return its path."""
+    return path.rename(path.with_name(os.fsdecode(b"caf\xe9") + path.suffix))
+
+
+def test_photos_and_folders_whose_names_are_not_utf8(bundle, digits, tmp_path, cli, caplog):
+    photos = shutil.copytree(digits, tmp_path / "photos")
+    not_utf8(min((photos / "3").iterdir()))
+    left_out = 1 + len(list(not_utf8(photos / "5").iterdir()))
+    teacher = not_utf8(shutil.copytree(bundle.path, tmp_path / "teacher.bundle"))
+    student = teacher.with_name(f"small-{teacher.name}")
+    call = ["distill", teacher, photos, "--dimensions", "8", "--set", "train.epochs=1", *SMALL]
+    done = cli(*call, "--labels", "--run", tmp_path / "work", "--output", student)
+    assert done.code == 0, done.err
+    assert f"the paths of {left_out} photos are not UTF-8; they are left out" in caplog.text
+    run = retrieval.load(tmp_path / "work" / "run")
+    assert len(run.dataset) == 300 - left_out and "5" not in run.splits.classes
+    assert retrieval.load(student).encode(digits / "0", progress=False).shape[1] == 8
+
+    elsewhere = ["--output", tmp_path / "none.bundle"]
+    wrong = cli(*call, *elsewhere, "--run", teacher.with_name(f"work-{teacher.name}"))
+    assert wrong.code == 2 and "not valid Unicode" in wrong.err
+    call[2] = not_utf8(photos)
+    empty = cli(*call, *elsewhere, "--run", tmp_path / "none")
+    assert empty.code == 2 and "holds 0 photos, which are too few" in empty.err
+    assert "the paths of 300 photos are not UTF-8" in caplog.text
+    assert not list(tmp_path.glob("none*")) and not list(tmp_path.glob("work-*"))

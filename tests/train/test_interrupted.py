@@ -141,3 +141,28 @@ def test_keywords_replace_the_recipes_values(tmp_path):
     said = refusal(retrieval.errors.RecipeError, retrieval.train, phases, tmp_path / "x", epochs=3)
     assert "no effect in a recipe with [[phase]]" in said and "phase.0.epochs" in said
     assert Path(tmp_path / "x").exists() is False
+
+
+STOPPED = """
+import signal
+import retrieval
+from retrieval.training.trainer import Trainer
+from trained_weights import SMALL
+
+def test_that_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "_drawn", lambda trainer: signal.raise_signal(signal.SIGTERM))
+    retrieval.train(SMALL, tmp_path / "run", progress=False)
+
+def test_after_it():
+    pass
+"""
+
+
+def test_a_signal_to_pytest_ends_it_while_a_test_trains(tmp_path, process):
+    (tmp_path / "test_stopped.py").write_text(STOPPED)
+    tests = Path(__file__).parents[1]
+    words = [tmp_path / "test_stopped.py", "-c", tests.parent / "setup.cfg", "-p", "conftest"]
+    paths = f"{tests}:{tests / 'helpers'}"
+    stopped = process("-m", "pytest", *words, "-p", "no:cacheprovider", PYTHONPATH=paths)
+    assert stopped.code == pytest.ExitCode.INTERRUPTED, stopped.out
+    assert "a signal stopped the training of" in stopped.out and "passed" not in stopped.out
