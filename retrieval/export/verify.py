@@ -14,7 +14,6 @@ from retrieval.errors import BundleError
 from retrieval.host.arrays import Array, Floats32, Floats64
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
-    DependsOnInputs,
     Encoder,
     Exporter,
     Rescorer,
@@ -23,6 +22,7 @@ from retrieval.model.graph import (
     session,
     to_onnx,
 )
+from retrieval.model.input_reads import DependsOnInputs
 from retrieval.model.model import Model
 from retrieval.serving.merging import spans_of
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Backbone, Combiner
+from retrieval.model.input_reads import ONE_BATCH, TracedReads, refuse_reads
 from retrieval.model.model import Model, evaluation_mode
-from retrieval.model.traced_reads import TracedReads
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -171,6 +171,7 @@ def to_onnx(
     }
     try:
         with quiet():
+            refuse_reads(module, example)
             if exporter == "dynamo":
                 sizes = {size for axis in axes.values() for size in axis.values()}
                 dims = {size: torch.export.Dim(size) for size in sizes}
@@ -183,15 +184,15 @@ def to_onnx(
                 )
                 if program is None:
                     raise RuntimeError("torch.onnx.export returned None")
-                # This exporter fails where code reads numbers. Where code branches on the size of
-                # a batch, it limits the sizes to one side.
+                # Where code branches on the size of a batch, this exporter limits the sizes to one
+                # side.
                 limits = program.exported_program.range_constraints.values()
                 if any(bool(limit.upper < LIMIT) for limit in limits):
-                    raise BundleError(_ONE_BATCH)
+                    raise BundleError(ONE_BATCH)
                 proto = program.model_proto
             else:
                 file: Any = io.BytesIO()  # torch's annotation allows only paths
-                with _silent_stdout(), refused_reads(len(example), any(axes.values())):
+                with _silent_stdout(), TracedReads(len(example), any(axes.values())):
                     torch.onnx.export(
                         module, example, file, dynamo=False, dynamic_axes=axes, **options
                     )
@@ -201,42 +202,6 @@ def to_onnx(
     except Exception as fault:  # exporters raise any error of the traced code or of an operator
         raise BundleError(f"torch's exporter {exporter} failed: {first_line(fault)}") from fault
     return clean(proto, signature, exporter)
-
-
-class DependsOnInputs(BundleError):
-    """The Python code of a module depends on its inputs, and the message names the line."""
-
-
-_ONE_BATCH = (
-    "The model's Python code depends on how many items a batch has, but a graph must take batches"
-    " of all sizes."
-)
-
-
-@contextlib.contextmanager
-def refused_reads(inputs: int, any_size: bool) -> Iterator[None]:
-    """Context in which torch traces a module, and whose end refuses code that depends on inputs.
-
-    Args:
-        inputs: number of the module's inputs.
-        any_size: whether the graph must take batches of all sizes.
-
-    Raises:
-        BundleError: the code reads numbers of the inputs, or depends on the size of the batch.
-    """
-    reads = TracedReads(inputs)
-    try:
-        with reads:
-            yield
-    finally:  # an error may follow from what was read
-        if reads.numbers:
-            raise DependsOnInputs(
-                "The model's Python code reads numbers that depend on its input, so a graph would"
-                " take the path of one example for all inputs. Compute with tensors instead, such"
-                f" as torch.where(condition, a, b). The code is in {reads.numbers}"
-            )
-        if reads.batch and any_size:
-            raise DependsOnInputs(f"{_ONE_BATCH} The code is in {reads.batch}")
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
+from retrieval.errors import BundleError
 from retrieval.export import verify
 from retrieval.model.graph import Signature, to_onnx
 from retrieval.model.model import Model
@@ -20,7 +23,60 @@ def in_steps(x):
     return x
 
 
+def in_a_match(x):
+    match x.max().item() > 1e4:
+        case True:
+            return -x
+    return x
+
+
+def without_torch_function(x):
+    with torch._C.DisableTorchFunction():
+        return -x if x.max() > 1e4 else x
+
+
+def in_another_thread(x):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(x.max().item() > 1e4))
+    thread.start()
+    thread.join()
+    return -x if answers[0] else x
+
+
+def by_pointer(x):
+    numbers = ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    return -x if numbers[0] > 1e4 else x
+
+
+def by_pointer_without_torch_function(x):
+    with torch._C.DisableTorchFunction():
+        return by_pointer(x)
+
+
+def by_numpy_on_a_pointer(x):
+    pointer = ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    return -x if np.ctypeslib.as_array(pointer, x.shape).max() > 1e4 else x
+
+
+def in_vain(x):
+    try:
+        return -x if x.max() > 1e4 else x
+    except Exception:
+        return x
+
+
 READS = {
+    "max_is_true": lambda x: -x if (x.max().item() > 1e4) is True else x,
+    "match": in_a_match,
+    "max_without_torch_function": without_torch_function,
+    "thread": in_another_thread,
+    "data_ptr": by_pointer,
+    "data_ptr_without_torch_function": by_pointer_without_torch_function,
+    "data_ptr_numpy": by_numpy_on_a_pointer,
+    "max_in_vain": in_vain,
+    "float_outside_a_trace": lambda x: (
+        -x if not torch.jit.is_tracing() and float(x.mean()) > 1e4 else x
+    ),
     "max": lambda x: -x if x.max() > 1e4 else x,
     "bool": lambda x: -x if bool((x > 1e4).any()) else x,
     "item": lambda x: -x if x.mean().item() > 1e4 else x,
@@ -59,6 +115,8 @@ class Code(nn.Module):
 def test_code_that_reads_numbers_is_refused_with_its_line(parts, vectors, refused, name):
     lines = r"test_code_that_depends_on_inputs\.py, line \d+: `.*"
     word = {"text": "float", "loop": "relu", "greatest": r"max\(x"}.get(name, name.split("_")[0])
+    if name.startswith("data_ptr"):
+        word = r".*x\.data_ptr"
     if name == "mask":
         word = "numel"
     says = f"reads numbers that depend on its input.*{lines}{word}"
@@ -97,6 +155,17 @@ def test_a_graph_of_one_size_may_depend_on_that_size():
     to_onnx(module, (torch.zeros(2, 8),), signature, exporter="torchscript")
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("name", READS)
+def test_each_exporter_refuses_code_that_reads_numbers(exporter, name):
+    signature = Signature({"input": ("N", 8)}, {"vector": ("N", 8)})
+    says = "reads numbers that depend on its input"
+    if exporter == "dynamo" and name in ("nonzero", "mask", "unique"):
+        says = "data-dependent"
+    with pytest.raises(BundleError, match=says):
+        to_onnx(Code(READS[name]), (torch.zeros(2, 8),), signature, exporter=exporter)
+
+
 def constant(module):
     module.function = lambda x: x * (2.0 if module.scale.item() > 1 else 1.0)
 
@@ -105,11 +174,19 @@ def fixed_size(module):
     module.function = lambda x: x if x.shape[1] == 64 else x[:, :64]
 
 
+def printed(module):
+    def printing(x):
+        print(x[:1, :2])
+        return 2 * x
+
+    module.function = printing
+
+
 def tensors(module):
     module.function = lambda x: torch.where(x.mean(1, keepdim=True) > 1e4, -x, x)
 
 
-@pytest.mark.parametrize("define", [constant, fixed_size, tensors])
+@pytest.mark.parametrize("define", [constant, fixed_size, printed, tensors])
 def test_code_that_reads_weights_and_widths_is_exported(parts, vectors, exported, tmp_path, define):
     head = Code(None)
     define(head)
@@ -124,7 +201,9 @@ def test_code_that_reads_weights_and_widths_is_exported(parts, vectors, exported
 def test_a_branch_that_no_trace_shows_is_found_by_inputs_unlike_the_items(parts, digits, refused):
     class Hidden(nn.Module):
         def forward(self, x):
-            return -x if not torch.jit.is_tracing() and float(x.mean()) > 2 else x
+            if type(x) is torch.Tensor and not torch.jit.is_tracing():
+                return -x if float(x.mean()) > 2 else x
+            return x
 
     class Bright(parts.Net):
         def forward(self, x):
