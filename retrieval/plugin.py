@@ -56,10 +56,10 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.model.contracts import TrainingItems as TrainingItems
     from retrieval.model.contracts import Transform as Transform
     from retrieval.model.contracts import TripletIndices as TripletIndices
+    from retrieval.model.labels import class_codes as class_codes
     from retrieval.model.labels import learner_labels as learner_labels
     from retrieval.model.labels import read_labels as read_labels
     from retrieval.model.linear import LinearMap as LinearMap
-    from retrieval.model.linear import class_codes as class_codes
     from retrieval.model.linear import deviations as deviations
     from retrieval.model.loss import CheckedLoss as CheckedLoss
     from retrieval.model.loss import Distance as Distance
@@ -71,6 +71,8 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.model.loss import pair_views as pair_views
     from retrieval.model.loss import pairs_by_round as pairs_by_round
     from retrieval.model.metric_learner import MetricLearner as MetricLearner
+    from retrieval.model.metric_learner import Seeded as Seeded
+    from retrieval.model.metric_learner import refuse_overflow as refuse_overflow
     from retrieval.model.model import Normalize as Normalize
     from retrieval.model.model import full_precision as full_precision
     from retrieval.model.rows import Rows as Rows

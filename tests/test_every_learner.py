@@ -106,6 +106,26 @@ def by_loops(name: str, learner: Any, x: Any, y: Any) -> float:
     return math.dist(*codes)
 
 
+@every_learner
+@pytest.mark.parametrize("scale", [1e200, 1e153])
+def test_features_whose_squares_overflow_are_refused(name, scale, wine):
+    x, y = wine
+    with pytest.raises(ValueError, match=r"so large that their squares overflow\. Scale"):
+        FACTORIES[name].make(**SMALL[name]).fit(scale * x, y)
+
+
+@pytest.mark.parametrize("name", ["oahu.warm", "oahu.oahu", "aml.gmml", "aml.aml"])
+def test_pairs_and_triplets_whose_squares_overflow_are_refused(name, wine):
+    learner = FACTORIES[name].make()
+    rows = 1e200 * wine[0]
+    with pytest.raises(ValueError, match=r"so large that their squares overflow\. Scale"):
+        if name.startswith("oahu"):
+            learner.partial_fit(rows[:6].reshape(2, 3, -1))
+        else:
+            learner.fit_pairs(rows[:4].reshape(2, 2, -1), [True, False])
+    assert not hasattr(learner, "n_triplets_")
+
+
 # PCA ignores labels
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "core.pca"])
 def test_missing_labels_and_labels_of_two_kinds_are_refused(name, wine):

@@ -307,8 +307,6 @@ class AML(PairLearner):
     standardize: bool = False
     tol: Positive = 1e-6
     max_iter: Count = 500
-    seed: int | None = None
-    random_state: int | None = None
 
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return the adversarial pairs π, π′ (Eq 9) under the learned metric.

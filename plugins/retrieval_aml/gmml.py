@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, Seeded, check_parameters, deviations
 from scipy.linalg import solve_triangular
-from sklearn.utils.validation import check_array, validate_data
+from sklearn.utils.validation import check_array
 from threadpoolctl import threadpool_limits
 
 Floats = NDArray[np.floating[Any]]
@@ -191,7 +191,7 @@ def components(half: Floats) -> Floats:
     return np.ascontiguousarray((vectors * signs * np.sqrt(values)).T)
 
 
-class PairLearner(LinearMap):
+class PairLearner(Seeded, LinearMap):
     """Base class of learners of a metric from the second moments of similar and dissimilar pairs.
 
     Subclasses define `_learn`. Every subclass has the parameters `t`, `regularization`, `prior`,
@@ -213,8 +213,6 @@ class PairLearner(LinearMap):
     prior: Any
     n_pairs: int | Literal["paper"] | None
     standardize: bool
-    seed: int | None
-    random_state: int | None
 
     converged_: bool
     n_iter_: int
@@ -239,10 +237,7 @@ class PairLearner(LinearMap):
         """
         seed = self._chosen_seed()
         check_parameters(self)
-        raw, labels = validate_data(
-            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-        )
-        codes = class_codes(labels, type(self).__name__)
+        raw, codes = self._training_items(X, y)
         scale = self._scale(raw)
         x = raw / scale
         if self.n_pairs is None:
@@ -269,7 +264,7 @@ class PairLearner(LinearMap):
         """
         check_parameters(self)
         x, alike = checked_pairs(pairs, similar)
-        points = validate_data(self, x.reshape(-1, x.shape[2]), dtype=np.float64)
+        points = self._training_features(x.reshape(-1, x.shape[2]))
         scale = self._scale(points)
         return self._fit(
             moments_of_pairs(x / scale, alike), points / scale, points.mean(axis=0), scale
@@ -415,8 +410,6 @@ class GMML(PairLearner):
     prior: Prior = None
     n_pairs: Count | Literal["paper"] | None = None
     standardize: bool = False
-    seed: int | None = None
-    random_state: int | None = None
 
     def _learn(
         self, similar: NDArray[np.floating[Any]], dissimilar: NDArray[np.floating[Any]]

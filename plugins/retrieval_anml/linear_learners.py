@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, check_parameters, class_codes, deviations, learner_labels
+from retrieval.plugin import LinearMap, check_parameters, deviations
 from scipy.optimize import minimize
-from sklearn.utils.validation import check_array, validate_data
+from sklearn.base import clone
+from sklearn.utils.validation import check_array
 from threadpoolctl import threadpool_limits
 
 from retrieval_anml.neighborhoods import Neighborhoods, Outer
@@ -61,7 +62,7 @@ class NeighborhoodLearner(LinearMap):
             ValueError: features are not finite, there is only one class, no class has two members,
                 or a parameter is out of range.
         """
-        raw, codes = self._checked(X, y, reset=True)
+        raw, codes = self._checked(X, y)
         scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
         x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
@@ -103,7 +104,10 @@ class NeighborhoodLearner(LinearMap):
         Raises:
             ValueError: as for `fit`; or L does not have as many rows as X has columns.
         """
-        x, codes = self._checked(X, y, reset=False)
+        items = len(np.atleast_1d(X))
+        if items != np.size(y):
+            raise ValueError(f"There are {items} items, but {np.size(y)} labels.")
+        x, codes = clone(self)._checked(X, y)
         point = check_array(L, dtype=np.float64)
         if len(point) != x.shape[1]:
             raise ValueError(
@@ -111,19 +115,10 @@ class NeighborhoodLearner(LinearMap):
             )
         return self._neighborhoods(x, codes, None)(point)
 
-    def _checked(
-        self, X: ArrayLike, y: ArrayLike, *, reset: bool
-    ) -> tuple[Floats, NDArray[np.intp]]:
+    def _checked(self, X: ArrayLike, y: ArrayLike) -> tuple[Floats, NDArray[np.intp]]:
         self._chosen_seed()
         check_parameters(self)
-        labels = learner_labels(y)
-        if reset:
-            x, labels = validate_data(self, X, labels, dtype=np.float64, ensure_min_samples=2)
-        else:
-            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(labels)
-            if len(labels) != len(x):
-                raise ValueError(f"There are {len(x)} items, but {len(labels)} labels.")
-        return x, class_codes(labels, type(self).__name__)
+        return self._training_items(X, y)
 
     def _start(self, x: Floats) -> Floats:
         """Return L₀ = N^(−1/4) V, where V is the identity, or the principal directions if C < F."""

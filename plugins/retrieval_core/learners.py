@@ -8,18 +8,17 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.plugin import LinearMap, class_codes, learner_labels
+from retrieval.plugin import LinearMap, Seeded
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
-from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(eq=False, repr=False)
-class PCA(LinearMap):
+class PCA(Seeded, LinearMap):
     """Principal components: the directions of largest variance; labels are ignored.
 
     Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901;
@@ -36,12 +35,10 @@ class PCA(LinearMap):
 
     n_components: Count | None = None
     whiten: bool = False
-    seed: int | None = None
-    random_state: int | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Learn from features (N, F); labels are ignored."""
-        x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        x = self._training_features(X)
         width = min(64, *x.shape) if self.n_components is None else self.n_components
         fitted = SklearnPCA(width, whiten=self.whiten, random_state=self._chosen_seed()).fit(x)
         self.mean_, self.components_ = fitted.mean_, fitted.components_
@@ -72,8 +69,7 @@ class LDA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64)
-        codes = class_codes(labels, "LDA")
+        x, codes = self._training_items(X, y)
         fitted = LinearDiscriminantAnalysis(
             "eigen", n_components=self.n_components, shrinkage=self.shrinkage
         )
@@ -93,7 +89,7 @@ class LDA(LinearMap):
 
 
 @dataclass(eq=False, repr=False)
-class NCA(LinearMap):
+class NCA(Seeded, LinearMap):
     """Neighbourhood components: a map that maximises the accuracy of a soft nearest neighbour.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
@@ -113,21 +109,17 @@ class NCA(LinearMap):
     init: Literal["auto", "pca", "lda", "identity", "random"] = "auto"
     max_iter: Count = 50
     tol: Annotated[float, Field(gt=0)] = 1e-5
-    seed: int | None = None
-    random_state: int | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(
-            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-        )
+        x, codes = self._training_items(X, y)
         fitted = NeighborhoodComponentsAnalysis(
             self.n_components,
             init=self.init,
             max_iter=self.max_iter,
             tol=self.tol,
             random_state=self._chosen_seed(),
-        ).fit(x, class_codes(labels, "NCA"))
+        ).fit(x, codes)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
         # Distances do not depend on the mean; float32 embeddings near zero are more precise.
         self.mean_ = x.mean(axis=0)

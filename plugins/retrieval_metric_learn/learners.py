@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval.errors import MissingDependency
-from retrieval.plugin import LinearMap, class_codes, learner_labels
-from sklearn.utils.validation import validate_data
+from retrieval.plugin import LinearMap, Seeded
 
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
@@ -85,10 +84,7 @@ class MetricLearnLearner(LinearMap):
             LinAlgError: a matrix to invert is singular. This is also a `ValueError`.
             MissingDependency: metric-learn is not installed.
         """
-        x, labels = validate_data(
-            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-        )
-        codes = class_codes(labels, type(self).__name__)
+        x, codes = self._training_items(X, y)
         self._check_sizes(np.bincount(codes), x.shape[1])
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
@@ -120,7 +116,7 @@ class MetricLearnLearner(LinearMap):
 
 
 @dataclass(eq=False, repr=False)
-class LMNN(MetricLearnLearner):
+class LMNN(Seeded, MetricLearnLearner):
     """Large margin nearest neighbour: pulls target neighbours near and pushes impostors away.
 
     Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification",
@@ -151,12 +147,10 @@ class LMNN(MetricLearnLearner):
     convergence_tol: Positive = 0.001
     min_iter: Count = 50
     max_iter: Count = 1000
-    seed: int | None = None
-    random_state: int | None = None
 
 
 @dataclass(eq=False, repr=False)
-class ITML(MetricLearnLearner):
+class ITML(Seeded, MetricLearnLearner):
     """Information-theoretic metric learning: the metric nearest to a prior under bounds on pairs.
 
     Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the
@@ -186,8 +180,6 @@ class ITML(MetricLearnLearner):
     prior: Prior = "identity"
     lower: Positive | None = None
     upper: Positive | None = None
-    seed: int | None = None
-    random_state: int | None = None
 
     def _settings(self) -> dict[str, Any]:
         return {k: v for k, v in super()._settings().items() if k not in ("lower", "upper")}
@@ -199,7 +191,7 @@ class ITML(MetricLearnLearner):
 
 
 @dataclass(eq=False, repr=False)
-class SCML(MetricLearnLearner):
+class SCML(Seeded, MetricLearnLearner):
     """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics.
 
     Shi et al., "Sparse Compositional Metric Learning", AAAI 2014.
@@ -231,8 +223,6 @@ class SCML(MetricLearnLearner):
     max_iter: Count = 10000
     output_iter: Count = 500
     batch_size: Count = 10
-    seed: int | None = None
-    random_state: int | None = None
 
     def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
@@ -242,7 +232,7 @@ class SCML(MetricLearnLearner):
 
 
 @dataclass(eq=False, repr=False)
-class MMC(MetricLearnLearner):
+class MMC(Seeded, MetricLearnLearner):
     """MMC: pulls similar pairs together under the constraint that dissimilar pairs stay apart.
 
     Xing et al., "Distance Metric Learning with Application to Clustering with Side-Information",
@@ -270,12 +260,10 @@ class MMC(MetricLearnLearner):
     init: Prior = "identity"
     diagonal: bool = False
     diagonal_c: Positive = 1.0
-    seed: int | None = None
-    random_state: int | None = None
 
 
 @dataclass(eq=False, repr=False)
-class LSML(MetricLearnLearner):
+class LSML(Seeded, MetricLearnLearner):
     """Least squared-residual metric learning: similar pairs should be nearer than dissimilar pairs.
 
     Liu et al., "Metric Learning from Relative Comparisons by Minimizing Squared Residual", ICDM
@@ -296,8 +284,6 @@ class LSML(MetricLearnLearner):
     max_iter: Count = 1000
     prior: Prior = "identity"
     n_constraints: Count | None = None
-    seed: int | None = None
-    random_state: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -338,7 +324,7 @@ class LFDA(MetricLearnLearner):
 
 
 @dataclass(eq=False, repr=False)
-class RCA(MetricLearnLearner):
+class RCA(Seeded, MetricLearnLearner):
     """Relevant component analysis: whitens the covariance within small chunks of classes.
 
     Shental et al., "Adjustment Learning and Relevant Component Analysis", ECCV 2002. Chunks are
@@ -357,8 +343,6 @@ class RCA(MetricLearnLearner):
     n_components: Count | None = None
     n_chunks: Count | None = None
     chunk_size: Annotated[int, Field(ge=2)] = 2
-    seed: int | None = None
-    random_state: int | None = None
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "n_chunks": self._chunks}

@@ -15,16 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    MetricLearner,
-    check_parameters,
-    class_codes,
-    learner_labels,
-    write_bytes,
-)
+from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from threadpoolctl import ThreadpoolController
 
 from retrieval_oahu.streams import Triplet, in_chunks, paper_stream
@@ -134,7 +128,7 @@ class OnlineLearner(MetricLearner):
 
         No metric is learned. Without this call, the statistics come from the first triplets.
         """
-        x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        x = self._training_features(X)
         self._reset(x.shape[1], x)
         return self
 
@@ -174,6 +168,7 @@ class OnlineLearner(MetricLearner):
                 f"{int((~finite).sum())} of {len(chunk)} triplets have NaN or infinity; the first"
                 f" is number {int(np.argmin(finite))}. Nothing was learned from this chunk."
             )
+        refuse_overflow(chunk)
         if not hasattr(self, "n_triplets_"):
             self.n_features_in_ = chunk.shape[2]
             self._reset(chunk.shape[2], None)
@@ -196,12 +191,9 @@ class OnlineLearner(MetricLearner):
             ValueError: features are not finite, there is only one class, or no class has two
                 members.
         """
-        x, labels = validate_data(
-            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
-        )
+        x, codes = self._training_items(X, y)
         self._reset(x.shape[1], x)
-        stream = self._stream(class_codes(labels, type(self).__name__))
-        self.learn_from(in_chunks(stream, x, CHUNK))
+        self.learn_from(in_chunks(self._stream(codes), x, CHUNK))
         return self
 
     def learn_from(self, chunks: Iterable[ArrayLike]) -> Self:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from retrieval.errors import DataError
 from retrieval.host.arrays import Array
@@ -159,3 +160,30 @@ def _whole_numbers(values: list[Any]) -> Array:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:39] + '…'} ({type(value).__name__})"
+
+
+def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
+    """Return labels (N,) as class ids 0 to C − 1.
+
+    Args:
+        y: labels (N,).
+        learner: the learner's name, for error messages.
+
+    Raises:
+        ValueError: labels are missing or of two kinds, are continuous numbers, name one class only,
+            or name each class once.
+    """
+    labels = np.asarray(learner_labels(y))
+    if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
+        raise ValueError(f"The labels are continuous numbers; {learner} needs classes.")
+    names, codes = np.unique(labels, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(
+            f"All {len(labels)} items are of one class, {names[0]!r}: {learner} needs at least two."
+        )
+    if len(names) == len(labels):
+        raise ValueError(
+            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at"
+            " least one class with two members."
+        )
+    return codes.astype(np.intp)

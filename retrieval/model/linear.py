@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval.host.arrays import Floats
-from retrieval.model.labels import learner_labels
 from retrieval.model.metric_learner import MetricFunction, MetricLearner, two_vectors
 
 if TYPE_CHECKING:
@@ -69,33 +68,6 @@ class LinearMap(MetricLearner):
     @property
     def _n_features_out(self) -> int:
         return len(self.components_)
-
-
-def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
-    """Return labels (N,) as class ids 0 to C − 1.
-
-    Args:
-        y: labels (N,).
-        learner: the learner's name, for error messages.
-
-    Raises:
-        ValueError: labels are missing or of two kinds, are continuous numbers, name one class only,
-            or name each class once.
-    """
-    labels = np.asarray(learner_labels(y))
-    if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
-        raise ValueError(f"The labels are continuous numbers; {learner} needs classes.")
-    names, codes = np.unique(labels, return_inverse=True)
-    if len(names) < 2:
-        raise ValueError(
-            f"All {len(labels)} items are of one class, {names[0]!r}: {learner} needs at least two."
-        )
-    if len(names) == len(labels):
-        raise ValueError(
-            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at"
-            " least one class with two members."
-        )
-    return codes.astype(np.intp)
 
 
 def deviations(x: Floats) -> Floats:

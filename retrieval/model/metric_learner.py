@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import numbers
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import check_array, check_is_fitted
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from retrieval.host.arrays import Floats
+from retrieval.model.labels import class_codes, learner_labels
 
 MetricFunction = Callable[..., float]
 """`metric(u, v, squared=False)` returns the (squared) distance of two feature vectors (F,)."""
+LARGEST = 1e140
+"""Largest magnitude of a feature. Squares of larger ones, summed over pairs of items, overflow."""
 
 
 class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -23,9 +27,10 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     The distance of two items is the Euclidean distance of their embeddings, in float64. A subclass
     that compares embeddings in another way overrides `pair_distance`.
 
-    A subclass may declare its parameters as fields of a `@dataclass(eq=False, repr=False)`. A
-    subclass that draws random numbers has two parameters for one seed: `seed`, and scikit-learn's
-    name `random_state`. Both are `None` by default; `_chosen_seed` returns the seed.
+    A subclass may declare its parameters as fields of a `@dataclass(eq=False, repr=False)`. Its
+    `fit` checks the data with `_training_items`, or with `_training_features` if it ignores labels.
+    A subclass that draws random numbers has two parameters for one seed, as `Seeded` declares them:
+    `seed`, and scikit-learn's name `random_state`. `_chosen_seed` returns the seed.
     """
 
     def transform(self, X: ArrayLike) -> Floats:
@@ -80,6 +85,20 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         return metric
 
+    def _training_features(self, X: ArrayLike) -> Floats:
+        """Return the features (N, F) of at least two items, in float64, after checking them."""
+        x: Floats = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        refuse_overflow(x)
+        return x
+
+    def _training_items(self, X: ArrayLike, y: ArrayLike) -> tuple[Floats, NDArray[np.intp]]:
+        """Return features (N, F), in float64, and class ids (N,), after checking both."""
+        x, labels = validate_data(
+            self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
+        )
+        refuse_overflow(x)
+        return x, class_codes(labels, type(self).__name__)
+
     def _sides(self, pairs: ArrayLike) -> tuple[Floats, Floats]:
         """Return the first and second items of pairs (P, 2, F), each (P, F) float64."""
         check_is_fitted(self)
@@ -117,6 +136,24 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     @property
     def _n_features_out(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} must define _n_features_out")
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Seeded(MetricLearner):
+    """A learner that draws random numbers: two names of its seed, 0 by default."""
+
+    seed: int | None = None
+    random_state: int | None = None
+
+
+def refuse_overflow(x: Floats) -> None:
+    """Raise a ValueError if sums of squares of the features (…, F) would overflow."""
+    largest = float(np.abs(x).max(initial=0))
+    if largest > LARGEST:
+        raise ValueError(
+            f"The features have values up to {largest:.0e}, which are so large that their squares"
+            " overflow. Scale the features."
+        )
 
 
 def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
