@@ -18,7 +18,6 @@ in full.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +44,6 @@ _MAGNITUDE = 2**63 - MOST_ITEMS
 _BLOCK_BYTES = 128 * 2**20  # working memory of a block
 _PAIRS_PER_CALL = 2**20  # of a `distance`
 _SELECTED = 2**16  # keys to select from at once; 512 KB stay in a core's cache
-_SAMPLED = 16  # one value in so many is sampled to bound the k-th smallest
-_SAMPLED_FROM = 4096  # values in a row; sampling fewer takes longer than it saves
 _DEEP = 256  # full search is faster if k is more than one gallery item in this many
 _MARGIN = 8  # a shallow search takes at least so many neighbours more than k
 _DIFFERENCES = 2**21  # numbers in the differences that are computed at once, 16 MB
@@ -280,29 +277,13 @@ class Neighbors:
             return _parts(keys.cpu().numpy())
         table, numbers = values.numpy(), np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)
-        sampled = self.size >= _SAMPLED_FROM and 4 * k <= self.size
-        step = 1 if sampled else max(1, _SELECTED // self.size)
+        step = max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
-            block, columns = table[start : start + step], numbers
-            if sampled and (smallest := _smallest(block[0], k)) is not None:
-                block, columns = block[:, smallest], smallest
-            part = rounded_keys(block, columns)
-            if k < len(columns):
-                part.partition(k - 1, axis=1)
+            part = rounded_keys(table[start : start + step], numbers)
+            part.partition(k - 1, axis=1)
             keys[start : start + step] = part[:, :k]
         keys.sort(axis=1)
         return _parts(keys)
-
-
-def _smallest(row: Floats64, k: int) -> Ints | None:
-    """Return columns that include those of the k smallest keys, or None if a sample misleads."""
-    sample, rank = row[::_SAMPLED].copy(), k // _SAMPLED
-    rank = min(rank + 4 * math.isqrt(rank) + 8, len(sample) - 1)
-    sample.partition(rank)
-    limit = float(sample[rank])
-    margin = abs(limit) * 2.0**-22 if math.isfinite(limit) else 0.0  # equal after rounding
-    columns = np.flatnonzero(row <= limit + margin)
-    return columns if np.count_nonzero(row[columns] <= limit) >= k else None
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:

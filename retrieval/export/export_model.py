@@ -28,7 +28,6 @@ from retrieval.model.graph import (
     Encoder,
     FeatureEncoder,
     check_size,
-    head_encoder,
     ready,
     session,
 )
@@ -145,7 +144,7 @@ class _Export:
         backbone = FeatureEncoder(self.model).eval()
         features = verify.torch_outputs(backbone, self.items)
         first = self._graph("backbone", backbone, self.items, features)
-        head = head_encoder(self.model).eval()
+        head = Encoder(self.model, from_features=True).eval()
         second = self._graph("head", head, features["features"], self.outputs)
         run_backbone, run_head = session(first).run, session(second).run
 

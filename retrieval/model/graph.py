@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.errors import BundleError
-from retrieval.model.contracts import Backbone, Combiner
+from retrieval.model.contracts import Combiner
 from retrieval.model.input_reads import ONE_BATCH, TracedReads, refuse_reads
 from retrieval.model.model import Model, evaluation_mode
 
@@ -36,14 +36,17 @@ TOLERANCE = 1e-4
 class Encoder(nn.Module):
     """A model as the encoder of a bundle: maps raw inputs to the float32 outputs in `names`.
 
+    With `from_features`, it is head and combiner alone, and maps features.
+
     Attributes:
         names: "vector" (N, P), which FAISS stores; "query" (N, P) if the combiner searches with
             other vectors; "code" (N, C) if a rescorer needs it.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, from_features: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.from_features = from_features
         combiner = model.combiner
         self.names = ["vector"]
         if combiner is not None:
@@ -53,12 +56,12 @@ class Encoder(nn.Module):
                 self.names.append("code")
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors in `names` for raw inputs.
+        """Return the tensors in `names`.
 
         Args:
-            inputs: pixels (N, channels, H, W) uint8 or vectors (N, F) float32.
+            inputs: pixels (N, channels, H, W) uint8, or vectors or features (N, F) float32.
         """
-        _, codes = self.model(inputs)
+        _, codes = self.model(inputs, self.from_features)
         combiner = self.model.combiner
         outputs = [codes if combiner is None else combiner.index_vectors(codes)]
         if combiner is not None and "query" in self.names:
@@ -74,23 +77,6 @@ class FeatureEncoder(Encoder):
     def __init__(self, model: Model) -> None:
         super().__init__(Model(model.backbone, nn.Identity()))
         self.names = ["features"]
-
-
-class _PrecomputedFeatures(Backbone):
-    """A backbone for precomputed features, which it returns unchanged."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.features = features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` (B, F)."""
-        return x
-
-
-def head_encoder(model: Model) -> Encoder:
-    """Return an encoder of a model's head and combiner, which takes features as its input."""
-    return Encoder(Model(_PrecomputedFeatures(model.backbone.features), model.head, model.combiner))
 
 
 class Rescorer(nn.Module):
