@@ -66,10 +66,13 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.model.loss import Pairs as Pairs
     from retrieval.model.loss import Reducer as Reducer
     from retrieval.model.loss import as_given as as_given
+    from retrieval.model.loss import item_losses as item_losses
     from retrieval.model.loss import listed_pairs as listed_pairs
+    from retrieval.model.loss import losses_of as losses_of
     from retrieval.model.loss import nothing as nothing
     from retrieval.model.loss import pair_views as pair_views
     from retrieval.model.loss import pairs_by_round as pairs_by_round
+    from retrieval.model.loss import reduced_loss as reduced_loss
     from retrieval.model.metric_learner import MetricLearner as MetricLearner
     from retrieval.model.metric_learner import Seeded as Seeded
     from retrieval.model.metric_learner import refuse_overflow as refuse_overflow

@@ -117,12 +117,12 @@ def test_features_whose_squares_overflow_are_refused(name, scale, wine):
 @pytest.mark.parametrize("name", ["oahu.warm", "oahu.oahu", "aml.gmml", "aml.aml"])
 def test_pairs_and_triplets_whose_squares_overflow_are_refused(name, wine):
     learner = FACTORIES[name].make()
-    rows = 1e200 * wine[0]
+    triplets, pairs = 1e200 * wine[0][:6].reshape(2, 3, -1), 1e200 * wine[0][:4].reshape(2, 2, -1)
+    fit, data = getattr(learner, "fit_pairs", None), (pairs, [True, False])
+    if name.startswith("oahu"):
+        fit, data = learner.partial_fit, (triplets,)
     with pytest.raises(ValueError, match=r"so large that their squares overflow\. Scale"):
-        if name.startswith("oahu"):
-            learner.partial_fit(rows[:6].reshape(2, 3, -1))
-        else:
-            learner.fit_pairs(rows[:4].reshape(2, 2, -1), [True, False])
+        fit(*data)
     assert not hasattr(learner, "n_triplets_")
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.errors import DataError
-from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing
+from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, losses_of
 from torch import Tensor, nn
 
 STEPS = 60  # bisections, which reach float64 precision
@@ -125,7 +125,7 @@ class GeometricMeanLoss(CheckedLoss):
         has_kinds = (pairs[0].numel() > 0, pairs[2].numel() > 0)
         one_sided = self.scale == "free" and not all(has_kinds)
         if one_sided or not any(has_kinds) or not bool(spread > rounding):
-            return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
+            return self.zero_losses()
         identity = torch.eye(size, dtype=items.dtype, device=items.device)
         metric = covariance + self.ridge * spread * identity
         eigenvalues, eigenvectors = torch.linalg.eigh(metric.detach())
@@ -139,7 +139,7 @@ class GeometricMeanLoss(CheckedLoss):
             moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, pairs[:2])
             weight = dissimilar.detach().mean()
             if not (float(moments.sum()) > 0 and float(weight) > 0):
-                return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
+                return self.zero_losses()
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
         similar = _squares(items, queries, pairs[:2])
         if self.alpha:
@@ -148,17 +148,12 @@ class GeometricMeanLoss(CheckedLoss):
             k = self.beta * t**2 * metric @ metric + 2 * identity
             adversarial = items - 2 * torch.linalg.solve(k, items.T).T
             similar = similar + self.alpha * _squares(adversarial, queries, pairs[:2])
-        return {
-            "pos_loss": _part(t * similar, pairs[:2], "pos_pair"),
-            "neg_loss": _part(dissimilar / t, pairs[2:], "neg_pair"),
-        }
-
-
-def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, Any]:
-    """Return the losses of one kind of pairs in the format of the reducers."""
-    if losses.numel() == 0:  # a reducer's mean of no losses would be NaN
-        return {"losses": losses.sum(), "indices": None, "reduction_type": "already_reduced"}
-    return {"losses": losses, "indices": pairs, "reduction_type": kind}
+        parts = self.zero_losses()
+        if has_kinds[0]:  # a reducer's mean of no losses would be NaN
+            parts |= losses_of(t * similar, pairs[:2], "pos_pair", "pos_loss")
+        if has_kinds[1]:
+            parts |= losses_of(dissimilar / t, pairs[2:], "neg_pair", "neg_loss")
+        return parts
 
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, pairs_by_round, traits
+from retrieval.plugin import (
+    CheckedLoss,
+    Distance,
+    Reducer,
+    item_losses,
+    losses_of,
+    pairs_by_round,
+    traits,
+)
 from torch import Tensor, nn
 
 from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of_miner
@@ -114,15 +122,9 @@ class SimilarityLoss(CheckedLoss):
     def of_pairs(self, similarity: Tensor, pairs: Pairs) -> dict[str, dict[str, Any]]:
         """Return the anchors' losses, for similarities (B, R) of embeddings and references."""
         gap, defined = gaps(similarity, pairs, self.rule)
-        return by_element(outer_loss(self.slope * gap + self.margin, self.outer) * defined)
-
-
-def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
-    """Return one loss per anchor (B,) in the format of pytorch-metric-learning's reducers."""
-    if len(losses) == 0:
-        return {"loss": nothing(losses)}
-    indices = torch.arange(len(losses), device=losses.device)
-    return {"loss": {"losses": losses, "indices": indices, "reduction_type": "element"}}
+        if len(gap) == 0:
+            return self.zero_losses()
+        return item_losses(outer_loss(self.slope * gap + self.margin, self.outer) * defined)
 
 
 class DANMLoss(SimilarityLoss):
@@ -321,10 +323,8 @@ class ImprovedNPairLoss(CheckedLoss):
                 embeddings, labels, ref_emb, None if ref_emb is embeddings else ref_labels
             )
         if len(anchor) == 0:
-            return {"loss": nothing(embeddings, ref_emb)}
-        return {
-            "loss": {"losses": losses, "indices": (anchor, positive), "reduction_type": "pos_pair"}
-        }
+            return self.zero_losses()
+        return losses_of(losses, (anchor, positive), "pos_pair")
 
     def _rounds(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval.plugin import CheckedLoss, nothing, pair_views, traits
+from retrieval.plugin import CheckedLoss, pair_views, reduced_loss, traits
 from torch import Tensor
 
 
@@ -38,13 +38,13 @@ class BarlowTwins(CheckedLoss):
         """Return the loss as one number; 0 for fewer than two pairs of views."""
         first, second = pair_views(labels)
         if len(first) < 2:  # one pair has no correlation
-            return {"loss": nothing(embeddings)}
+            return self.zero_losses()
         x, y = (_standard(embeddings[rows]) for rows in (first, second))
         correlation = x.T @ y / len(first)
         difference = correlation - torch.eye(len(correlation)).to(correlation)
         weights = torch.full_like(difference, self.weight).fill_diagonal_(1)
         total = (weights * difference.square()).sum()
-        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+        return reduced_loss(total)
 
 
 def _standard(views: Tensor) -> Tensor:

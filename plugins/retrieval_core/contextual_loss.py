@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval.plugin import CheckedLoss, nothing, traits
+from retrieval.plugin import CheckedLoss, reduced_loss, traits
 from torch import Tensor
 from torch.nn import functional
 
@@ -76,7 +76,7 @@ class Contextual(CheckedLoss):
         """Return the weighted sum of the three losses as one number."""
         count = len(embeddings)
         if count < 2:
-            return {"loss": nothing(embeddings)}
+            return self.zero_losses()
         unit = functional.normalize(embeddings)
         similarity = unit @ unit.T
         same = (labels[:, None] == labels).to(similarity.dtype)
@@ -90,7 +90,7 @@ class Contextual(CheckedLoss):
             + self.mean_weight * (similarity.mean() - self.mean).square()
             + (1 - self.weight - self.mean_weight) * contrast
         )
-        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+        return reduced_loss(total)
 
 
 def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:

@@ -8,7 +8,15 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing, traits
+from retrieval.plugin import (
+    CheckedLoss,
+    Reducer,
+    item_losses,
+    listed_pairs,
+    losses_of,
+    reduced_loss,
+    traits,
+)
 from torch import Tensor, nn
 from torch.distributions import Beta
 from torch.nn import functional
@@ -71,30 +79,19 @@ class Metrix(CheckedLoss):
         between = cosine[positive, negative]
         mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, lam)
         distance = _distance(mixed)
-        losses: dict[str, tuple[Tensor, tuple[Tensor, Tensor], float | Tensor]] = {
-            "positive": (_distance(cosine[a, p]) - self.positive_margin, (a, p), 1.0),
-            "negative": (self.negative_margin - _distance(cosine[b, n]), (b, n), 1.0),
-            "mixed_positive": (
-                distance - self.positive_margin,
-                (anchor, positive),
-                self.weight * lam,
-            ),
-            "mixed_negative": (
-                self.negative_margin - distance,
-                (anchor, negative),
-                self.weight * rest,
-            ),
-        }
-        return {
-            name: {
-                "losses": weight * value.relu(),
-                "indices": pairs,
-                "reduction_type": "pos_pair" if "positive" in name else "neg_pair",
-            }
-            if len(value)
-            else nothing(embeddings)
-            for name, (value, pairs, weight) in losses.items()
-        }
+        losses = self.zero_losses()
+        if len(a):
+            values = (_distance(cosine[a, p]) - self.positive_margin).relu()
+            losses |= losses_of(values, (a, p), "pos_pair", "positive")
+        if len(b):
+            values = (self.negative_margin - _distance(cosine[b, n])).relu()
+            losses |= losses_of(values, (b, n), "neg_pair", "negative")
+        if len(anchor):
+            values = self.weight * lam * (distance - self.positive_margin).relu()
+            losses |= losses_of(values, (anchor, positive), "pos_pair", "mixed_positive")
+            values = self.weight * rest * (self.negative_margin - distance).relu()
+            losses |= losses_of(values, (anchor, negative), "neg_pair", "mixed_negative")
+        return losses
 
 
 @traits(ref_emb=False)
@@ -151,8 +148,7 @@ class MetrixMultiSimilarity(CheckedLoss):
             powers = share * (scale * (values - self.base)).exp()
             sums = torch.zeros_like(total).index_add(0, rows, powers)
             total = total + weight / abs(scale) * sums.log1p()
-        every = torch.arange(len(total), device=total.device)
-        return {"loss": {"losses": total, "indices": every, "reduction_type": "element"}}
+        return item_losses(total)
 
 
 @traits(ref_emb=False, miner=False)
@@ -220,7 +216,7 @@ class MetrixProxyAnchor(CheckedLoss):
             + self.weight * self._sums(mixed, anchor, lam, -1)[present].mean()
             + self.weight * self._sums(mixed, anchor, 1 - lam, 1)[present].mean()
         )
-        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+        return reduced_loss(total)
 
     def _sums(self, cosine: Tensor, rows: Tensor, share: float | Tensor, sign: int) -> Tensor:
         """Return log(1 + share Σ exp(γ (δ + sign s))) of each proxy."""

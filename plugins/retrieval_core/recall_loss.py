@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
-from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, traits
+from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of, traits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,7 +77,7 @@ class RecallAtK(CheckedLoss):
         positive.fill_diagonal_(False)
         query, item = positive.nonzero(as_tuple=True)
         if not len(query):
-            return {"loss": nothing(embeddings)}
+            return self.zero_losses()
         size = max(1, ENTRIES // len(labels))
         ranks = torch.cat(
             [
@@ -100,7 +100,7 @@ class RecallAtK(CheckedLoss):
             recalls.append(total.clamp(max=k) / count.clamp(min=1, max=k))
         rows = count.nonzero().squeeze(1)
         losses = 1 - torch.stack(recalls).mean(0)[rows]
-        return {"loss": {"losses": losses, "indices": rows, "reduction_type": "element"}}
+        return losses_of(losses, rows, "element")
 
     def _ranks(self, similarity: Tensor, query: Tensor, item: Tensor) -> Tensor:
         """Return the smooth rank of each positive `item` among all items except its query."""

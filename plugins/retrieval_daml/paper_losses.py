@@ -14,7 +14,7 @@ from retrieval.plugin import (
     Pairs,
     Reducer,
     listed_pairs,
-    nothing,
+    losses_of,
     pairs_by_round,
 )
 from torch import Tensor, nn
@@ -154,13 +154,12 @@ class ContrastiveLoss(MarginLoss):
         """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         measure = Measure(self.distance, embeddings, ref_emb)
-        parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
+        parts = self.zero_losses()
         if len(a):
-            losses = measure.squared(a, p)
-            parts["pos_loss"] = {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}
+            parts |= losses_of(measure.squared(a, p), (a, p), "pos_pair", "pos_loss")
         if len(b):
             losses = (self.margin - measure.squared(b, n)).relu()
-            parts["neg_loss"] = {"losses": losses, "indices": (b, n), "reduction_type": "neg_pair"}
+            parts |= losses_of(losses, (b, n), "neg_pair", "neg_loss")
         return parts
 
     def _sub_loss_names(self) -> list[str]:
@@ -187,10 +186,10 @@ class TripletLoss(MarginLoss):
         """Return the losses of triplets in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
         if len(a) == 0:
-            return {"loss": nothing(embeddings, ref_emb)}
+            return self.zero_losses()
         measure = Measure(self.distance, embeddings, ref_emb)
         losses = (measure.squared(a, p) - measure.squared(a, n) + self.margin).relu()
-        return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
+        return losses_of(losses, (a, p, n), "triplet")
 
 
 class LiftedLoss(PaperLoss):
@@ -233,7 +232,7 @@ class LiftedLoss(PaperLoss):
         """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
-            return {"loss": nothing(embeddings, ref_emb)}
+            return self.zero_losses()
         measure = Measure(self.distance, embeddings, ref_emb)
         printed = self.form == "printed"
         push = _by_anchor(self.margin - measure.plain(b, n), b, len(embeddings), maximum=printed)
@@ -246,7 +245,7 @@ class LiftedLoss(PaperLoss):
         losses = (total + measure.plain(a, p)).relu()
         if not printed:
             losses = losses.square()
-        return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
+        return losses_of(losses / 2, (a, p), "pos_pair")
 
 
 def _by_anchor(values: Tensor, anchors: Tensor, size: int, maximum: bool = False) -> Tensor:
@@ -314,10 +313,10 @@ class NPairLoss(PaperLoss):
         else:
             a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
-            return {"loss": nothing(embeddings, ref_emb)}
+            return self.zero_losses()
         measure = Measure(self.distance, embeddings, ref_emb)
         positives = self.scale * measure.similarity(a, p)
         negatives = self.scale * measure.similarity(b, n)
         push = _by_anchor(negatives, b, len(embeddings))
         losses = nn.functional.softplus(push[a] - positives)
-        return {"loss": {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}}
+        return losses_of(losses, (a, p), "pos_pair")

@@ -10,7 +10,7 @@ from pydantic import Field
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import CheckedLoss, Distance, Reducer
+from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge
@@ -83,9 +83,9 @@ class ABTL(CheckedLoss):
         a, p, n = indices
         if not len(a):
             return self.zero_losses()
-        losses_of = self._hedged if isinstance(self.distance, Hedge) else self._plain
-        losses = losses_of(embeddings, ref_emb, a, p, n)
-        return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
+        values = self._hedged if isinstance(self.distance, Hedge) else self._plain
+        losses = values(embeddings, ref_emb, a, p, n)
+        return losses_of(losses, (a, p, n), "triplet")
 
     def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
         matrix = self.distance(x, r)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from pytorch_metric_learning import losses
+from retrieval.plugin import reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, Count, NonNegative, cosines_within, offer, reduced
+from retrieval_pml.offers import FIXED, Count, NonNegative, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
 
@@ -109,7 +110,7 @@ class P2SGradLoss(losses.P2SGradLoss):
         self.weight.data = self.weight.data.renorm(2, 1, 1e-5).mul(1e5)
         cosines = F.normalize(embeddings) @ self.weight.to(embeddings)
         target = F.one_hot(labels, self.num_classes).to(cosines.dtype)
-        return reduced(F.mse_loss(cosines.clamp(-1, 1), target))
+        return reduced_loss(F.mse_loss(cosines.clamp(-1, 1), target))
 
 
 class ManifoldLoss(losses.ManifoldLoss):
@@ -142,7 +143,7 @@ class ManifoldLoss(losses.ManifoldLoss):
         unit = F.normalize(walks, dim=1, eps=1e-8)
         contextual = self._excess(unit[:items] @ unit[items:].T, proxy)
         intrinsic = self._excess(walks[:items, items:], proxy)
-        return reduced(intrinsic + self.lambdaC * contextual)
+        return reduced_loss(intrinsic + self.lambdaC * contextual)
 
     def _walks(self, points: Tensor) -> Tensor:
         """Return the weights (P, P) of the ends of random walks from items and proxies (P, C)."""

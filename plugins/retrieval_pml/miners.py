@@ -172,6 +172,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
             allowed_pos_range: the smallest and largest distance of a positive that may be chosen.
             allowed_neg_range: the smallest and largest distance of a negative that may be chosen.
         """,
+        without=("pos_strategy", "neg_strategy"),
         allowed_pos_range=Range,
         allowed_neg_range=Range,
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -61,6 +60,11 @@ Any other parameter has the type of its default value.
 """
 NAMES = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
 """The framework sets these upstream parameters itself, under the names on the right."""
+HIDDEN = ("aggregation_func", "collect_stats", "is_inverted", "mat_based_loss")
+"""Upstream parameters that no part offers.
+
+They are for upstream's own loggers, or its classes set them when they call their base classes.
+"""
 FIXED = ("distance",)
 """Value of `without` for a part whose formula holds for one distance only."""
 
@@ -122,8 +126,8 @@ def offer(
 ) -> Callable[..., Any]:
     """Return a factory of a class of pytorch-metric-learning, or of a subclass.
 
-    The factory offers an upstream parameter, with its default, if the docstring, `MEANINGS` or
-    `NAMES` lists it. If the number of classes is passed, a loss checks labels against it.
+    The factory offers the upstream parameters with their defaults, except `HIDDEN` and `without`.
+    If the number of classes is passed, a loss checks labels against it.
 
     Args:
         cls: the class.
@@ -132,15 +136,13 @@ def offer(
         miner: whether a loss accepts a miner's indices.
         rows: how a loss can be divided among processes; see `retrieval.plugin.Rows`.
         similarity: whether `distance` must be a similarity (true) or must not be one (false).
-        without: parameters of `MEANINGS` that are offered only if the docstring lists them.
+        without: upstream parameters that the factory does not offer.
         types: types by parameter; they override `TYPES` and the types of the defaults.
     """
-    text = inspect.cleandoc(doc or cls.__doc__)
     offered = {
         name: default
         for name, default in _upstream_parameters(cls).items()
-        if f"\n    {NAMES.get(name, name)}: " in text
-        or (name in (*NAMES, *NAMES.values(), *MEANINGS) and name not in without)
+        if name not in (*HIDDEN, *without)
     }
     empty = inspect.Parameter.empty
     order = [*(x for x in offered if x not in MEANINGS), *(x for x in MEANINGS if x in offered)]
@@ -167,7 +169,7 @@ def offer(
     make.__qualname__ = cls.__name__
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": cls}
-    make.__doc__ = _documented(text, [p.name for p in parameters])
+    make.__doc__ = _documented(inspect.cleandoc(doc or cls.__doc__), [p.name for p in parameters])
     return traits(**takes)(make) if built is not cls else make
 
 
@@ -228,7 +230,7 @@ def _documented(text: str, parameters: list[str]) -> str:
     lines = [
         f"    {name}: {MEANINGS[name]}"
         for name in parameters
-        if name in MEANINGS and not re.search(rf"\n    {name}: ", text)
+        if name in MEANINGS and f"\n    {name}: " not in text
     ]
     if lines and "\nArgs:\n" not in text:
         text += "\n\nArgs:"
@@ -249,20 +251,3 @@ def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
     if offset is not None:
         positive.diagonal(offset).fill_(False)
     return positive, negative
-
-
-def losses_of(
-    losses: Tensor, indices: Any, kind: str = "element", name: str = "loss"
-) -> dict[str, dict[str, Any]]:
-    """Return losses and the indices of their items, in the format of upstream's reducers."""
-    return {name: {"losses": losses, "indices": indices, "reduction_type": kind}}
-
-
-def element(losses: Tensor) -> dict[str, dict[str, Any]]:
-    """Return one loss per item (N,), in the format of upstream's reducers."""
-    return losses_of(losses, torch.arange(len(losses), device=losses.device))
-
-
-def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
-    """Return a scalar loss, in the format of upstream's reducers."""
-    return losses_of(loss, None, "already_reduced")

@@ -9,7 +9,7 @@ import torch
 from pytorch_metric_learning import distances, losses
 from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import first_row
+from retrieval.plugin import first_row, item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,11 +18,8 @@ from retrieval_pml.offers import (
     NonNegative,
     Positive,
     cosines_within,
-    element,
     label_masks,
-    losses_of,
     offer,
-    reduced,
 )
 
 
@@ -138,7 +135,7 @@ class ThresholdConsistentMarginLoss(losses.ThresholdConsistentMarginLoss):
         mat = self.distance(embeddings, ref_emb)
         excesses = self.margin_plus - mat[a1, p], mat[a2, n] - self.margin_minus
         plus, minus = (x.relu().sum() / (x >= 0).sum().clamp(min=1) for x in excesses)
-        return reduced(self.lambda_plus * plus + self.lambda_minus * minus)
+        return reduced_loss(self.lambda_plus * plus + self.lambda_minus * minus)
 
 
 class LiftedStructureLoss(losses.LiftedStructureLoss):
@@ -244,7 +241,7 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
 
     def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
         if first_row() is not None and not bool(pos_mask.any()):
-            return element(mat.sum(1) * 0)  # other rows of the batch may have positives
+            return item_losses(mat.sum(1) * 0)  # other rows of the batch may have positives
         return super()._compute_loss(mat, pos_mask, neg_mask)
 
 

@@ -22,6 +22,7 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
             p: norm by which embeddings are scaled to length 1. Only 2 gives cosines.
             power: exponent of the similarity. An even exponent loses the sign.
         """,
+        without=("normalize_embeddings",),
     ),
     "dot_product_similarity": offer(
         distances.DotProductSimilarity,
@@ -141,7 +142,9 @@ def multiple(
 
 
 REDUCERS: Mapping[str, Callable[..., Any]] = {
-    "avg_non_zero": offer(reducers.AvgNonZeroReducer, "The mean of the losses above 0."),
+    "avg_non_zero": offer(
+        reducers.AvgNonZeroReducer, "The mean of the losses above 0.", without=("low", "high")
+    ),
     "class_weighted": class_weighted,
     "divisor": offer(DivisorReducer),
     "mean": offer(reducers.MeanReducer, "The mean of the losses."),

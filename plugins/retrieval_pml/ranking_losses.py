@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import loss_and_miner_utils
+from retrieval.plugin import item_losses, losses_of, reduced_loss
 from torch import Tensor
 
 from retrieval_pml.offers import (
@@ -17,10 +18,7 @@ from retrieval_pml.offers import (
     NonNegative,
     Positive,
     Share,
-    element,
-    losses_of,
     offer,
-    reduced,
 )
 
 
@@ -55,7 +53,7 @@ class SmoothAPLoss(losses.SmoothAPLoss):
         if len(kept) == 0:
             return self.zero_losses()
         weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
-        return losses_of((loss * weights)[kept], kept)
+        return losses_of((loss * weights)[kept], kept, "element")
 
 
 class PNPLoss(losses.PNPLoss):
@@ -94,7 +92,7 @@ class PNPLoss(losses.PNPLoss):
         elif self.variant == "Ib":
             cost = (self.b * negatives - torch.log(1 + self.b * negatives)) / self.b**2
         loss = (mat.new_zeros(len(mat)).index_add(0, query, cost) / same.sum(1)).mean()
-        return reduced(1 - loss if self.variant == "Dq" else loss)
+        return reduced_loss(1 - loss if self.variant == "Dq" else loss)
 
 
 class HistogramLoss(losses.HistogramLoss):
@@ -119,7 +117,7 @@ class HistogramLoss(losses.HistogramLoss):
         mat = self.distance(embeddings)
         positive = self.compute_density(mat[_unordered(a1, p)])
         negative = self.compute_density(mat[_unordered(a2, n)])
-        return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
+        return reduced_loss(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
         """Return the soft histogram of cosines (N,): a weight for each edge of a bin, (bins + 1,).
@@ -162,7 +160,7 @@ class InstanceLoss(losses.InstanceLoss):
         logits = self.distance(embeddings) * self.gamma
         same = labels.unsqueeze(1) == labels.unsqueeze(0)
         same_logits = logits.masked_fill(~same, -torch.inf)
-        return element(torch.logsumexp(logits, 1) - torch.logsumexp(same_logits, 1))
+        return item_losses(torch.logsumexp(logits, 1) - torch.logsumexp(same_logits, 1))
 
 
 class NCALoss(losses.NCALoss):
@@ -203,7 +201,7 @@ class NCALoss(losses.NCALoss):
         logits, same = logits[kept], same[kept]
         neighbours = torch.logsumexp(logits.masked_fill(~same, -torch.inf), 1)
         loss = torch.logsumexp(logits, 1) - neighbours
-        return losses_of(loss * weights[kept], kept)
+        return losses_of(loss * weights[kept], kept, "element")
 
 
 class ProxyNCALoss(losses.ProxyNCALoss):

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import Rows, Sums, summed
+from retrieval.plugin import Rows, Sums, losses_of, reduced_loss, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, NonNegative, Share, label_masks, losses_of, offer, reduced
+from retrieval_pml.offers import FIXED, NonNegative, Share, label_masks, offer
 
 TRIPLETS = 2**18
 """Number of triplets that are in memory at a time."""
@@ -81,7 +81,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         if isinstance(self.reducer, Sums):
             return {"loss": summed(total, count)}
         mean = type(reducer) is not reducers.SumReducer
-        return reduced(total / count.clamp(min=1) if mean else total)
+        return reduced_loss(total / count.clamp(min=1) if mean else total)
 
 
 _SUMMABLE = (
@@ -200,12 +200,9 @@ class MarginLoss(losses.MarginLoss):
         scale = (divisor > 0) / divisor.clamp(min=1)
         penalty = self.compute_reg_loss(beta, None, divisor)
         if self.learn_beta and len(beta) > 1:
-            penalty = reduced((edge * triplets).sum() * self.nu * scale)["loss"]
+            penalty = reduced_loss((edge * triplets).sum() * self.nu * scale)["loss"]
         total = (pull * negatives + push * positives).sum() * scale
-        return {
-            **losses_of(total, None, "already_reduced", "margin_loss"),
-            "beta_reg_loss": penalty,
-        }
+        return {**reduced_loss(total, "margin_loss"), "beta_reg_loss": penalty}
 
 
 class AngularLoss(losses.AngularLoss):

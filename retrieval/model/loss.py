@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +20,8 @@ Reducer = Annotated[nn.Module | None, Part("reducers")]
 """Type of a loss's parameter `reducer: Reducer = None`, which a recipe sets by name."""
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Indices, int64: anchors and their positives, anchors and their negatives."""
+Losses = dict[str, dict[str, Any]]
+"""Losses by name, in the format that reducers take; see `losses_of`."""
 
 
 class CheckedLoss(BaseMetricLossFunction):
@@ -37,6 +40,7 @@ class CheckedLoss(BaseMetricLossFunction):
     """
 
     known_classes: int | None = None
+    zero_losses: Callable[[], Losses]
 
     def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
         super().__init__(distance=distance, reducer=reducer)
@@ -137,6 +141,28 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
     """Return a sub-loss of 0 with a gradient of 0, in the format that reducers take."""
     zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
+
+
+def losses_of(losses: Tensor, indices: Any, kind: str, name: str = "loss") -> Losses:
+    """Return the losses of items, pairs or triplets, in the format that reducers take.
+
+    Args:
+        losses: (K,).
+        indices: the rows (K,) of the items, or a tuple of such tensors for pairs and triplets.
+        kind: "element", "pos_pair", "neg_pair" or "triplet".
+        name: name of the losses.
+    """
+    return {name: {"losses": losses, "indices": indices, "reduction_type": kind}}
+
+
+def item_losses(losses: Tensor) -> Losses:
+    """Return one loss per item of the batch (B,), in the format that reducers take."""
+    return losses_of(losses, torch.arange(len(losses), device=losses.device), "element")
+
+
+def reduced_loss(loss: Tensor, name: str = "loss") -> Losses:
+    """Return a scalar loss, in the format that reducers take."""
+    return losses_of(loss, None, "already_reduced", name)
 
 
 def reads_at_once(device: torch.device) -> bool:
