@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError, listed
+from retrieval.host.arrays import Array, Floats32
 from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
@@ -49,7 +49,7 @@ from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter
 from retrieval.serving.sessions import ahead
 from retrieval.serving.store.address import IndexPlace
-from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -326,7 +326,7 @@ def _changes(
 
 
 def _same_content(
-    source: Source, known: Item, features: Floats | None, limits: Limits
+    source: Source, known: Item, features: Floats32 | None, limits: Limits
 ) -> str | None:
     """Return the stamp of an item whose content is that in the index, or None if it differs."""
     digest = _digest(known.stamp)
@@ -478,7 +478,7 @@ def embed(
     while batch := list(islice(entries, options.batch_size)):
         inputs = [inputs for _, fault, inputs in batch if fault is None]
         failed = failed or (strict and len(inputs) < len(batch))
-        arrays: dict[str, Floats] = {}
+        arrays: dict[str, Floats32] = {}
         if inputs and not failed:
             arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
         rows = iter(range(len(inputs)))
@@ -514,7 +514,7 @@ def _decoded(bundle: Bundle, options: Options, entry: tuple[Item, str, Original]
 
 def _decode_item(
     bundle: Bundle, item: Item, name: str, original: Original, options: Options
-) -> tuple[Item, NDArray[Any]]:
+) -> tuple[Item, Array]:
     """Decode an original; return the item with the original's sizes, and the encoder's input."""
     if isinstance(original, DataError):
         raise original
@@ -542,8 +542,8 @@ def _decode_item(
 
 
 def arrays_of(
-    bundle: Bundle, inputs: NDArray[Any], batch_size: int, keep_features: bool
-) -> dict[str, Floats]:
+    bundle: Bundle, inputs: Array, batch_size: int, keep_features: bool
+) -> dict[str, Floats32]:
     """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""
     if not keep_features:
         return by_name(bundle.encode(inputs, batch_size=batch_size))
@@ -551,12 +551,12 @@ def arrays_of(
     return by_name(bundle.encode_features(features, batch_size=batch_size), features)
 
 
-def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
+def by_name(encoded: Encoded, features: Floats32 | None = None) -> dict[str, Floats32]:
     """Return encoded arrays (n, width) and optional features (n, F) by name."""
     arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def row_of(arrays: Mapping[str, Floats], row: int) -> dict[str, Floats]:
+def row_of(arrays: Mapping[str, Floats32], row: int) -> dict[str, Floats32]:
     """Return the row `row` of each array."""
     return {name: values[row] for name, values in arrays.items()}

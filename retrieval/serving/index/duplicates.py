@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter
 from retrieval.serving.index.adding import short_repr
 from retrieval.serving.merging import Distances, measured, measured_alone
 from retrieval.serving.progress import Meter
-from retrieval.serving.store.contract import CODE, VECTOR, Item
+from retrieval.serving.store.contract import CODE, VECTOR, Floats, Item
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -57,21 +58,12 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
             equal.setdefault(_hash(item), []).append(item.id)
     copies = {ids[0]: ids[1:] for ids in equal.values()}
     parent: dict[str, str] = {}  # a union-find forest of ids
-    largest: dict[str, float] = {}  # largest distance of two neighbours in a root's group
+    farthest: dict[str, float] = {}  # largest distance between an item and its neighbours
 
     def root(id: str) -> str:
         while parent.setdefault(id, id) != id:
             parent[id] = id = parent[parent[id]]
         return id
-
-    def join(id: str, neighbour_ids: Iterable[str], distance: float) -> None:
-        lower = root(id)
-        for other in neighbour_ids:
-            if parent.get(other) != lower:
-                lower, upper = sorted((lower, root(other)))
-                parent[upper] = lower
-                distance = max(distance, largest.get(upper, 0))
-        largest[lower] = max(distance, largest.get(lower, 0))
 
     with Meter("comparing", index.store.count(filter), "items") as meter:
         for page in _pages(index, filter):
@@ -79,18 +71,29 @@ def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[
             counts = [len(copies[item.id]) for item in items]
             answers = _neighbours(index, items, counts, within, filter)
             for item, (ids, distance) in zip(items, answers, strict=True):
-                join(item.id, ids, distance)
-                if copies[item.id] and (own := float(_distances(index, item, [item])[0])) <= within:
-                    join(item.id, copies[item.id], own)
+                if copies[item.id]:
+                    # A rescorer may give equal items a distance above 0.
+                    own = float(_distances(index.bundle, item, _stacked([item]))[0])
+                    if own <= within:
+                        ids += copies[item.id]
+                        distance = max(distance, own)
+                farthest[item.id] = distance
+                lower = root(item.id)
+                for id in ids:
+                    if parent.get(id) != lower:
+                        lower, upper = sorted((lower, root(id)))
+                        parent[upper] = lower
             meter.update(len(page))
     members: dict[str, list[str]] = {}
     for id in sorted(parent):
         members.setdefault(root(id), []).append(id)
-    groups = [
-        Duplicates(tuple(ids), largest[id], _widest(index, ids, copies, largest[id]))
-        for id, ids in members.items()
-        if len(ids) > 1
-    ]
+    groups = []
+    for ids in members.values():
+        if len(ids) > 1:
+            different = [id for id in ids if id in copies]
+            largest = max(farthest[id] for id in different)
+            widest = _widest(index, different, largest)
+            groups.append(Duplicates(tuple(ids), largest, widest))
     return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
@@ -101,24 +104,28 @@ def _hash(item: Item) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _widest(index: Index, ids: list[str], copies: Mapping[str, object], largest: float) -> float:
+def _widest(index: Index, ids: Sequence[str], largest: float) -> float:
     """Return the largest distance between items; `largest` is that between neighbours."""
-    different = [id for id in ids if id in copies]
-    if len(different) <= 2:
+    items = [item for item in index.store.get(ids, arrays=True).values() if item.arrays]
+    if len(items) <= 2:
         return largest
-    items = [item for item in index.store.get(different, arrays=True).values() if item.arrays]
+    arrays = _stacked(items)
     step = -(-len(items) // _MAX_COMPARED)
-    return max(largest, *(float(_distances(index, item, items).max()) for item in items[::step]))
+    return max(
+        largest, *(float(_distances(index.bundle, item, arrays).max()) for item in items[::step])
+    )
 
 
-def _distances(index: Index, query: Item, items: Sequence[Item]) -> Distances:
-    """Return the distances (n,) between an item and others."""
-    codes = None
-    if CODE in query.arrays:
-        codes = np.stack([item.arrays[CODE] for item in items])
-    vectors = np.stack([item.vector for item in items])
+def _stacked(items: Sequence[Item]) -> dict[str, Floats]:
+    """Return the arrays (n, width) of items by name."""
+    return {name: np.stack([item.arrays[name] for item in items]) for name in items[0].arrays}
+
+
+def _distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Distances:
+    """Return the distances (n,) between an item and others, of which `arrays` are the arrays."""
+    vectors, codes = arrays[VECTOR], arrays.get(CODE)
     code = query.arrays.get(CODE)
-    return measured(index.bundle, query.vector, code, vectors, codes, len(items))
+    return measured(bundle, query.vector, code, vectors, codes, len(vectors))
 
 
 def _neighbours(
@@ -137,12 +144,9 @@ def _neighbours(
         unfinished = []
         for row, group in zip(rows, answers, strict=True):
             item, size = items[row], len(group.items)
-            code, codes = item.arrays.get(CODE), group.arrays.get(CODE)
-            if group.distances is not None and measured_alone(bundle):
-                distances = group.distances
-            else:
-                vectors = group.arrays[VECTOR]
-                distances = measured(bundle, item.vector, code, vectors, codes, size)
+            distances = group.distances
+            if distances is None or not measured_alone(bundle):
+                distances = _distances(bundle, item, group.arrays)
             near = np.flatnonzero(distances <= within).tolist()
             if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:
                 unfinished.append(row)  # the item may have more neighbours

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from retrieval.errors import StoreError
-from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
+from retrieval.host.arrays import Bools, Floats32, Ints
+from retrieval.serving.index.index_backend import IndexBackend
 from retrieval.serving.runtime import load_faiss
 
 # From this many queries on, FAISS computes distances by a matrix product (BLAS). For fewer queries,
@@ -97,11 +97,11 @@ class FaissBackend(IndexBackend):
         self._index: Any = None
         self._gpu_index: Any = None
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+    def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
         self._build(vectors, np.arange(len(vectors)), report)
 
-    def _build(self, vectors: Floats, rows: Rows, report: Callable[[int], object]) -> None:
+    def _build(self, vectors: Floats32, rows: Ints, report: Callable[[int], object]) -> None:
         """Build over some rows of the vectors."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
@@ -119,7 +119,7 @@ class FaissBackend(IndexBackend):
         """Return an empty FAISS index for `count` vectors of `width` numbers."""
         raise NotImplementedError
 
-    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    def search(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         """Search on the GPU if possible, else on the CPU; see `IndexBackend`."""
         if self._gpu_index is not None and k <= self.most_on_gpu:
             with on_the_gpu(self._index.ntotal, self._index.d):
@@ -127,9 +127,7 @@ class FaissBackend(IndexBackend):
             return np.sqrt(np.maximum(squared, 0)), rows
         return self._searched(queries, k, self._parameters(k))
 
-    def search_selected(
-        self, queries: Floats, k: int, keep: NDArray[np.bool_]
-    ) -> tuple[Floats, Rows]:
+    def search_selected(self, queries: Floats32, k: int, keep: Bools) -> tuple[Floats32, Ints]:
         """Search the vectors that `keep` selects, always on the CPU; see `IndexBackend`."""
         faiss = load_faiss()
         bits = np.packbits(keep, bitorder="little")
@@ -137,14 +135,14 @@ class FaissBackend(IndexBackend):
         parameters.sel = faiss.IDSelectorBitmap(len(keep), faiss.swig_ptr(bits))
         return self._searched(queries, k, parameters)
 
-    def _searched(self, queries: Floats, k: int, parameters: Any) -> tuple[Floats, Rows]:
+    def _searched(self, queries: Floats32, k: int, parameters: Any) -> tuple[Floats32, Ints]:
         # Training libraries import faiss.contrib.torch_utils, whose `search` lacks `params`.
         search = getattr(self._index, "search_numpy", self._index.search)
         squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
 
-    def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k)
+    def _searched_on_gpu(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
+        hits: tuple[Floats32, Ints] = self._gpu_index.search(queries, k)
         return hits
 
     def _parameters(self, k: int) -> Any:
@@ -170,7 +168,7 @@ class FaissBackend(IndexBackend):
                     raise failure[0] from None
                 raise
 
-    def load(self, path: Path, vectors: Floats) -> None:
+    def load(self, path: Path, vectors: Floats32) -> None:
         """Read the index and copy it to a GPU if possible; see `IndexBackend`."""
         faiss, index = load_faiss(), self._read(path)
         if (index.ntotal, index.d) != vectors.shape:
@@ -208,7 +206,7 @@ class FaissBackend(IndexBackend):
             raise StoreError(f"It is a {type(index).__name__}, which this back end does not write.")
         return index
 
-    def _prepare(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats32) -> None:
         """Raise a `StoreError` for an index that `build` cannot have made; attach its vectors."""
 
     def _fits_gpu(self, index: Any) -> bool:
@@ -230,12 +228,12 @@ class Flat(FaissBackend):
         return load_faiss().IndexFlatL2(width)
 
 
-def originals_of(vectors: Floats) -> Rows:
+def originals_of(vectors: Floats32) -> Ints:
     """Return the first row that equals each row of vectors (N, P), often the row itself."""
     hashes = (hashlib.blake2b(row + 0.0, digest_size=16).digest() for row in vectors)  # 0 for −0
     table = np.fromiter(hashes, "S16", len(vectors))
     _, first, place = np.unique(table, return_index=True, return_inverse=True)
-    originals: Rows = first[place]
+    originals: Ints = first[place]
     return originals
 
 
@@ -267,7 +265,7 @@ class Hnsw(FaissBackend):
         self._copies = self._originals = np.empty(0, np.int64)
         self._copies_of: dict[int, list[int]] = {}
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+    def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Build the graph over all different vectors; see `IndexBackend`."""
         originals = originals_of(vectors)
         rows = np.flatnonzero(originals == np.arange(len(vectors)))
@@ -276,7 +274,7 @@ class Hnsw(FaissBackend):
             self._add_copies(rows, originals)
             report(len(vectors) - len(rows))
 
-    def _add_copies(self, rows: Rows, originals: Rows) -> None:
+    def _add_copies(self, rows: Ints, originals: Ints) -> None:
         """Insert the copies of a graph's vectors; see the class.
 
         Args:
@@ -304,7 +302,7 @@ class Hnsw(FaissBackend):
         index.hnsw.efConstruction, index.hnsw.efSearch = self.ef_construction, self.ef_search
         return index
 
-    def _prepare(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats32) -> None:
         """Attach the vectors; the file holds only the links between them."""
         if index.storage is not None:
             raise StoreError("It holds vectors of its own, which this back end does not write.")
@@ -329,21 +327,19 @@ class Hnsw(FaissBackend):
         for copy, original in zip(self._copies.tolist(), self._originals.tolist(), strict=True):
             self._copies_of.setdefault(original, []).append(copy)
 
-    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    def search(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         """Search the graph, and add the copies of its rows; see `IndexBackend`."""
         return self._with_copies(*super().search(queries, k))
 
-    def search_selected(
-        self, queries: Floats, k: int, keep: NDArray[np.bool_]
-    ) -> tuple[Floats, Rows]:
+    def search_selected(self, queries: Floats32, k: int, keep: Bools) -> tuple[Floats32, Ints]:
         """Search also for originals of which a copy is selected; see `IndexBackend`."""
         wider = keep.copy()
         wider[self._originals[keep[self._copies]]] = True
         return self._with_copies(*super().search_selected(queries, k, wider), keep)
 
     def _with_copies(
-        self, distances: Floats, rows: Rows, keep: NDArray[np.bool_] | None = None
-    ) -> tuple[Floats, Rows]:
+        self, distances: Floats32, rows: Ints, keep: Bools | None = None
+    ) -> tuple[Floats32, Ints]:
         """Insert copies after their originals in rows (Q, k), and cut them to k.
 
         With `keep` (N,), leave out the rows that it does not keep.
@@ -392,7 +388,7 @@ class Cagra(Hnsw):
         super().__init__(degree // 2, ef_construction, ef_search)
         self.degree = degree
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+    def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Build the graph, on a GPU if FAISS finds one; see `IndexBackend`."""
         if gpus_found() == 0 or len(vectors) <= self.degree:
             super().build(vectors, report)
@@ -419,11 +415,11 @@ class Cagra(Hnsw):
         """Return whether a GPU built the graph; CAGRA refuses the gaps in a CPU's links."""
         return bool(index.base_level_only)
 
-    def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    def _searched_on_gpu(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         parameters = load_faiss().SearchParametersCagra()
         width = max(k, min(self.ef_search, self.most_on_gpu))
         parameters.itopk_size = -(-width // 32) * 32  # must be a multiple of 32
-        hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
+        hits: tuple[Floats32, Ints] = self._gpu_index.search(queries, k, params=parameters)
         return hits
 
 
@@ -470,7 +466,7 @@ class Ivf(ListsBackend):
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().index_factory(width, f"IVF{self._lists_of(count)},Flat")
 
-    def _prepare(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats32) -> None:
         check_lists(index, 4 * index.d)
 
 
@@ -513,7 +509,7 @@ class IvfPq(ListsBackend):
         index.pq.cp.min_points_per_centroid = 1
         return index
 
-    def _prepare(self, index: Any, vectors: Floats) -> None:
+    def _prepare(self, index: Any, vectors: Floats32) -> None:
         check_lists(index, index.pq.code_size)
         if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
             raise StoreError("Its codes do not fit the width of its vectors.")

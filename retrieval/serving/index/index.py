@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, overload
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Image
 
 from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.host.arrays import Array, Floats32
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
@@ -20,7 +20,6 @@ from retrieval.serving.index.adding import Added, Options, Summary, add_images, 
 from retrieval.serving.index.creating import create
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.hits import Hit, Hits
-from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
 from retrieval.serving.merging import measured, measured_alone, merged
 from retrieval.serving.progress import Progress, showing
@@ -282,8 +281,8 @@ class Index:
     def _ranked(
         self,
         bundle: Bundle,
-        query: Floats,
-        code: Floats | None,
+        query: Floats32,
+        code: Floats32 | None,
         group: Candidates,
         k: int,
         count: int,
@@ -420,7 +419,7 @@ class Index:
         self.require_open()
         return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
 
-    def vector(self, id: str) -> Floats:
+    def vector(self, id: str) -> Floats32:
         """Return the stored vector (P,) of an item.
 
         Raises:
@@ -529,7 +528,7 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
     return store_place(place, plugins).open()
 
 
-def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
+def _query_arrays(bundle: Bundle, queries: Encoded | Array) -> tuple[Floats32, Floats32 | None]:
     """Return query vectors (Q, P), and codes (Q, C) if the bundle has a rescorer.
 
     NaN and infinity pass; the store refuses them.
@@ -571,7 +570,7 @@ def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     return max(minimum, candidates or (rescorer.candidates if rescorer else 0))
 
 
-def _cut(proposed: Candidates, query: Floats, count: int) -> Candidates:
+def _cut(proposed: Candidates, query: Floats32, count: int) -> Candidates:
     """Return the `count` nearest candidates by Euclidean distance, still sorted by id."""
     if len(proposed.items) <= count:
         return proposed

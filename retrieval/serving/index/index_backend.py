@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
+from retrieval.host.arrays import Bools, Floats32, Ints
 from retrieval.host.plugin_calls import calling
 from retrieval.serving.store.search import nearest
 
-Floats = NDArray[np.float32]
-Rows = NDArray[np.int64]
 _MAX_RECALL_QUERIES = 200
 
 
@@ -35,7 +33,7 @@ class IndexBackend(ABC):
     """
 
     @abstractmethod
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+    def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Build the structure over vectors.
 
         Args:
@@ -45,7 +43,7 @@ class IndexBackend(ABC):
         """
 
     @abstractmethod
-    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    def search(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         """Return the nearest vectors of each query, nearest first.
 
         The method must be thread-safe and must not change the back end. The distances may be
@@ -65,9 +63,7 @@ class IndexBackend(ABC):
         """Whether `search_selected` is implemented; otherwise filtered searches are exact."""
         return type(self).search_selected is not IndexBackend.search_selected
 
-    def search_selected(
-        self, queries: Floats, k: int, keep: NDArray[np.bool_]
-    ) -> tuple[Floats, Rows]:
+    def search_selected(self, queries: Floats32, k: int, keep: Bools) -> tuple[Floats32, Ints]:
         """Search only the vectors that `keep` (N,) selects; otherwise like `search`.
 
         A back end need not implement it.
@@ -82,7 +78,7 @@ class IndexBackend(ABC):
         """
 
     @abstractmethod
-    def load(self, path: Path, vectors: Floats) -> None:
+    def load(self, path: Path, vectors: Floats32) -> None:
         """Read a file that `save` wrote; the store has verified its checksum.
 
         The back end may keep a memory map of the file, and may move its data to a GPU.
@@ -109,11 +105,11 @@ def using(name: str, doing: str) -> AbstractContextManager[None]:
 def checked_search(
     backend: IndexBackend,
     name: str,
-    queries: Floats,
+    queries: Floats32,
     k: int,
     count: int,
-    keep: NDArray[np.bool_] | None = None,
-) -> Rows:
+    keep: Bools | None = None,
+) -> Ints:
     """Search a back end of `count` vectors with queries (Q, P), and check its answer.
 
     `keep` (count,) is True for the vectors to search; `None` searches all. Returns the row numbers
@@ -147,7 +143,7 @@ def checked_search(
     return rows.astype(np.int64, copy=False)
 
 
-def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
+def recall_at_10(backend: IndexBackend, name: str, vectors: Floats32) -> float:
     """Return the share of the exact ten nearest neighbours that `backend` finds.
 
     Up to 200 of the vectors (N, P), over which the back end was built, are the queries. A query

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
+from retrieval.host.arrays import Floats32
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.index.locations import Source, shown
 from retrieval.serving.store.items import check_id
@@ -78,9 +78,7 @@ def refuse_many(path: Path, rows: int) -> None:
         )
 
 
-def vectors_of(
-    path: Path, column: Any, number: int, width: int | None = None
-) -> NDArray[np.float32]:
+def vectors_of(path: Path, column: Any, number: int, width: int | None = None) -> Floats32:
     """Return a column of lists of numbers as an array (n, width).
 
     `width` is the first list's length by default. Error messages count rows from `number`.
@@ -222,7 +220,7 @@ class Table:
                     " table with smaller row groups."
                 )
 
-    def sources(self, first: int = 0) -> Iterator[tuple[list[Source], NDArray[np.float32]]]:
+    def sources(self, first: int = 0) -> Iterator[tuple[list[Source], Floats32]]:
         """Yield all rows in blocks: their items, and their features (n, F).
 
         F is 0 in a table of images. In a table of features, `Source.row` counts from `first`.

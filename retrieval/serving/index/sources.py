@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.errors import DataError, listed
+from retrieval.host.arrays import Array, Floats32
 from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
@@ -26,7 +26,7 @@ from retrieval.serving.index.parquet import (
     label_text,
     refuse_many,
 )
-from retrieval.serving.store.items import Floats, Item, Keep
+from retrieval.serving.store.items import Item, Keep
 
 _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
@@ -188,7 +188,9 @@ def _features(places: list[Path]) -> Sources:
         return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
-def _blocks(place: Path, first: int, left_out: list[str]) -> Iterator[tuple[list[Source], Floats]]:
+def _blocks(
+    place: Path, first: int, left_out: list[str]
+) -> Iterator[tuple[list[Source], Floats32]]:
     """Yield the items of a file and their features (n, F) in blocks; extend `left_out`."""
     if is_table(place.name):
         with Table(place, "features") as table:
@@ -213,7 +215,7 @@ def _checked_width(place: Path, width: int, earlier: int) -> int:
 
 
 @contextmanager
-def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, NDArray[Any]]]:
+def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, Array]]:
     """Context manager that opens an `.npz` file, to read the arrays `names`; nothing is unpickled.
 
     Raises:
@@ -242,7 +244,7 @@ def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, NDArra
         ) from None
 
 
-def _npz(path: Path, first: int) -> tuple[list[Source], Floats]:
+def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
     """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
     with npz_file(path, ("features", "vectors", "labels", "keys")) as file:
         name = next((name for name in ("features", "vectors") if name in file), None)
@@ -293,7 +295,7 @@ def _refuse_huge(path: Path, archive: zipfile.ZipFile, names: Collection[str]) -
 
 
 def originals(
-    sources: Iterable[Source], features: Floats | None, keep: Keep = "reference"
+    sources: Iterable[Source], features: Floats32 | None, keep: Keep = "reference"
 ) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
@@ -306,11 +308,11 @@ def originals(
         yield item, source.name, _original(source, features)
 
 
-def _original(source: Source, features: Floats | None) -> Original:
+def _original(source: Source, features: Floats32 | None) -> Original:
     if features is None:
         assert source.path is not None  # only items of a folder of embeddings lack a path
         return source.path
-    row: Floats = features[source.row]
+    row: Floats32 = features[source.row]
     if np.isfinite(row).all():
         return row
     return DataError(
