@@ -256,6 +256,8 @@ def test_images_from_memory_are_added(index, photos):
     assert index.add(images=255 - pixels, ids=["a"], **quiet).changed == 1
     with pytest.raises(retrieval.errors.DataError, match="2 images need as many ids, not 1"):
         index.add(images=[pixels, pixels], ids=["c"])
+    with pytest.raises(retrieval.errors.DataError, match=r"^1 image needs as many ids, not 0: "):
+        index.add(images=pixels)
     says = r"1 of 2 items .*\n.*images\[1\]: an image"
     with pytest.raises(retrieval.errors.DataError, match=says):
         index.add(images=[pixels, 5], ids=["c", "d"], **quiet)

@@ -128,7 +128,10 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
             "text in 'note' has more than 1,000,000",
         ),
         ({"path": ["a.png"], "note": ["a\0b"]}, "row 0: metadata.note has a NUL character"),
-        ({"path": ["a.png", "b.png"], "id": ["x", "x"]}, "'x' is the id of 2 items"),
+        (
+            {"path": ["a.png", "b.png"], "id": ["x", "x"]},
+            "'x' is the id of 2 items(.|\n)*the column 'key' or 'id'",
+        ),
         ({"path": pa.array([], pa.string())}, "lists no item"),
     ],
 )
@@ -280,3 +283,43 @@ def test_vectors_of_an_extension_type(makers, tmp_path, stranger):
             DataError, match=r"'features' must be a list of numbers, not extension<"
         ):
             create_index(tmp_path / "i", bundle, [path], progress=False)
+
+
+class Pixels(pa.ExtensionType):
+    """A type of somebody's own, whose values are lists of numbers."""
+
+    def __init__(self):
+        super().__init__(pa.list_(pa.float32()), "tests.pixels")
+
+    def __arrow_ext_serialize__(self):
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage, serialized):
+        return cls()
+
+
+def test_lists_of_an_extension_type_are_vectors_whether_or_not_it_is_registered(tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    rows = pa.array(vectors.tolist(), pa.list_(pa.float32()))
+    column = pa.ExtensionArray.from_storage(Pixels(), rows)
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"features": column}), path)
+    assert np.array_equal(collect([path], "features").features, vectors)
+    pa.register_extension_type(Pixels())
+    try:
+        assert pq.read_schema(path).field("features").type == Pixels()
+        assert np.array_equal(collect([path], "features").features, vectors)
+    finally:
+        pa.unregister_extension_type("tests.pixels")
+
+
+def test_only_the_new_rows_of_a_longer_table_are_encoded(makers, tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    bundle = makers.make_bundle(tmp_path / "bundle", kind="features")
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"features": list(vectors[:5])}), path)
+    with created(tmp_path / "i", bundle, [path]) as index:
+        pq.write_table(pa.table({"features": list(vectors)}), path, row_group_size=3)
+        added = index.add(path, progress=False)
+    assert (added.added, added.changed, added.unchanged) == (3, 0, 5)

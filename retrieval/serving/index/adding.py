@@ -165,9 +165,11 @@ def add_sources(
     collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
     refuse_twice(item.key for item in collected.items)
     writer = _Writer(index, strict=whole and not options.skip_bad)
+    changed = 0
     for attempt in range(_MAX_ATTEMPTS):
-        new, rewritten, changed = _changes(index, collected, options.limits)
         try:
+            new, rewritten = _changes(index, collected, options.limits)
+            changed += rewritten
             if vectors:
                 results = vectors.embedded(new)
             else:
@@ -183,7 +185,6 @@ def add_sources(
     faults, count = writer.faults, len(collected.items)
     if whole and faults and len(faults) == count:
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
-    _rewrite(index, rewritten)
     removed = 0
     if sync and not faults:
         removed = _remove_others(index, {item.key for item in collected.items})
@@ -193,7 +194,7 @@ def add_sources(
     return Added(
         added=writer.added,
         changed=writer.changed + changed,
-        unchanged=count - len(new) - changed,
+        unchanged=count - writer.added - writer.changed - len(faults) - changed,
         removed=removed,
         skipped=tuple(faults),
         repeated=collected.repeated,
@@ -221,8 +222,8 @@ def add_images(
     for name, values in {"ids": ids, "labels": labels, "metadata": metadata}.items():
         if len(values) != count:
             raise DataError(
-                f"{count:,} images need as many {name}, not {len(values):,}:"
-                f" index.add(images=…, {name}=…)."
+                f"{count:,} {'image needs' if count == 1 else 'images need'} as many {name}, not"
+                f" {len(values):,}: index.add(images=…, {name}=…)."
             )
     keep: Keep = "nothing" if options.keep == "reference" else options.keep
     items = [
@@ -285,30 +286,27 @@ def refuse_twice(ids: Iterable[str]) -> None:
     if twice:
         raise DataError(
             listed("The list of items", twice)
-            + "\nGive every item an id of its own in the column 'key' of a CSV manifest, or add the"
-            " folders one by one."
+            + "\nGive every item an id of its own in the column 'key' or 'id' of a CSV manifest, or"
+            " add the folders one by one."
         )
 
 
-def _changes(
-    index: Index, sources: Sources, limits: Limits
-) -> tuple[list[Source], list[tuple[Source, str]], int]:
-    """Compare items with those in the index.
+def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Source], int]:
+    """Compare items with those in the index; write items of the same content again if need be.
 
     Returns:
-        The items to embed; the items to write again without embedding them, with their new stamps;
-        and of how many of these the label, metadata or path changed.
+        The items to embed; and the number of others whose label, metadata or path changed.
     """
     items = sources.items
     # A migration may have skipped an item. Such an item has no arrays, and must be embedded even if
     # its file is unchanged. Generation 1 comes from no migration, so all its items have arrays.
     arrays = index.generation.number > 1
     new: list[Source] = []
-    rewritten: list[tuple[Source, str]] = []
     changed = 0
     for start in range(0, len(items), _ITEMS_PER_READ):
         page = items[start : start + _ITEMS_PER_READ]
         stored = index.store.get([item.key for item in page], arrays=arrays)
+        rewritten: dict[str, tuple[Source, str]] = {}
         for item in page:
             known = stored.get(item.key)
             stamp = None
@@ -321,8 +319,10 @@ def _changes(
             other = details != (known.label, dict(known.metadata), known.path)
             changed += other
             if other or stamp != known.stamp:
-                rewritten.append((item, stamp))
-    return new, rewritten, changed
+                rewritten[item.key] = item, stamp
+        if rewritten:
+            _rewrite(index, rewritten)
+    return new, changed
 
 
 def _same_content(
@@ -338,8 +338,6 @@ def _same_content(
     now = state_of(source.path)
     if known.stamp == f"{digest} {now}":
         return known.stamp
-    if not now.startswith(f"{known.bytes} "):
-        return None
     try:  # a copy of the same content has another state
         content = read_image(source.path, limits, source.name)
     except DataError:
@@ -357,18 +355,12 @@ def _path(source: Source, known: Item) -> Path | None:
     return None if known.path is None or source.row is not None else source.path
 
 
-def _rewrite(index: Index, rewritten: Sequence[tuple[Source, str]]) -> None:
-    """Update labels, metadata, paths and stamps of items whose content is unchanged."""
-    for start in range(0, len(rewritten), _ITEMS_PER_READ):
-        page = {
-            source.key: (source, stamp)
-            for source, stamp in rewritten[start : start + _ITEMS_PER_READ]
-        }
-        items = []
-        for key, item in index.store.get(page, arrays=True).items():
-            source, stamp = page[key]
-            if _digest(item.stamp) != _digest(stamp):  # another process has just replaced it
-                continue
+def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
+    """Update labels, metadata, paths and stamps of items, by id, whose content is unchanged."""
+    items = []
+    for id, item in index.store.get(rewritten, arrays=True).items():
+        source, stamp = rewritten[id]
+        if _digest(item.stamp) == _digest(stamp):  # else another process has just replaced it
             items.append(
                 replace(
                     item,
@@ -376,10 +368,10 @@ def _rewrite(index: Index, rewritten: Sequence[tuple[Source, str]]) -> None:
                     metadata=source.metadata,
                     path=_path(source, item),
                     stamp=stamp,
-                    original=index.store.original(key),
+                    original=index.store.original(id),
                 )
             )
-        index.store.upsert(items, index.bundle.sha256)
+    index.store.upsert(items, index.bundle.sha256)
 
 
 def _remove_others(index: Index, ids: set[str]) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -285,14 +285,13 @@ class VectorRows:
         self._folder, self._plan = folder.absolute(), Plan.complete_in(folder)
         self.width = self._plan.widths[VECTOR]
         self.bundle = self._plan.bundle, self._plan.variant
-        counts = []
+        self._starts = [0]  # number of the first row of each part, followed by that of rows
         for number in range(self._plan.parts):
             with _part_table(self._folder, self._plan, number) as table:
-                counts.append(table.starts[-1])
-        self._ends = list(accumulate(counts))
+                self._starts.append(self._starts[-1] + table.count)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def labels(self) -> list[str]:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
@@ -306,14 +305,13 @@ class VectorRows:
 
     def read(self, start: int, stop: int) -> Floats:
         """Return the vectors (stop - start, P) of the rows `start` to `stop` - 1."""
-        out = np.empty((stop - start, self.width), np.float32)
-        first = 0
-        for number, end in enumerate(self._ends):
-            if first < stop and start < end:
-                with _part_table(self._folder, self._plan, number) as table:
-                    for row, batch in table.batches([VECTOR], start - first, stop - first):
-                        values = _numbers(table, batch, VECTOR, self._plan, row)
-                        place = first + row - start
-                        out[place : place + len(values)] = values
-            first = end
-        return out
+        first = bisect_right(self._starts, start) - 1
+        blocks = []
+        for number in range(first, bisect_left(self._starts, stop)):
+            with _part_table(self._folder, self._plan, number) as table:
+                blocks += [
+                    _numbers(table, batch, VECTOR, self._plan, row)
+                    for row, batch in table.batches([VECTOR])
+                ]
+        skipped = start - self._starts[first]
+        return np.concatenate(blocks)[skipped : skipped + stop - start]

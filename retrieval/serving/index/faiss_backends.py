@@ -125,17 +125,22 @@ class FaissBackend(IndexBackend):
             with on_the_gpu(self._index.ntotal, self._index.d):
                 squared, rows = self._searched_on_gpu(queries, k)
             return np.sqrt(np.maximum(squared, 0)), rows
-        return self._searched(queries, k, self._parameters(k))
+        return self._searched(queries, k)
 
     def search_selected(self, queries: Floats32, k: int, keep: Bools) -> tuple[Floats32, Ints]:
         """Search the vectors that `keep` selects, always on the CPU; see `IndexBackend`."""
-        faiss = load_faiss()
-        bits = np.packbits(keep, bitorder="little")
-        parameters = self._parameters(k) or faiss.SearchParameters()
-        parameters.sel = faiss.IDSelectorBitmap(len(keep), faiss.swig_ptr(bits))
-        return self._searched(queries, k, parameters)
+        return self._searched(queries, k, keep)
 
-    def _searched(self, queries: Floats32, k: int, parameters: Any) -> tuple[Floats32, Ints]:
+    def _searched(
+        self, queries: Floats32, k: int, keep: Bools | None = None
+    ) -> tuple[Floats32, Ints]:
+        """Search on the CPU; with `keep` (N,), search only the vectors that it selects."""
+        parameters = self._parameters(k)
+        if keep is not None:
+            faiss = load_faiss()
+            bits = np.packbits(keep, bitorder="little")
+            parameters = parameters or faiss.SearchParameters()
+            parameters.sel = faiss.IDSelectorBitmap(len(keep), faiss.swig_ptr(bits))
         # Training libraries import faiss.contrib.torch_utils, whose `search` lacks `params`.
         search = getattr(self._index, "search_numpy", self._index.search)
         squared, rows = search(queries, k, params=parameters)
@@ -284,13 +289,12 @@ class Hnsw(FaissBackend):
         faiss, hnsw, count = load_faiss(), self._index.hnsw, len(originals)
         levels = np.ones(count, np.int32)
         levels[rows] = faiss.vector_to_array(hnsw.levels)
-        sizes = np.full(count, hnsw.nb_neighbors(0))
-        sizes[rows] = np.diff(faiss.vector_to_array(hnsw.offsets).astype(np.int64))
+        sizes = faiss.vector_to_array(hnsw.cum_nneighbor_per_level)[levels]
         offsets = np.append(0, sizes.cumsum()).astype(np.uint64)
         links = np.repeat(originals.astype(np.int32), sizes)
         earlier = faiss.vector_to_array(hnsw.neighbors)
-        in_graph = np.repeat(originals == np.arange(count), sizes)
-        links[in_graph] = np.where(earlier < 0, -1, rows[earlier])
+        is_original = np.repeat(originals == np.arange(count), sizes)
+        links[is_original] = np.where(earlier < 0, -1, rows[earlier])
         faiss.copy_array_to_vector(levels, hnsw.levels)
         faiss.copy_array_to_vector(offsets, hnsw.offsets)
         faiss.copy_array_to_vector(links, hnsw.neighbors)
@@ -327,23 +331,15 @@ class Hnsw(FaissBackend):
         for copy, original in zip(self._copies.tolist(), self._originals.tolist(), strict=True):
             self._copies_of.setdefault(original, []).append(copy)
 
-    def search(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
-        """Search the graph, and add the copies of its rows; see `IndexBackend`."""
-        return self._with_copies(*super().search(queries, k))
-
-    def search_selected(self, queries: Floats32, k: int, keep: Bools) -> tuple[Floats32, Ints]:
-        """Search also for originals of which a copy is selected; see `IndexBackend`."""
-        wider = keep.copy()
-        wider[self._originals[keep[self._copies]]] = True
-        return self._with_copies(*super().search_selected(queries, k, wider), keep)
-
-    def _with_copies(
-        self, distances: Floats32, rows: Ints, keep: Bools | None = None
+    def _searched(
+        self, queries: Floats32, k: int, keep: Bools | None = None
     ) -> tuple[Floats32, Ints]:
-        """Insert copies after their originals in rows (Q, k), and cut them to k.
-
-        With `keep` (N,), leave out the rows that it does not keep.
-        """
+        """Search the graph for originals, and insert their copies after them."""
+        wider = keep
+        if keep is not None:  # also find originals of which a copy is selected
+            wider = keep.copy()
+            wider[self._originals[keep[self._copies]]] = True
+        distances, rows = super()._searched(queries, k, wider)
         for query in np.flatnonzero(np.isin(rows, self._originals).any(axis=1)):
             pairs = [
                 (distance, row)
@@ -351,7 +347,7 @@ class Hnsw(FaissBackend):
                 for row in (original, *self._copies_of.get(original, ()))
                 if keep is None or row < 0 or keep[row]
             ]
-            pairs = (pairs + [(np.float32(np.inf), -1)] * len(rows[query]))[: len(rows[query])]
+            pairs = (pairs + k * [(np.float32(np.inf), -1)])[:k]
             distances[query], rows[query] = zip(*pairs, strict=True)
         return distances, rows
 

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,7 +112,7 @@ class Table:
     Attributes:
         name: the path as text.
         schema: pyarrow's schema of the table.
-        starts: number of the first row of each row group, followed by the number of rows.
+        count: number of rows.
         left_out: one sentence per column that cannot be stored as metadata.
 
     Raises:
@@ -131,10 +130,10 @@ class Table:
             # Read text as dictionaries, so that rows share equal strings in memory.
             texts = [field.name for field in self.schema if _is_text(field.type)]
             self._file = parquet.ParquetFile(path, read_dictionary=texts)
-            groups = range(self._file.metadata.num_row_groups)
-            counts = [self._file.metadata.row_group(group).num_rows for group in groups]
-        self.starts: list[int] = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-        refuse_many(path, self.starts[-1])
+            metadata = self._file.metadata
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            self.count: int = sum(group.num_rows for group in groups)
+        refuse_many(path, self.count)
 
     def close(self) -> None:
         """Close the file."""
@@ -164,8 +163,8 @@ class Table:
             )
         types = pyarrow().types
         stored = kinds[content]
-        if len(getattr(stored, "shape", ())) == 1:  # a tensor of one axis is stored as a list
-            stored = stored.storage_type
+        if len(getattr(stored, "shape", [1])) == 1:  # not a tensor of several axes
+            stored = getattr(stored, "storage_type", stored)
         element = None if _is_extension(stored) else getattr(stored, "value_type", None)
         if features and not (element and (types.is_floating(element) or types.is_integer(element))):
             raise DataError(
@@ -184,26 +183,20 @@ class Table:
             if name not in self._metadata
         ]
 
-    def batches(
-        self, columns: Sequence[str], start: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the rows `start` to `stop` - 1 in batches, each with the number of its first row.
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the rows in batches, each with the number of its first row.
 
         Raises:
             DataError: a row group is too large, or the table is damaged.
         """
-        stop = self.starts[-1] if stop is None else stop
-        for group, (row, end) in enumerate(pairwise(self.starts)):
-            if end <= start or row >= stop:
-                continue
+        row = 0
+        for group in range(self._file.metadata.num_row_groups):
             self._refuse_huge(group, columns)
             with sentences(self.path):
                 for batch in self._file.iter_batches(
                     _ROWS_AT_A_TIME, row_groups=[group], columns=list(columns), use_threads=False
                 ):
-                    low, high = max(start, row), min(stop, row + batch.num_rows)
-                    if low < high:
-                        yield low, batch.slice(low - row, high - low)
+                    yield row, batch
                     row += batch.num_rows
 
     def _refuse_huge(self, group: int, columns: Sequence[str]) -> None:
