@@ -23,8 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import MODELS, append, arguments, commit, interval, markdown, read_lines, write
-from bench import RAW as FOLDER
+from bench import (
+    MODELS,
+    RAW as FOLDER,
+    append,
+    arguments,
+    commit,
+    interval,
+    markdown,
+    read_lines,
+    write,
+)
 
 KEPT = FOLDER / "cards.jsonl"
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]

@@ -8,25 +8,28 @@ from retrieval.host.lazy import lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.findings import Findings as Findings
-    from retrieval.evaluation.evaluate_run import CandidateStep as CandidateStep
-    from retrieval.evaluation.evaluate_run import RunEvaluation as RunEvaluation
+    from retrieval.evaluation.evaluate_run import (
+        CandidateStep as CandidateStep,
+        RunEvaluation as RunEvaluation,
+    )
     from retrieval.evaluation.evaluation import Evaluation as Evaluation
     from retrieval.evaluation.verify_run import RunVerification as RunVerification
     from retrieval.export.export_backbone import BackboneEncoder as BackboneEncoder
-    from retrieval.serving.bundle import Bundle as Bundle
-    from retrieval.serving.bundle import Encoded as Encoded
+    from retrieval.serving.bundle import Bundle as Bundle, Encoded as Encoded
     from retrieval.serving.encoder import BundleEncoder as BundleEncoder
     from retrieval.serving.http.server import Serving as Serving
-    from retrieval.serving.index.adding import Added as Added
-    from retrieval.serving.index.adding import Summary as Summary
+    from retrieval.serving.index.adding import Added as Added, Summary as Summary
     from retrieval.serving.index.duplicates import Duplicates as Duplicates
-    from retrieval.serving.index.hits import Hit as Hit
-    from retrieval.serving.index.hits import Hits as Hits
+    from retrieval.serving.index.hits import Hit as Hit, Hits as Hits
     from retrieval.serving.index.migrating import Migrated as Migrated
-    from retrieval.serving.store.contract import Generation as Generation
-    from retrieval.serving.store.contract import Item as Item
-    from retrieval.serving.store.contract import Stats as Stats
-    from retrieval.training.comparison.result import Comparison as Comparison
-    from retrieval.training.comparison.result import Contestant as Contestant
+    from retrieval.serving.store.contract import (
+        Generation as Generation,
+        Item as Item,
+        Stats as Stats,
+    )
+    from retrieval.training.comparison.result import (
+        Comparison as Comparison,
+        Contestant as Contestant,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

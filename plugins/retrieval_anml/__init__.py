@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
-    from retrieval_anml.linear_learners import LANML as LANML
-    from retrieval_anml.linear_learners import PNCA as PNCA
+    from retrieval_anml.linear_learners import LANML as LANML, PNCA as PNCA
     from retrieval_anml.log_exp_means import (
         gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest,
+        log_exp_mean as log_exp_mean,
     )
-    from retrieval_anml.log_exp_means import log_exp_mean as log_exp_mean
-    from retrieval_anml.similarity_losses import DANMLoss as DANMLoss
-    from retrieval_anml.similarity_losses import ImprovedLiftedLoss as ImprovedLiftedLoss
-    from retrieval_anml.similarity_losses import ImprovedNPairLoss as ImprovedNPairLoss
-    from retrieval_anml.similarity_losses import ImprovedProxyNCALoss as ImprovedProxyNCALoss
-    from retrieval_anml.similarity_losses import LiftedLoss as LiftedLoss
-    from retrieval_anml.similarity_losses import MinedDANMLoss as MinedDANMLoss
-    from retrieval_anml.similarity_losses import NPairLoss as NPairLoss
+    from retrieval_anml.similarity_losses import (
+        DANMLoss as DANMLoss,
+        ImprovedLiftedLoss as ImprovedLiftedLoss,
+        ImprovedNPairLoss as ImprovedNPairLoss,
+        ImprovedProxyNCALoss as ImprovedProxyNCALoss,
+        LiftedLoss as LiftedLoss,
+        MinedDANMLoss as MinedDANMLoss,
+        NPairLoss as NPairLoss,
+    )
 
 
 @hookimpl

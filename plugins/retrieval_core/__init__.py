@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
-    from retrieval_core.learners import LDA as LDA
-    from retrieval_core.learners import NCA as NCA
-    from retrieval_core.learners import PCA as PCA
+    from retrieval_core.learners import LDA as LDA, NCA as NCA, PCA as PCA
 
 
 @hookimpl

@@ -13,16 +13,21 @@ from retrieval.plugin import Factories, hookimpl, lazy
 if TYPE_CHECKING:
     from retrieval import Run
 
-    from retrieval_daml.generators import HardNegativeGenerator as HardNegativeGenerator
-    from retrieval_daml.generators import HardPositiveGenerator as HardPositiveGenerator
-    from retrieval_daml.local_metrics import Discriminator as Discriminator
-    from retrieval_daml.local_metrics import UniformMetrics as UniformMetrics
-    from retrieval_daml.paper_losses import ContrastiveLoss as ContrastiveLoss
-    from retrieval_daml.paper_losses import LiftedLoss as LiftedLoss
-    from retrieval_daml.paper_losses import NPairLoss as NPairLoss
-    from retrieval_daml.paper_losses import TripletLoss as TripletLoss
-    from retrieval_daml.triplet_miners import OnePerClass as OnePerClass
-    from retrieval_daml.triplet_miners import SemiHard as SemiHard
+    from retrieval_daml.generators import (
+        HardNegativeGenerator as HardNegativeGenerator,
+        HardPositiveGenerator as HardPositiveGenerator,
+    )
+    from retrieval_daml.local_metrics import (
+        Discriminator as Discriminator,
+        UniformMetrics as UniformMetrics,
+    )
+    from retrieval_daml.paper_losses import (
+        ContrastiveLoss as ContrastiveLoss,
+        LiftedLoss as LiftedLoss,
+        NPairLoss as NPairLoss,
+        TripletLoss as TripletLoss,
+    )
+    from retrieval_daml.triplet_miners import OnePerClass as OnePerClass, SemiHard as SemiHard
 
 
 @hookimpl

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
-    from retrieval_metric_learn.learners import ITML as ITML
-    from retrieval_metric_learn.learners import LFDA as LFDA
-    from retrieval_metric_learn.learners import LMNN as LMNN
-    from retrieval_metric_learn.learners import LSML as LSML
-    from retrieval_metric_learn.learners import MMC as MMC
-    from retrieval_metric_learn.learners import RCA as RCA
-    from retrieval_metric_learn.learners import SCML as SCML
+    from retrieval_metric_learn.learners import (
+        ITML as ITML,
+        LFDA as LFDA,
+        LMNN as LMNN,
+        LSML as LSML,
+        MMC as MMC,
+        RCA as RCA,
+        SCML as SCML,
+    )
 
 
 @hookimpl

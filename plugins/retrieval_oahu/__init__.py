@@ -12,19 +12,17 @@ from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
     from retrieval_oahu.abtl import ABTL as ABTL
-    from retrieval_oahu.combiners import HedgeScore as HedgeScore
-    from retrieval_oahu.combiners import HedgeSum as HedgeSum
+    from retrieval_oahu.combiners import HedgeScore as HedgeScore, HedgeSum as HedgeSum
     from retrieval_oahu.learner import OAHU as OAHU
-    from retrieval_oahu.linear import LEGO as LEGO
-    from retrieval_oahu.linear import OASIS as OASIS
-    from retrieval_oahu.linear import OPML as OPML
-    from retrieval_oahu.linear import RDML as RDML
+    from retrieval_oahu.linear import LEGO as LEGO, OASIS as OASIS, OPML as OPML, RDML as RDML
     from retrieval_oahu.spaces import Spaces as Spaces
-    from retrieval_oahu.streams import ClickLog as ClickLog
-    from retrieval_oahu.streams import Closure as Closure
-    from retrieval_oahu.streams import from_labels as from_labels
-    from retrieval_oahu.streams import in_chunks as in_chunks
-    from retrieval_oahu.streams import with_closure as with_closure
+    from retrieval_oahu.streams import (
+        ClickLog as ClickLog,
+        Closure as Closure,
+        from_labels as from_labels,
+        in_chunks as in_chunks,
+        with_closure as with_closure,
+    )
     from retrieval_oahu.warm import Warm as Warm
 
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    from retrieval.client.answers import AddAnswer as AddAnswer
-    from retrieval.client.answers import BatchAnswer as BatchAnswer
-    from retrieval.client.answers import Hit as Hit
-    from retrieval.client.answers import IndexAnswer as IndexAnswer
-    from retrieval.client.answers import ItemAnswer as ItemAnswer
-    from retrieval.client.answers import PutAnswer as PutAnswer
-    from retrieval.client.answers import SearchAnswer as SearchAnswer
+    from retrieval.client.answers import (
+        AddAnswer as AddAnswer,
+        BatchAnswer as BatchAnswer,
+        Hit as Hit,
+        IndexAnswer as IndexAnswer,
+        ItemAnswer as ItemAnswer,
+        PutAnswer as PutAnswer,
+        SearchAnswer as SearchAnswer,
+    )
     from retrieval.client.bodies import NewItem as NewItem
-    from retrieval.client.clients import AsyncClient as AsyncClient
-    from retrieval.client.clients import Client as Client
+    from retrieval.client.clients import AsyncClient as AsyncClient, Client as Client
     from retrieval.client.push import PushReport as PushReport
     from retrieval.client.sending import Retries as Retries
 

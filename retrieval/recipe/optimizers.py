@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.optim import Optimizer as TorchOptimizer
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
 
 from retrieval.errors import did_you_mean
 from retrieval.recipe.tables import Optimizer, Schedule

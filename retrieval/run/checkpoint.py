@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as load_tensors, load_file, save_file
 from torch import Tensor
 
 from retrieval.errors import DataError

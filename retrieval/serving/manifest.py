@@ -21,8 +21,7 @@ from pydantic import (
 
 from retrieval.errors import BundleError
 from retrieval.host.files import write_text
-from retrieval.serving.bundle_folder import FILE as FILE
-from retrieval.serving.bundle_folder import is_plain, manifest_text, opened_whole
+from retrieval.serving.bundle_folder import FILE as FILE, is_plain, manifest_text, opened_whole
 from retrieval.serving.files.strict_json import parse_json, problems_of
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.probe import Probe

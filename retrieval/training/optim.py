@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer as TorchOptimizer
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from retrieval.errors import RecipeError

@@ -27,8 +27,7 @@ from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.folder import objects_of
-from retrieval.run.open import ItemCodes
-from retrieval.run.open import Run as OpenedRun
+from retrieval.run.open import ItemCodes, Run as OpenedRun
 from retrieval.run.resume import read_given
 from retrieval.serving.encoder import Embeddings, Encoder
 from retrieval.serving.files.places import StrPath

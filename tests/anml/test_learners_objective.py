@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA
-from retrieval_anml import neighborhoods as module
+from retrieval_anml import LANML, PNCA, neighborhoods as module
 from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import idx
-from layouts import refused as refusal
+from layouts import idx, refused as refusal
 from PIL import Image
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, MissingDependency

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from batches import GREY8, digits_dataset
-from batches import batches as batches_of
+from batches import GREY8, batches as batches_of, digits_dataset
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions

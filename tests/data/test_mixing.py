@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import batches as batches_of
-from batches import digits_dataset
+from batches import batches as batches_of, digits_dataset
 from retrieval.data.augment import Mix, MixedLabels
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import RecipeError

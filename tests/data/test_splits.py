@@ -3,8 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from refusals import refusal
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.splits import make_splits

@@ -10,8 +10,7 @@ from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.verification import verification
 from retrieval.plugin import Combiner
-from scipy.spatial.distance import cdist
-from scipy.spatial.distance import cosine as cosine_of_two
+from scipy.spatial.distance import cdist, cosine as cosine_of_two
 from sklearn.datasets import load_digits
 from sklearn.metrics import DistanceMetric, pairwise
 

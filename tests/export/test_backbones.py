@@ -13,8 +13,7 @@ from exporting import export_backbone
 from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
-from retrieval.export import export_backbone as exporting
-from retrieval.export import export_model
+from retrieval.export import export_backbone as exporting, export_model
 from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest

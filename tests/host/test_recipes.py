@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import apply_overrides, check_recipe, read_recipe, to_toml

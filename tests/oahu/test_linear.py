@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oahu_streams import noisy_clouds as clouds
-from oahu_streams import same, stream_of
+from oahu_streams import noisy_clouds as clouds, same, stream_of
 
 from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm
 from retrieval_oahu.linear import one_pass

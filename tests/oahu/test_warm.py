@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oahu_streams import noisy_clouds as clouds
-from oahu_streams import stream_of
+from oahu_streams import noisy_clouds as clouds, stream_of
 
 from retrieval_oahu import Warm, from_labels, in_chunks, with_closure
 from retrieval_oahu.memory import Memory, digest

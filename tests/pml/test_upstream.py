@@ -13,8 +13,7 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrieval_pml import miners as pml_miners
-from retrieval_pml import retrieval_losses, retrieval_miners, triplet_losses
+from retrieval_pml import miners as pml_miners, retrieval_losses, retrieval_miners, triplet_losses
 from retrieval_pml.parts import PerAnchorReducer
 
 OURS, OUR_MINERS = retrieval_losses(), retrieval_miners()

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agreeing import agree
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
 from retrieval.serving.store import masks
 from retrieval.serving.store.contract import Item, widths_of

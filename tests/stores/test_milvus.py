@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import retrieval
 from agreeing import agree
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from retrieval.client import Client, Retries
 from retrieval.errors import ServerError
 from retrieval.plugin import stores, testing

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import retrieval
 from agreeing import agree
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from retrieval.plugin import stores, testing
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, some

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from comparing import LOSSES, PLUGIN
-from comparing import RECIPE as COMPARED
+from comparing import LOSSES, PLUGIN, RECIPE as COMPARED
 from retrieval.recipe.read import Recipe, check_recipe, to_toml
 from retrieval.training.trainer import Trainer, train
 from torch.distributed import TCPStore

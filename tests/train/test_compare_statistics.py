@@ -17,8 +17,7 @@ from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.search import Search, Trial, agreement
 from retrieval.training.comparison.statistics import compare, conclusion, holm, mean_of, sentences
-from retrieval.training.comparison.written import Latex, as_csv, latex, markdown
-from retrieval.training.comparison.written import page as html_page
+from retrieval.training.comparison.written import Latex, as_csv, latex, markdown, page as html_page
 from scipy import stats
 
 A = [0.90, 0.92, 0.91, 0.93, 0.92]

@@ -11,20 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrieval.errors import DataError
-from retrieval.serving.filters.deciding import matches as matches
-from retrieval.serving.filters.deciding import metadata_text as metadata_text
-from retrieval.serving.filters.deciding import to_sql as to_sql
-from retrieval.serving.filters.tree import And as And
-from retrieval.serving.filters.tree import Compare as Compare
-from retrieval.serving.filters.tree import Exists as Exists
-from retrieval.serving.filters.tree import Filter as Filter
-from retrieval.serving.filters.tree import In as In
-from retrieval.serving.filters.tree import Not as Not
-from retrieval.serving.filters.tree import Or as Or
-from retrieval.serving.filters.tree import fields as fields
-from retrieval.serving.filters.tree import filter_from_json as filter_from_json
-from retrieval.serving.filters.tree import filter_to_json as filter_to_json
-from retrieval.serving.filters.tree import filter_to_text as filter_to_text
+from retrieval.serving.filters.deciding import (
+    matches as matches,
+    metadata_text as metadata_text,
+    to_sql as to_sql,
+)
+from retrieval.serving.filters.tree import (
+    And as And,
+    Compare as Compare,
+    Exists as Exists,
+    Filter as Filter,
+    In as In,
+    Not as Not,
+    Or as Or,
+    fields as fields,
+    filter_from_json as filter_from_json,
+    filter_to_json as filter_to_json,
+    filter_to_text as filter_to_text,
+)
 
 
 def parse_filter(text: str) -> Filter:

@@ -10,30 +10,37 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    from retrieval.serving.filters import Filter as Filter
-    from retrieval.serving.filters import matches as matches
+    from retrieval.serving.filters import Filter as Filter, matches as matches
     from retrieval.serving.store.address import Address as Address
-    from retrieval.serving.store.bundles import bundle_pieces as bundle_pieces
-    from retrieval.serving.store.bundles import kept_bundle as kept_bundle
-    from retrieval.serving.store.contract import Store as Store
-    from retrieval.serving.store.contract import StorePlace as StorePlace
-    from retrieval.serving.store.contract import StoreUnavailable as StoreUnavailable
-    from retrieval.serving.store.contract import Superseded as Superseded
-    from retrieval.serving.store.contract import TooSlow as TooSlow
-    from retrieval.serving.store.contract import stop_at as stop_at
+    from retrieval.serving.store.bundles import (
+        bundle_pieces as bundle_pieces,
+        kept_bundle as kept_bundle,
+    )
+    from retrieval.serving.store.contract import (
+        Store as Store,
+        StorePlace as StorePlace,
+        StoreUnavailable as StoreUnavailable,
+        Superseded as Superseded,
+        TooSlow as TooSlow,
+        stop_at as stop_at,
+    )
     from retrieval.serving.store.copies import write_copy as write_copy
-    from retrieval.serving.store.items import Candidates as Candidates
-    from retrieval.serving.store.items import Generation as Generation
-    from retrieval.serving.store.items import Item as Item
-    from retrieval.serving.store.items import Stats as Stats
-    from retrieval.serving.store.items import check_queries as check_queries
-    from retrieval.serving.store.items import checked as checked
-    from retrieval.serving.store.items import refuse_fields as refuse_fields
-    from retrieval.serving.store.items import spans_of as spans_of
-    from retrieval.serving.store.items import usable as usable
-    from retrieval.serving.store.items import widths_of as widths_of
-    from retrieval.serving.store.remote import RemotePlace as RemotePlace
-    from retrieval.serving.store.remote import RemoteStore as RemoteStore
+    from retrieval.serving.store.items import (
+        Candidates as Candidates,
+        Generation as Generation,
+        Item as Item,
+        Stats as Stats,
+        check_queries as check_queries,
+        checked as checked,
+        refuse_fields as refuse_fields,
+        spans_of as spans_of,
+        usable as usable,
+        widths_of as widths_of,
+    )
+    from retrieval.serving.store.remote import (
+        RemotePlace as RemotePlace,
+        RemoteStore as RemoteStore,
+    )
     from retrieval.serving.store.rows import Row as Row
 
 __getattr__, __dir__ = lazy(

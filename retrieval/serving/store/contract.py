@@ -14,19 +14,21 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter
 from retrieval.serving.store.address import Address
-from retrieval.serving.store.items import CODE as CODE
-from retrieval.serving.store.items import FEATURES as FEATURES
-from retrieval.serving.store.items import VECTOR as VECTOR
-from retrieval.serving.store.items import Candidates as Candidates
-from retrieval.serving.store.items import Floats as Floats
-from retrieval.serving.store.items import Generation as Generation
-from retrieval.serving.store.items import Item as Item
-from retrieval.serving.store.items import Keep as Keep
-from retrieval.serving.store.items import Stats as Stats
-from retrieval.serving.store.items import patience as patience
-from retrieval.serving.store.items import spans_of as spans_of
-from retrieval.serving.store.items import stop_at as stop_at
-from retrieval.serving.store.items import widths_of as widths_of
+from retrieval.serving.store.items import (
+    CODE as CODE,
+    FEATURES as FEATURES,
+    VECTOR as VECTOR,
+    Candidates as Candidates,
+    Floats as Floats,
+    Generation as Generation,
+    Item as Item,
+    Keep as Keep,
+    Stats as Stats,
+    patience as patience,
+    spans_of as spans_of,
+    stop_at as stop_at,
+    widths_of as widths_of,
+)
 
 Capability = Literal["atomic", "ordered", "filters"]
 """A promise that not every engine can keep; see `Store.capabilities`."""

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from filter_strategies import FILTERS, ITEM, JSON, NAMES
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from retrieval.errors import DataError
 from retrieval.serving.filters import (
     And,
