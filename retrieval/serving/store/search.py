@@ -122,8 +122,7 @@ def nearest(
     step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
     if 0 < len(parts) <= step and len(rows):
         return _search(task, parts, companion)
-    squared = np.full((len(parts), k), np.inf)
-    numbers = np.full((len(parts), k), -1, np.int64)
+    squared, numbers = _no_rows(len(parts), k)
     for start in range(0, len(parts) if len(vectors) else 0, step):
         group = slice(start, start + step)
         squared[group], numbers[group] = _search(task, parts[group], companion)
@@ -202,11 +201,9 @@ class Companion:
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
         relative = 2.0**-23 + math.sqrt((len(self.mean) + 8) * 2.0**-50)
         errors = relative * np.sqrt(whole) + 2.0**-120
-        table = np.empty((len(vectors), along.shape[1] + 1), np.float32)
+        table = np.column_stack([along, rest]).reshape(len(vectors), -1, self.PART)
         with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
-            table[:, :-1], table[:, -1] = along, rest
-        parts = table.reshape(len(table), -1, self.PART).swapaxes(0, 1)
-        return np.ascontiguousarray(parts), errors
+            return table.swapaxes(0, 1).astype(np.float32, order="C"), errors
 
     def save(self, path: Path) -> None:
         """Write the arrays to a new file in NumPy's format, the table last."""
@@ -254,9 +251,7 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     plain = not many and companion is None and whole and task.threads == 1
     if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
         return answer
-    one_block = not many and task.keep is None and len(task.vectors) <= _TABLE_ROWS
-    by_companion = _by_companion_in_one_block if one_block else _by_companion
-    if companion is not None and (answer := by_companion(task, queries, companion)):
+    if companion is not None and (answer := _by_companion(task, queries, companion)):
         return answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
@@ -305,11 +300,10 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     """
     exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
     projected, errors = companion.project(queries)
-    slack = (errors + companion.error).tolist()
-    best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
+    best = _no_rows(count, k)
     reach = [math.inf] * count  # squared distances within which k rows lie
     compared, doubtful, width = 0, 0, projected.size // count
-    with _one_thread():
+    with faiss_threads(1):
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS):
             table = companion.table  # `take` gives each part contiguous rows; indexing does not
             block = table[:, rows] if isinstance(rows, slice) else table.take(rows, axis=1)
@@ -321,8 +315,8 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                     sums += penalty
                 if reach[place] == math.inf:
                     reach[place] = _first_reach(query, task.vectors, rows, sums, k)
-                limit = _limit(reach[place], width, slack[place])
-                row = np.flatnonzero(sums <= limit)
+                limit = _limit(reach[place], width, float(errors[place]) + companion.error)
+                row = (sums <= limit).nonzero()[0]
                 compared, doubtful = compared + len(sums), doubtful + len(row)
                 if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                     return None
@@ -333,25 +327,10 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                 # "not above" also keeps NaN, the result of an overflow
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
             number = np.concatenate(numbers)
-            pair = np.repeat(np.arange(count), [len(part) for part in numbers])
+            pair = np.arange(count).repeat([len(part) for part in numbers])
             best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
-            reach = np.minimum(reach, best[0][:, -1]).tolist()
+            reach = best[0][:, -1].tolist()
     return best
-
-
-def _by_companion_in_one_block(task: _Task, query: Floats, companion: Companion) -> Answer | None:
-    """Return what `_by_companion` does, for one query (1, P) and all rows in one block."""
-    vectors, (projected, errors) = task.vectors, companion.project(query)
-    with _one_thread():
-        sums = _sums(projected[:, 0], companion.table)
-        reach = _first_reach(query[0], vectors, slice(0, len(vectors)), sums, task.k)
-        limit = _limit(reach, projected.size, float(errors[0]) + companion.error)
-        rows = (sums <= limit).nonzero()[0]
-        if len(rows) > len(vectors) * _DOUBT + _MIN_DOUBT * task.k:
-            return None
-        limit = _limit(reach, query.shape[1])
-        rows = rows[~(_sums_of(query[0], vectors, rows) > limit)]
-    return _exact(query, vectors, rows, task.k)
 
 
 def _sums(query: Floats, block: Floats) -> Floats:
@@ -394,7 +373,7 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     group = least.argpartition(candidates - 1)[:candidates]
     if least[group].max() == np.inf:  # masked rows
         return math.inf
-    row = table.take(group, axis=1).argmin(axis=0) * groups + group
+    row = table[:, group].argmin(axis=0) * groups + group
     number = row + rows.start if isinstance(rows, slice) else rows[row]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
@@ -441,13 +420,10 @@ class _Scan:
             return self._range(*ranges[0])
         with ThreadPoolExecutor(len(ranges), thread_name_prefix="search") as pool:
             answers = list(pool.map(lambda pointer: self._range(*pointer), ranges))
-        best: Answer | None = None
+        best = _no_rows(len(self.queries), self.task.k)
         for answer in answers:
             if answer is None:
                 return None
-            if best is None:
-                best = answer
-                continue
             query, place = np.nonzero(answer[1] >= 0)
             best = _entered(best, query, answer[1][query, place], answer[0][query, place])
         return best
@@ -455,7 +431,7 @@ class _Scan:
     def _range(self, start: int, stop: int) -> Answer | None:
         """Return the result of `run` for a range of rows."""
         count, k = len(self.queries), self.task.k
-        best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
+        best = _no_rows(count, k)
         reach: Doubles | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
         max_rows = max(1, _BLOCK_PAIRS // count)
@@ -530,12 +506,14 @@ class _Scan:
             faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), pointer, faiss.swig_ptr(block), width, size)
         else:
             step = max(1, _PART_NUMBERS // width)
-            with _one_thread():
+            with faiss_threads(1):
                 for start in range(0, size, step):
                     part = block[start : start + step]
                     table, out = map(faiss.swig_ptr, (part, values[0, start:]))
-                    counts, strides = (len(self.queries), len(part)), (-1, -1, members * groups)
-                    faiss.pairwise_L2sqr(width, counts[0], pointer, counts[1], table, out, *strides)
+                    stride = members * groups
+                    faiss.pairwise_L2sqr(
+                        width, count, pointer, len(part), table, out, -1, -1, stride
+                    )
         values[:, size:] = np.inf
         if kept is not None:
             values[:, :size] += np.where(kept, np.float32(0), np.float32(np.inf))
@@ -552,19 +530,24 @@ class _Scan:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context manager that limits FAISS to the calling thread.
+def faiss_threads(count: int) -> Iterator[None]:
+    """Context manager that limits FAISS to `count` threads; searches use only the calling one.
 
     On busy cores, waiting for OpenMP threads can make a call take a hundred times as long, and a
     process that has started OpenMP threads cannot fork.
     """
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
+    faiss.omp_set_num_threads(count)
     try:
         yield
     finally:
         faiss.omp_set_num_threads(before)
+
+
+def _no_rows(count: int, k: int) -> Answer:
+    """Return the squared distances and rows (count, k) of queries without any rows."""
+    return np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
 
 
 def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
@@ -609,11 +592,7 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):
         return None
-    return _exact(query, vectors, rows[: int(sums.searchsorted(limit, "right"))], k)
-
-
-def _exact(query: Floats, vectors: Floats, rows: Rows, k: int) -> Answer:
-    """Return squared distances and rows (1, k) of the nearest among at least k rows."""
+    rows = rows[: int(sums.searchsorted(limit, "right"))]
     difference = vectors[rows] - query.astype(np.float64)
     squared = np.einsum("ij,ij->i", difference, difference)
     order = np.lexsort((rows, squared))[:k]

@@ -12,8 +12,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from retrieval.serving.index.backends import choose, make_backend, short_name
 from retrieval.serving.index.index_backend import IndexBackend, checked_search, using
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.store.items import Floats
-from retrieval.serving.store.search import Companion
+from retrieval.serving.store.search import Companion, faiss_threads
 
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
@@ -181,7 +180,10 @@ def build(
         if (companion := Companion.build(vectors)) is not None:
             files.append(_saved(folder / ARRAYS / f"{stem}.{name}", companion.save))
         return Structure(name, {}, len(vectors), tuple(files))
-    with _leaving_a_core():
+    threads = load_faiss().omp_get_max_threads()
+    if threading.current_thread() is not threading.main_thread():
+        threads = max(1, threads - 1)  # a core is left to searches
+    with faiss_threads(threads):
         for number, (start, stop) in enumerate(spans):
             backend = make_backend(name, options, plugins)
             with using(name, "build"):
@@ -230,19 +232,6 @@ def load(
         )
         return None
     return Loaded(structure, backends)
-
-
-@contextmanager
-def _leaving_a_core() -> Iterator[None]:
-    """Context manager that, off the main thread, leaves one core to searches while FAISS builds."""
-    faiss = load_faiss()
-    before = faiss.omp_get_max_threads()
-    on_main = threading.current_thread() is threading.main_thread()
-    faiss.omp_set_num_threads(before if on_main else max(1, before - 1))
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
 
 
 def _sha256_of(path: Path) -> str:
