@@ -29,7 +29,17 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.plain import open_plain, read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.store.items import Generation, Keep, spans_of
-from retrieval.serving.store.record import FILE, Record, all_of, ask, backup, no_room, reason, value
+from retrieval.serving.store.record import (
+    FILE,
+    Record,
+    all_of,
+    ask,
+    backup,
+    last_number,
+    no_room,
+    reason,
+    upto_of,
+)
 from retrieval.serving.store.structure import ARRAYS, Structure, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, new_stem
 from retrieval.serving.store.view import (
@@ -112,8 +122,8 @@ def create_local(
 
 def add_generation(
     connection: apsw.Connection, folder: Path, bundle: Bundle, widths: Mapping[str, int], state: str
-) -> int:
-    """Copy a generation's bundle, create its files and record it; return its number."""
+) -> None:
+    """Copy a generation's bundle, create its files and record it."""
     target = folder / BUNDLES / bundle.sha256[:16]
     if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
         # A folder without a generation may be left over from an interrupted deletion.
@@ -127,11 +137,11 @@ def add_generation(
     sync(folder / ARRAYS)
     sql = (
         "insert into generations (bundle, variant, widths, spans, state, upto, created, stem, rows)"
-        " values (?,?,?,?,?,0,?,?,0) returning g"
+        " values (?,?,?,?,?,0,?,?,0)"
     )
     spans = json.dumps(spans_of(bundle))
     row = (bundle.sha256, bundle.variant, json.dumps(dict(widths)), spans, state, _now(), stem)
-    return int(value(connection, sql, row))
+    connection.execute(sql, row)
 
 
 def _now() -> str:
@@ -232,9 +242,8 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
 def _without_vectors(connection: apsw.Connection, generation: Generation, rows: Rows) -> int:
     """Return the number of items that should have vectors in a generation and have none."""
     g = generation.number
-    upto = value(connection, "select upto from generations where g = ?", (g,))
-    if generation.state == "served":
-        upto = value(connection, "select max(n) from items") or 0
+    served = generation.state == "served"
+    upto = last_number(connection) if served else upto_of(connection, g)
     sql = "select n from items where n <= ? and n not in (select n from left_out where g = ?)"
     numbers = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
     return int(np.count_nonzero(rows.runs.rows_of(numbers) < 0))

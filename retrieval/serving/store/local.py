@@ -186,7 +186,7 @@ class LocalStore(Store):
                 if view.generation.bundle != bundle:
                     raise self._superseded("Try again.")
                 row = ask(connection, f"select {COLUMNS} from items where n = ?", numbers)
-                (item,) = _with_arrays(connection, row, view, (VECTOR, CODE, FEATURES))
+                (item,) = _with_arrays(connection, row, view)
             changed = replace(item.changed(changes), original=self.original(id))
             if self._upsert([changed], bundle, numbers) is not None:
                 return True
@@ -250,8 +250,7 @@ class LocalStore(Store):
                 return {item.id: item for item in map(from_row, ask(connection, sql, names))}
         with self.views.moment() as (connection, view):
             rows = ask(connection, sql, names)
-            items = _with_arrays(connection, rows, view, (VECTOR, CODE, FEATURES))
-            return {item.id: item for item in items}
+            return {item.id: item for item in _with_arrays(connection, rows, view)}
 
     def original(self, id: str) -> bytes | None:
         """Return the stored bytes of an original; see `Store`."""
@@ -315,11 +314,6 @@ class LocalStore(Store):
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
-            simple = len(queries) == 1 and len(view.generation.spans) == 1
-            if simple and margin and count < view.count:
-                squared, rows = view.search(queries, count + 1, only)
-                if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
-                    return squared, rows  # usually, one more row shows that there is no tie
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
@@ -350,10 +344,8 @@ class LocalStore(Store):
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
             squared, rows = squared[:, :count], rows[:, :count]  # no ties: read no more items
-        rows_of_queries, numbers = list(rows), view.runs.numbers_of(rows).tolist()
-        if rows.size and rows.min() < 0:  # unused places
-            rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
-            numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
+        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]  # -1: unused place
+        numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
         answers = self._items_of(numbers, connection)
         if answers is None:
             return None
@@ -411,8 +403,8 @@ class LocalStore(Store):
             for known in all_of(connection):
                 if (known.bundle, known.variant, dict(known.widths)) == properties:
                     return known
-            number = add_generation(connection, self.folder, bundle, widths, "building")
-            return next(known for known in all_of(connection) if known.number == number)
+            add_generation(connection, self.folder, bundle, widths, "building")
+            return all_of(connection)[-1]  # the newest
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation has no arrays of; see `Store`."""
@@ -578,7 +570,10 @@ class LocalStore(Store):
 
 
 def _with_arrays(
-    connection: apsw.Connection, rows: Sequence[Any], view: View, names: Sequence[str]
+    connection: apsw.Connection,
+    rows: Sequence[Any],
+    view: View,
+    names: Sequence[str] = (VECTOR, CODE, FEATURES),
 ) -> list[Item]:
     """Return rows of the record as items with the named arrays."""
     numbers = np.array([row[0] for row in rows], np.int64)

@@ -32,7 +32,6 @@ _MAX_MASKS = 16  # masks that a view (one state of the index) keeps
 _PAGE = 50_000  # items per read
 _MAX_COLUMNS = 8  # columns in memory
 _TEXTS = 1 << 16  # distinct values of a column that are not numbers
-_MAX_VALUES = 1 << 24  # distinct values of a column
 _MAX_CHARACTERS = 16 << 20  # characters of all distinct values of a column
 _EXACT = 1 << 53  # float64 represents smaller integers exactly
 
@@ -136,9 +135,7 @@ class _Column:
                 self._decode()
             except ValueError:
                 return False
-            if len(self._by_code) > _TEXTS or len(known) > _MAX_VALUES:
-                return False
-            if self._characters > _MAX_CHARACTERS:
+            if len(self._by_code) > _TEXTS or self._characters > _MAX_CHARACTERS:
                 return False
         return True
 

@@ -107,7 +107,6 @@ class Record:
         self._idle: list[apsw.Connection] = []
         self._watch_lock = threading.Lock()
         self._watching: apsw.Connection | None = None
-        self._acknowledged_handle: int | None = None
         _register()
 
     @classmethod
@@ -144,10 +143,10 @@ class Record:
         acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
             path = self.folder / name  # SQLite would wait for a pipe, and follow a link
-            if name == FILE and not os.path.lexists(path):
-                raise self._damage_error(f"{FILE} is missing")
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 raise StoreError(f"{path} is not a regular file. Restore a snapshot of the index.")
+        if self.file is None:
+            raise self._damage_error(f"{FILE} is missing")
         with self.reading() as connection:
             if self._is_cut(connection):
                 raise self._damage_error(f"{FILE} was cut short")
@@ -266,9 +265,6 @@ class Record:
             )
             self._lending.wait_for(lambda: not self.lent)
         self._close_idle()
-        if self._acknowledged_handle is not None:
-            os.close(self._acknowledged_handle)
-            self._acknowledged_handle = None
 
     def _close_idle(self) -> None:
         """Close all idle connections."""
@@ -346,13 +342,12 @@ class Record:
         it does after a power cut. This file lets `check` detect the loss.
         """
         content = _MAGIC + struct.pack("<Q", seq)
+        content += struct.pack("<I", zlib.crc32(content))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         with suppress(OSError):
-            if self._acknowledged_handle is None:
-                flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-                self._acknowledged_handle = os.open(self.folder / ACKNOWLEDGED, flags, 0o666)
-            os.pwrite(
-                self._acknowledged_handle, content + struct.pack("<I", zlib.crc32(content)), 0
-            )
+            handle = os.open(self.folder / ACKNOWLEDGED, flags, 0o666)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
 
     @contextmanager
     def faults(self, action: str) -> Iterator[None]:

@@ -27,7 +27,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import sync
 from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import VECTOR, Floats, Generation
-from retrieval.serving.store.record import Record, all_of, ask, seq_of, upto_of, value
+from retrieval.serving.store.record import Record, all_of, ask, seq_of, value
 from retrieval.serving.store.structure import (
     ARRAYS,
     Numbers,
@@ -72,7 +72,7 @@ def new_stem() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def tidy(record: Record, claim: Claim | None = None) -> None:
+def tidy(record: Record) -> None:
     """Remove files that the record does not name, which a killed or failed process has left.
 
     The record's lock keeps other processes from writing meanwhile. If another process has claimed
@@ -87,14 +87,13 @@ def tidy(record: Record, claim: Claim | None = None) -> None:
                 Structure.names(structure)
             )
         bundles = {generation.bundle[:16] for generation in all_of(connection)}
-        handle = None if claim is not None else _locked(record.folder / ARRAYS, 0)
-        try:
-            if claim is not None or handle is not None:
+        handle = _locked(record.folder / ARRAYS, 0)
+        if handle is not None:
+            try:
                 for path in (record.folder / ARRAYS).iterdir():
                     if path.name not in files:
                         path.unlink(missing_ok=True)
-        finally:
-            if handle is not None:
+            finally:
                 os.close(handle)
         for path in (record.folder / BUNDLES).iterdir():
             if not path.is_dir():  # lock file of a process that was killed while copying
@@ -147,10 +146,10 @@ class Claim:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(RetrievalError, OSError):
-            tidy(self.record, self)
         fcntl.flock(self._handle, fcntl.LOCK_UN)  # also in a child that was forked meanwhile
         os.close(self._handle)
+        with suppress(RetrievalError, OSError):
+            tidy(self.record)
 
     def __call__(self, count: int) -> None:
         """Report that `count` more items are done."""
@@ -245,13 +244,12 @@ class Upkeep:
 
     def _current(self, generation: Generation) -> Rows | None:
         """Return the current rows of a generation, or None if it was dropped or is incomplete."""
+        g = generation.number
         with self.record.reading() as connection:
-            known = {known.number: known for known in all_of(connection)}.get(generation.number)
-            if known is None or not _is_filled(connection, known):
+            if not _is_filled(connection, g):
                 return None
-            rows = Rows.of(connection, known, self._rows.get(known.number))
-            self._rows[known.number] = rows
-            return rows
+            self._rows[g] = Rows.of(connection, generation, self._rows.get(g))
+            return self._rows[g]
 
     def choice(self) -> StructureChoice:
         """Return the structure that the index is configured to have."""
@@ -328,7 +326,7 @@ class Upkeep:
                 return seq_of(connection)
             old = Rows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
-            filled = _is_filled(connection, generation)
+            filled = _is_filled(connection, g)
         kept, new_sums = np.arange(old.rows), dict[str, Sums]()
         if compact and old.alive is not None:
             kept = np.flatnonzero(old.alive)
@@ -415,11 +413,13 @@ class Upkeep:
         return structure.text()
 
 
-def _is_filled(connection: apsw.Connection, generation: Generation) -> bool:
-    """Return whether a generation is complete: it has been served, or has arrays of all items."""
-    upto = upto_of(connection, generation.number)
-    pending = value(connection, "select 1 from items where n > ? limit 1", (upto,))
-    return generation.state != "building" or not pending
+def _is_filled(connection: apsw.Connection, g: int) -> bool:
+    """Return whether a generation exists and has been served, or has arrays of all items."""
+    sql = (
+        "select state != 'building' or not exists (select 1 from items where n > upto)"
+        " from generations where g = ?"
+    )
+    return bool(value(connection, sql, (g,)))
 
 
 def _chunks(

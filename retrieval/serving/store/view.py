@@ -86,10 +86,10 @@ def append(
     sums: Sums = {}
     start = first_row * width * 4
     crc = last_checksum if start % BLOCK else 0
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         size = os.fstat(handle).st_size
-        if not size and hasattr(os, "geteuid") and os.geteuid() == 0:
+        if not size and os.geteuid() == 0:
             owner = path.parent.stat()  # the owner of the index must be able to write root's files
             os.fchown(handle, owner.st_uid, owner.st_gid)
         for chunk in chunks:
@@ -272,19 +272,17 @@ class Array:
 
         A block is verified only once. If `rows` (n,) are given, only their blocks are verified.
         """
-        with self.reading(count) as mapped:
-            self._verify(mapped.reshape(-1).view(np.uint8).data, sums, rows)
-
-    def _verify(self, content: memoryview, sums: Mapping[int, int], rows: Numbers | None) -> None:
-        blocks = set(range(-(-len(content) // BLOCK)))
+        size = 4 * self.width
+        blocks = set(range(-(-count * size // BLOCK)))
         if rows is not None:
-            size = 4 * self.width
             offsets = np.append(np.arange(0, size, BLOCK), size - 1)
             blocks &= set(((rows[:, None] * size + offsets) // BLOCK).ravel().tolist())
-        for block in sorted(blocks - self._verified):
-            if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != sums.get(block):
-                raise damage_error(self.path, "was altered")
-            self._verified.add(block)
+        with self.reading(count) as mapped:
+            content = mapped.reshape(-1).view(np.uint8).data
+            for block in sorted(blocks - self._verified):
+                if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != sums.get(block):
+                    raise damage_error(self.path, "was altered")
+                self._verified.add(block)
 
 
 class Runs:
@@ -591,19 +589,17 @@ class Views:
                 if name != FEATURES:  # features are verified when they are read
                     array.verify(rows.rows, sums_of(connection, generation.number, name))
         view = View(**vars(rows), arrays=arrays)
-        structure = (
-            self._structure(view, rows.structure_text, wait)
-            if rows.structure_text is not None
-            else None
-        )
-        return replace(view, structure=structure)
+        return replace(view, structure=self._structure(view, wait))
 
-    def _structure(self, view: View, structure_text: str, wait: bool) -> Loaded | None:
-        """Return the structure that the record describes by `structure_text`.
+    def _structure(self, view: View, wait: bool) -> Loaded | None:
+        """Return the structure of a view, or None if it has none or the structure is damaged.
 
         Unless `wait`, a structure that is not in memory is loaded in the background, and the
         previous one is returned meanwhile.
         """
+        structure_text = view.structure_text
+        if structure_text is None:
+            return None
         if structure_text in self.loaded:
             return self.loaded[structure_text]
         vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
