@@ -286,11 +286,8 @@ def matching(
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each query needs. k is at least the depth of each query in the block.
     """
-    # `Ranking` serves the first `ranked` queries, if items are searched among themselves by
-    # Euclidean distance. Queries for which it fails are searched in full.
-    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
-    plain = search.gallery is None and search.distance is None and search.hidden is None
-    ranked = Ranking.serves(len(item_class), depths) if on_cpu and plain else 0
+    # `Ranking` serves the first `ranked` queries. Those for which it fails are searched in full.
+    ranked = Ranking.serves(len(item_class), depths) if search.ranks_all else 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()

@@ -458,6 +458,12 @@ class Search:
         searched = self.queries if self.gallery is None else self.gallery
         return Neighbors(searched, distance=self.distance, device=self.device)
 
+    @property
+    def ranks_all(self) -> bool:
+        """Whether `Ranking` can serve: items are searched among themselves on a CPU, Euclidean."""
+        on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
+        return on_cpu and self.gallery is None and self.distance is None and self.hidden is None
+
     def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, Floats32]]:
         """Yield blocks: queries (B,), the rows of their nearest items (B, k), and distances (B, k).
 

@@ -8,7 +8,8 @@ nearest items are therefore the smallest keys of all blocks, and the metrics are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ from retrieval.evaluation.evaluation import (
     DEFAULT_METRICS,
     Evaluation,
     class_numbers,
-    class_sizes,
-    depth_of,
-    means,
+    evaluate_search,
     resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
@@ -30,7 +29,7 @@ from retrieval.host.arrays import Array, Ints
 from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
-from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.progress import Progress, shown
 from retrieval.serving.sessions import ahead
 from retrieval.serving.store.search import measured
 
@@ -88,30 +87,41 @@ def pairwise(
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
     """
-    chosen = resolve_metrics(metrics)
-    searched, itself = codes if gallery is None else gallery, gallery is None
+    searched = codes if gallery is None else gallery
     if len(searched) > MOST_ITEMS:
         raise DataError(
             f"The gallery has {len(searched):,} items; exact search takes {MOST_ITEMS:,} at most."
         )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
-    relevant = class_sizes(query_class, item_class) - int(itself)
-    values = {name: np.full(len(query_class), np.nan) for name in chosen}
-    with Meter("searching", len(codes), "queries") as meter:
-        for start in range(0, len(codes), _QUERIES):
-            rows = np.arange(start, min(start + _QUERIES, len(codes)))
-            if most := int(relevant[rows].max()):
-                k, scored = depth_of(chosen, most, len(searched)), relevant[rows] > 0
-                nearest = _nearest(codes, searched, rows, k, itself)
-                present = nearest != _NO_NEIGHBOR
-                classes = item_class[np.where(present, key_rows(nearest), 0)]
-                matches = (classes == query_class[rows, None]) & present
-                for name, measure in chosen.items():
-                    values[name][rows[scored]] = measure(matches[scored], relevant[rows[scored]])
-            meter.update(len(rows))
-    answerable = np.flatnonzero(relevant > 0)
-    singletons = len(query_class) - len(answerable)
-    return Evaluation(means(values, answerable), len(answerable), len(searched), singletons)
+    search: Any = StoredSearch(codes, gallery)
+    return evaluate_search(search, query_class, item_class, metrics=resolve_metrics(metrics))
+
+
+@dataclass(frozen=True)
+class StoredSearch:
+    """Exact search of vectors in files, as `Search` does of vectors in memory.
+
+    Without a gallery, the queries are the gallery, and each query is left out of its own results.
+    """
+
+    queries: VectorRows
+    gallery: VectorRows | None
+    hidden: None = None
+    ranks_all = False
+
+    def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, None]]:
+        """Yield blocks as `Search.blocks` does, in the order of the files, without distances."""
+        itself = self.gallery is None
+        searched = self.queries if self.gallery is None else self.gallery
+        needed = np.zeros(len(self.queries), np.int64)
+        needed[query_rows] = depths
+        for start in range(0, len(needed), _QUERIES):
+            rows = np.arange(start, min(start + _QUERIES, len(needed)))
+            if k := int(needed[rows].max()):
+                nearest = _nearest(self.queries, searched, rows, k, itself)
+                items = np.where(nearest == _NO_NEIGHBOR, -1, key_rows(nearest))
+                scored = needed[rows] > 0
+                yield rows[scored], items[scored], None
 
 
 def _nearest(codes: VectorRows, gallery: VectorRows, rows: Ints, k: int, itself: bool) -> Ints:

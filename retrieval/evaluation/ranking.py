@@ -35,7 +35,6 @@ _SMALLEST = 2048  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
 _PANEL = 1024  # most queries of a panel, and most items of the sample
 _EXPECTED = 2**21  # most candidates that a panel is expected to have
-_GROUP = 8  # items of the sample per group; `_set_reach` uses the nearest item of each group
 _RANKS = 2**17  # ranks to settle at once, so that the temporary arrays stay in a core's cache
 _KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
 _MOST = 2**22  # most candidates of a panel
@@ -81,8 +80,6 @@ class Ranking:
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
         size, self._codes = len(codes), codes
         self._sampled = _sample_size(size)
-        self._mask = np.empty(self._sampled**2, np.bool_)
-        self._product = np.empty(self._sampled**2, np.float32)
         # The sample is the first panel. Items that are not queries come next, so that they share no
         # panel with queries of large depth.
         sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
@@ -91,8 +88,7 @@ class Ranking:
         rest = np.setdiff1d(np.arange(size), sample)
         self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
         self._depths = depth_of_item[self._order]
-        kind = np.min_scalar_type(int(classes.max(initial=0)))  # small types are faster to look up
-        self._classes = classes[self._order].astype(kind)
+        self._classes = classes[self._order]
         factors, norms = _factored(codes, self._order)
         # in units of u (|q| + |g|)²: one half per term, and roundings of codes, norms and result
         roundings = (factors.shape[1] + 1) / 2 + 2
@@ -141,9 +137,7 @@ class Ranking:
         for other in self._panels[number:]:
             if not (other.depth or panel.depth):
                 continue
-            shape = len(other.factors), len(panel.factors)
-            halves = self._product[: math.prod(shape)].reshape(shape)
-            np.matmul(other.factors, turned, out=halves)
+            halves = other.factors @ turned
             if other is panel:
                 np.fill_diagonal(halves, np.inf)
             if number == 0 and other.depth:
@@ -156,11 +150,7 @@ class Ranking:
     def _set_reach(self, panel: _Panel, halves: Floats32) -> None:
         """Set the reach of a panel's queries from `halves`, their ĥ to the sample (B, S)."""
         last = _sample_rank(len(self._order), panel.depth) - 1
-        near, width = halves, halves.shape[1] // _GROUP
-        # for small ranks, the nearest item of each group is nearly as good and faster to select
-        if last < width // 4:
-            near = halves[:, : width * _GROUP].reshape(-1, _GROUP, width).min(axis=1)
-        reach = np.partition(near, last, axis=1)[:, last] + panel.error
+        reach = np.partition(halves, last, axis=1)[:, last] + panel.error
         # a query with many ties within reach keeps no candidates, and is left to full search
         crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
         panel.reach[~crowded] = reach[~crowded]
@@ -170,9 +160,7 @@ class Ranking:
 
         The queries are the rows of `halves` or, with `across`, its columns.
         """
-        mask = self._mask[: halves.size].reshape(halves.shape)
-        np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
-        place = np.flatnonzero(mask)
+        place = np.flatnonzero(halves <= (panel.reach if across else panel.reach[:, None]))
         row = place // halves.shape[1]
         column = place - row * halves.shape[1]
         query, item = (column, row) if across else (row, column)

@@ -217,15 +217,13 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     return proto
 
 
-def session(graph: bytes, threads: int | None = None) -> Any:
+def session(graph: bytes) -> Any:
     """Return an ONNX Runtime session on the CPU with the settings that bundles use."""
     from retrieval.serving.runtime import load_onnxruntime
+    from retrieval.serving.sessions import session_options
 
     runtime = load_onnxruntime()
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4  # only fatal errors
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options = session_options(runtime, torch.get_num_threads())
     try:
         return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as fault:  # ONNX Runtime's errors share no public base class
