@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from retrieval.host.arrays import Bools, Floats
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
@@ -25,7 +26,6 @@ from retrieval_aml.gmml import (
     symmetric,
 )
 
-Floats = NDArray[np.floating[Any]]
 FARTHEST = 20.0
 """Bound of the magnitude of S's eigenvalues in `minimise`. The optimum is well within the bound."""
 ROUND = 25
@@ -36,7 +36,7 @@ FLATTEST = 1e-8
 """Lower bound of the curvature by which a direction is scaled, as a share of the largest one."""
 
 
-def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
+def adversarial_pairs(m: Floats, pairs: Floats, similar: Bools, beta: float) -> Floats:
     """Return the points π, π′ (N, 2, F) that confuse each pair most (Chen et al., Eq 3 and 9).
 
     For a pair x, x′ with y = 1 (similar) or y = −1 (dissimilar), the points minimise

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
+from retrieval.host.arrays import Bools, Floats, Ints
 from retrieval.plugin import LinearMap, Seeded, check_parameters, deviations
 from scipy.linalg import solve_triangular
 from sklearn.utils.validation import check_array
 from threadpoolctl import threadpool_limits
 
-Floats = NDArray[np.floating[Any]]
 BLOCK = 2**20
 """Largest number of elements in a block of differences of pairs."""
 FLOOR = 1e-10
@@ -47,7 +47,7 @@ class Moments:
     n_dissimilar: int
 
 
-def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
+def moments_of_classes(x: Floats, codes: Ints) -> Moments:
     """Return the moments over all unordered pairs of items, from sums over classes.
 
     Let class c have n_c of the n items, mean m_c and scatter S_c about it, and let m be the mean of
@@ -87,7 +87,7 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
     )
 
 
-def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
+def moments_of_pairs(pairs: Floats, similar: Bools) -> Moments:
     """Return the moments over pairs (N, 2, F); `similar` (N,) is the mask of similar pairs."""
     sums = []
     for chosen in (similar, ~similar):
@@ -96,7 +96,7 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
     return Moments(sums[0], sums[1], int(similar.sum()), int((~similar).sum()))
 
 
-def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
+def moments_of_drawn_pairs(x: Floats, codes: Ints, n_pairs: int, seed: int) -> Moments:
     """Return the moments over random pairs of items, as in the experiments of the papers."""
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
@@ -113,9 +113,7 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
     )
 
 
-def _sum_of_squares(
-    left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]
-) -> Floats:
+def _sum_of_squares(left: Floats, right: Floats, i: Ints, j: Ints) -> Floats:
     """Return the sum of (x − x′)(x − x′)ᵀ over rows x = left[i] and x′ = right[j]."""
     features = left.shape[1]
     total = np.zeros((features, features))
@@ -335,7 +333,7 @@ class PairLearner(Seeded, LinearMap):
         return symmetric(prior)
 
 
-def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, Bools]:
     """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both.
 
     Raises:
@@ -411,8 +409,6 @@ class GMML(PairLearner):
     n_pairs: Count | Literal["paper"] | None = None
     standardize: bool = False
 
-    def _learn(
-        self, similar: NDArray[np.floating[Any]], dissimilar: NDArray[np.floating[Any]]
-    ) -> NDArray[np.floating[Any]]:
+    def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
         self.converged_, self.n_iter_ = True, 0
         return geodesic_factor(similar, dissimilar, self.t)

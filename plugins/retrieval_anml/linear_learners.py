@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
+from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, check_parameters, deviations
 from scipy.optimize import minimize
 from sklearn.base import clone
@@ -18,7 +19,6 @@ from threadpoolctl import threadpool_limits
 
 from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
-Floats = NDArray[np.floating[Any]]
 ONE_THREAD = 10_000_000
 """Below this many pairs of a query and an item, `fit` limits BLAS to one thread."""
 Count = Annotated[int, Field(ge=1)]
@@ -50,9 +50,7 @@ class NeighborhoodLearner(LinearMap):
     seed: int | None = None
     random_state: int | None = None
 
-    def _neighborhoods(
-        self, x: Floats, codes: NDArray[np.intp], queries: int | None
-    ) -> Neighborhoods:
+    def _neighborhoods(self, x: Floats, codes: Ints, queries: int | None) -> Neighborhoods:
         raise NotImplementedError
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
@@ -115,7 +113,7 @@ class NeighborhoodLearner(LinearMap):
             )
         return self._neighborhoods(x, codes, None)(point)
 
-    def _checked(self, X: ArrayLike, y: ArrayLike) -> tuple[Floats, NDArray[np.intp]]:
+    def _checked(self, X: ArrayLike, y: ArrayLike) -> tuple[Floats, Ints]:
         self._chosen_seed()
         check_parameters(self)
         return self._training_items(X, y)
@@ -220,9 +218,7 @@ class LANML(NeighborhoodLearner):
     k1: int | None = None
     k2: Count | None = None
 
-    def _neighborhoods(
-        self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
-    ) -> Neighborhoods:
+    def _neighborhoods(self, x: Floats, codes: Ints, queries: int | None) -> Neighborhoods:
         if self.k1 == 0:
             raise ValueError(
                 "k1 is 0; it must be above 0 (nearest items of a class) or below 0 (farthest)."
@@ -285,9 +281,7 @@ class PNCA(NeighborhoodLearner):
     form: Literal["mean", "sum"] = "mean"
     regularization: NotNegative = 0.0
 
-    def _neighborhoods(
-        self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
-    ) -> Neighborhoods:
+    def _neighborhoods(self, x: Floats, codes: Ints, queries: int | None) -> Neighborhoods:
         power = 1.0 if self.form == "mean" else 1 / self.alpha
         # log s = power · log |S| − b_α(S) and log Σ_D = log |D| − b_1(D); 1 − p is the sigmoid of
         # log Σ_D − log s.

@@ -6,12 +6,13 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from retrieval.host.arrays import Array, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
+T = TypeVar("T", Floats, "Tensor")
 
 
 def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
@@ -53,13 +54,13 @@ def _refuse_empty(length: int) -> None:
         raise ValueError("There are no numbers to average: the log-exp mean needs at least one.")
 
 
-def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
+def _array_mean(a: Array, gamma: float, axis: int) -> Array:
     if np.isinf(gamma):
-        extreme: NDArray[Any] = a.min(axis) if gamma > 0 else a.max(axis)
+        extreme: Array = a.min(axis) if gamma > 0 else a.max(axis)
         return extreme
     mean = a.mean(axis, keepdims=True)
     if gamma == 0:
-        zero_limit: NDArray[Any] = mean.squeeze(axis)
+        zero_limit: Array = mean.squeeze(axis)
         return zero_limit
     t = -gamma * (a - mean)
     top = t.max(axis, keepdims=True)
@@ -70,7 +71,7 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
         large = (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma
         means = mean - np.where(top < 1, small, large)
     means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
-    squeezed: NDArray[Any] = means.squeeze(axis)
+    squeezed: Array = means.squeeze(axis)
     return squeezed
 
 

@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from retrieval.host.arrays import Floats, Ints
 from scipy.sparse import csr_array, vstack
 from scipy.special import expit
 
-Floats = NDArray[np.floating[Any]]
 Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
-Ints = NDArray[np.intp]
 NEGLIGIBLE = -37.0
 """Exponent t below which 1 + e^t rounds to 1 in float64."""
 BLOCK = 1 << 21

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats64, Ints
 from retrieval.plugin import (
     BatchSampler,
     TrainingItems,
@@ -17,7 +17,7 @@ from retrieval.plugin import (
     some,
 )
 
-Batches = list[NDArray[np.int64]]
+Batches = list[Ints]
 
 
 class RandomItems(BatchSampler):
@@ -71,10 +71,10 @@ class Hierarchical(BatchSampler):
             drawn.append(rows_of((first + rest)[: items.classes], items, random))
         return drawn
 
-    def _groups(self, items: TrainingItems) -> list[list[NDArray[np.int64]]]:
+    def _groups(self, items: TrainingItems) -> list[list[Ints]]:
         """Return, for each group, the rows of the items of each of its classes."""
         columns = items.metadata or [{}] * len(items.labels)
-        groups: dict[str, list[NDArray[np.int64]]] = {}
+        groups: dict[str, list[Ints]] = {}
         faults = []
         for rows in rows_by_class(items.labels):
             values = {str(columns[row].get(self.level) or "") for row in rows}
@@ -138,7 +138,7 @@ class HardClasses(BatchSampler):
         return drawn
 
 
-def _nearest(means: NDArray[np.float64], count: int) -> list[int]:
+def _nearest(means: Floats64, count: int) -> list[int]:
     """Return `count` rows: the first row, then repeatedly the row nearest to any chosen row."""
     chosen = [0]
     nearest = np.full(len(means), np.inf)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats64, Pixels
 from retrieval.plugin import (
     ArrayDataset,
     Count,
@@ -76,7 +76,7 @@ def digits() -> Dataset:
     return ArrayDataset(pixels, labels, [f"digits/{i}" for i in range(len(labels))])
 
 
-def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _digits() -> tuple[Floats64, Floats64]:
     """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
     package = find_spec("sklearn")
     file = Path(str(package and package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
@@ -140,7 +140,7 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
     return raw
 
 
-def _idx_pair(folder: Path, prefix: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _idx_pair(folder: Path, prefix: str) -> tuple[Pixels, Pixels]:
     """Return images (N, H, W) and labels (N,) from two idx files."""
     images = _file(folder, f"{prefix}-images-idx3-ubyte")
     return read_idx(images, 3), read_idx(_file(folder, f"{prefix}-labels-idx1-ubyte"), 1)
@@ -233,7 +233,7 @@ class Part(NamedTuple):
 
     name: str
     split: str
-    pixels: NDArray[np.uint8]
+    pixels: Pixels
     numbers: list[int]
 
 

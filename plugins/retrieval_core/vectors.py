@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Floats32
 from retrieval.plugin import ArrayDataset, Dataset, is_missing_text, refuse, sides, usable
 from retrieval.serving.index.embedded import in_memory
 from retrieval.serving.index.sources import collect, npz_file
@@ -66,7 +66,7 @@ def features(file: Path) -> Dataset:
     return usable(dataset, str(file))
 
 
-def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
+def _vectors(values: Array) -> tuple[Floats32, list[str]]:
     """Return float32 vectors, and a list of problems."""
     empty = np.empty((0, 1), np.float32)
     if values.ndim != 2 or not values.size:
@@ -77,7 +77,7 @@ def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
         return np.ascontiguousarray(values, dtype=np.float32), []
 
 
-def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list[str]]:
+def _texts(name: str, values: Array, count: int) -> tuple[list[str], list[str]]:
     """Return a column as text, and a list of problems."""
     if values.shape != (count,):
         return [], [f"{name} must have the shape ({count},) like the features, not {values.shape}."]

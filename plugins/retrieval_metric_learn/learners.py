@@ -17,12 +17,12 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
 from retrieval.errors import MissingDependency
+from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, Seeded
 
-Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prior = Literal["identity", "covariance", "random"]
@@ -64,7 +64,7 @@ class MetricLearnLearner(LinearMap):
             settings["random_state"] = self._chosen_seed()
         return settings
 
-    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: Ints, features: int) -> None:
         """Raise a `ValueError` if class sizes (C,) or features do not suit the estimator."""
 
     def _fit_options(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class SCML(Seeded, MetricLearnLearner):
     output_iter: Count = 500
     batch_size: Count = 10
 
-    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: Ints, features: int) -> None:
         if counts.min() < 2:
             raise ValueError(
                 "Each class needs 2 items, but the smallest has 1. Remove such classes."
@@ -307,7 +307,7 @@ class LFDA(MetricLearnLearner):
     k: Count | None = None
     embedding_type: Literal["weighted", "orthonormalized", "plain"] = "weighted"
 
-    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: Ints, features: int) -> None:
         if self.n_components is not None and not 1 <= self.n_components <= features:
             raise ValueError(
                 f"n_components is {self.n_components}; it must lie between 1 and the {features}"
@@ -319,7 +319,7 @@ class LFDA(MetricLearnLearner):
         # signs vary. For all directions it uses LAPACK, so compute all and keep the first.
         return {**super()._settings(), "n_components": None}
 
-    def _components(self, components: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    def _components(self, components: Floats) -> Floats:
         return components[: self.n_components]
 
 
@@ -347,7 +347,7 @@ class RCA(Seeded, MetricLearnLearner):
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "n_chunks": self._chunks}
 
-    def _check_sizes(self, counts: NDArray[np.intp], features: int) -> None:
+    def _check_sizes(self, counts: Ints, features: int) -> None:
         """Check the number of chunks, and keep it for `_settings`."""
         limit = int((counts // self.chunk_size).sum())
         self._chunks = min(100, limit) if self.n_chunks is None else self.n_chunks

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
+from retrieval.host.arrays import Array, Floats
 from retrieval.plugin import Combiner, Subspace, full_precision
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,11 +49,11 @@ class OverComplete(nn.Module):
     @classmethod
     def of_weights(
         cls,
-        levels: Sequence[NDArray[Any]],
+        levels: Sequence[Array],
         hidden: int,
-        mean: NDArray[Any],
-        scale: NDArray[Any],
-        alpha: NDArray[Any],
+        mean: Array,
+        scale: Array,
+        alpha: Array,
     ) -> OverComplete:
         """Return a float32 network with a learner's weights.
 
@@ -105,7 +105,7 @@ class Bilinear(Combiner):
         similarity: (F, F) W.
     """
 
-    def __init__(self, similarity: NDArray[np.floating[Any]]) -> None:
+    def __init__(self, similarity: Floats) -> None:
         super().__init__()
         self.register_buffer("similarity", torch.from_numpy(np.array(similarity, dtype=np.float32)))
 
@@ -167,7 +167,7 @@ class Hedge(Combiner):
         self._weights_changed()
 
     @classmethod
-    def of_weights(cls, alpha: NDArray[np.floating[Any]], embedding: int) -> Self:
+    def of_weights(cls, alpha: Floats, embedding: int) -> Self:
         """Return the combiner for codes of `OAHU.transform`, which are embeddings times √α."""
         combiner = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))

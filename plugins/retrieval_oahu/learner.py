@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
+from retrieval.host.arrays import Array, Floats, Floats64, Ints
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from retrieval_oahu.combiners import Hedge
 
-Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05
 """Lower bound of a feature's deviation, as a share of the features' quadratic mean deviation.
@@ -98,9 +98,7 @@ class OAHU(RandomTriplets):
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
 
-    def classify(
-        self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
-    ) -> NDArray[Any]:
+    def classify(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> Array:
         """Return labels (N,) by the k nearest references in each space (Eq 23–25).
 
         Args:
@@ -111,7 +109,7 @@ class OAHU(RandomTriplets):
         """
         return self.spaces(X).classify(references, labels, k)
 
-    def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
+    def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> Floats64:
         """Return P (N,), the total weight of the spaces in which x and y are similar (Eq 26).
 
         Args:
@@ -121,9 +119,7 @@ class OAHU(RandomTriplets):
         """
         return self.spaces(X).similar(self.spaces(Y), threshold)
 
-    def retrieve(
-        self, X: ArrayLike, references: Spaces, k: int = 10
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def retrieve(self, X: ArrayLike, references: Spaces, k: int = 10) -> tuple[Ints, Floats64]:
         """Return rows and scores (N, k) of the references most similar to each item (Eq 27).
 
         Args:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
+from retrieval.host.arrays import Array, Floats, Ints
 from retrieval.plugin import LinearMap
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from retrieval_oahu.combiners import Bilinear
 
-Floats = NDArray[np.floating[Any]]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Percentile = Annotated[float, Field(gt=0, lt=100, allow_inf_nan=False)]
 SETTLE = 100
@@ -237,7 +237,7 @@ class OPML(MatrixLearner):
     seed: int | None = None
     random_state: int | None = None
 
-    def _stream(self, codes: NDArray[np.intp]) -> Iterator[Triplet]:
+    def _stream(self, codes: Ints) -> Iterator[Triplet]:
         order = np.random.default_rng(self._chosen_seed()).permutation(len(codes))
         return one_pass(codes, order)
 
@@ -279,7 +279,7 @@ class OPML(MatrixLearner):
         return components
 
 
-def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
+def one_pass(labels: Ints, order: Array) -> Iterator[Triplet]:
     """Yield triplets: an item of `order`, the latest of its class, and the latest of another."""
     latest: dict[int, int] = {}
     recent: list[int] = []  # the two latest classes, the latest first

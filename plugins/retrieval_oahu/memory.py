@@ -8,13 +8,10 @@ lose their earlier relations.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-Floats = NDArray[np.floating[Any]]
-Ints = NDArray[np.int64]
+from retrieval.host.arrays import Bools, Floats, Ints
 
 VOTERS = (1, 3, 5, 7, 9)
 """Numbers of neighbours that vote; an item's vote is the mean over these numbers."""
@@ -43,7 +40,7 @@ class Memory:
         vectors: Floats,
         keys: NDArray[np.uint64],
         group: Ints,
-        parted: NDArray[np.bool_],
+        parted: Bools,
         used: Ints,
     ) -> None:
         self.vectors, self.keys = vectors, keys

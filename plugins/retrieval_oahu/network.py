@@ -12,10 +12,9 @@ import math
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from retrieval.host.arrays import Floats, Floats64
 from scipy.linalg import blas
 
-Floats = NDArray[np.floating[Any]]
 # At the largest distance, 2, these divisors make d_sim equal τ and d_dis equal 2.
 _SIM = math.exp(2.0) - 1.0
 _DIS = 1.0 - math.exp(-2.0)
@@ -53,7 +52,7 @@ def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats,
 
 def hedge_update(
     alpha: Floats, losses: Floats, beta: float, smoothing: float, rule: Rule = "exp"
-) -> NDArray[np.float64]:
+) -> Floats64:
     """Return the weights after one hedge update: discounted by the losses, floored and normalised.
 
     Args:
@@ -71,7 +70,7 @@ def hedge_update(
     )
     discount = beta ** losses.astype(np.float64) if exponential else 1.0 - (1.0 - beta) * losses
     changed = np.maximum(alpha * discount, smoothing / len(alpha))
-    updated: NDArray[np.float64] = changed / changed.sum()
+    updated: Floats64 = changed / changed.sum()
     return updated
 
 

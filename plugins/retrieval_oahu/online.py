@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import Field
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
@@ -23,7 +24,6 @@ from threadpoolctl import ThreadpoolController
 
 from retrieval_oahu.streams import Triplet, in_chunks, paper_stream
 
-Floats = NDArray[np.floating[Any]]
 ROWS = 512
 """Maximum number of rows in a record of weights along the stream."""
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class OnlineLearner(MetricLearner):
         """Learn from triplets (T, 3, F) in order; return how many of them changed the model."""
         raise NotImplementedError
 
-    def _stream(self, codes: NDArray[np.intp]) -> Iterable[Triplet]:
+    def _stream(self, codes: Ints) -> Iterable[Triplet]:
         """Return the triplets from which `fit` learns items of these classes (N,)."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class RandomTriplets(OnlineLearner):
     seed: int | None = None
     random_state: int | None = None
 
-    def _stream(self, codes: NDArray[np.intp]) -> Iterable[Triplet]:
+    def _stream(self, codes: Ints) -> Iterable[Triplet]:
         return paper_stream(codes, self.seeds, self.closure, seed=self._chosen_seed())
 
 

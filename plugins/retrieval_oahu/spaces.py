@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from retrieval.host.arrays import Array, Floats, Floats64, Ints
 from retrieval.plugin import read_labels
 
 if TYPE_CHECKING:
     from retrieval.results import Bundle
-Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
 """Largest number of distances in memory at a time."""
 _MARGIN = 8
@@ -34,7 +34,7 @@ class Spaces:
     alpha: Floats
 
     @classmethod
-    def of_bundle(cls, bundle: Bundle, inputs: NDArray[Any], spaces: int | None = None) -> Spaces:
+    def of_bundle(cls, bundle: Bundle, inputs: Array, spaces: int | None = None) -> Spaces:
         """Embed inputs with an exported bundle, and use the weights that it stores.
 
         Args:
@@ -81,7 +81,7 @@ class Spaces:
         distances: Floats = np.sqrt((difference * difference).sum(axis=2))
         return distances
 
-    def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+    def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> Array:
         """Return labels (N,) by the votes of the k nearest references in each space (Eq 23–25).
 
         Raises:
@@ -95,10 +95,10 @@ class Spaces:
         query = np.arange(len(self))[:, None]
         for space in range(len(rows)):
             np.add.at(votes, (query, classes[rows[space]]), scores[space])
-        winners: NDArray[Any] = names[votes.argmax(axis=1)]
+        winners: Array = names[votes.argmax(axis=1)]
         return winners
 
-    def similar(self, references: Spaces, threshold: float = 0.55) -> NDArray[np.float64]:
+    def similar(self, references: Spaces, threshold: float = 0.55) -> Floats64:
         """Return P (N,) of pairs, row by row (Eq 26); see `OAHU.similar`.
 
         Raises:
@@ -115,9 +115,7 @@ class Spaces:
             self.alpha @ (self.distances(references) / 2 < threshold), dtype=np.float64
         )
 
-    def retrieve(
-        self, references: Spaces, k: int = 10
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def retrieve(self, references: Spaces, k: int = 10) -> tuple[Ints, Floats64]:
         """Return rows and scores (N, k), best first, by Eq 27; see `OAHU.retrieve`.
 
         An item that several spaces propose gets the best of its scores, not their sum, because the
@@ -137,9 +135,7 @@ class Spaces:
             best_rows[query], best[query] = flat[query, first], value[query, first]
         return best_rows, best
 
-    def _candidates(
-        self, references: Spaces, k: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _candidates(self, references: Spaces, k: int) -> tuple[Ints, Floats64]:
         """Return rows and scores (L + 1, N, k) of each space's k nearest references (Eq 23)."""
         if k < 1 or not len(references):
             raise ValueError(
@@ -162,9 +158,7 @@ class Spaces:
         return rows, np.exp(-spread) * self.alpha[:, None, None]
 
 
-def _nearest(
-    query: Floats, references: Floats, k: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _nearest(query: Floats, references: Floats, k: int) -> tuple[Ints, Floats64]:
     """Return rows and distances (N, k), nearest first; equal distances are ordered by row."""
     size = len(references)
     rows = np.empty((len(query), k), np.int64)

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array, Floats
 from retrieval.plugin import read_labels
 
-Floats = NDArray[np.floating[Any]]
 _TRIES = 20
 """Number of draws of an implied triplet before giving up."""
 COLUMNS = ("query", "shown", "chosen", "time")
@@ -342,7 +342,7 @@ def _usable(
 
 
 def in_chunks(
-    stream: Iterable[tuple[int, int, int]], features: NDArray[Any], size: int = 256
+    stream: Iterable[tuple[int, int, int]], features: Array, size: int = 256
 ) -> Iterator[Floats]:
     """Yield the features (≤ size, 3, F) of a stream's triplets in chunks.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
+from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
@@ -17,8 +18,6 @@ from retrieval_oahu.online import RandomTriplets
 
 if TYPE_CHECKING:
     from torch import nn
-
-Floats = NDArray[np.floating[Any]]
 
 
 class Expert(NamedTuple):
@@ -202,7 +201,7 @@ class Warm(LinearMap, RandomTriplets):
             self._decompose()
         self._decide()
 
-    def _remember(self, triplets: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _remember(self, triplets: Floats) -> tuple[Ints, Ints]:
         """Store triplets; return their places (T, 3), and those of the items to judge now."""
         memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
         for row, triplet in zip(places, triplets, strict=True):
@@ -220,7 +219,7 @@ class Warm(LinearMap, RandomTriplets):
         return places, items[2 * self.judged_[items] <= self.learned_]
 
     def _distances(
-        self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
+        self, items: Floats, codes: Floats, anchors: Ints, fold: int
     ) -> Iterator[Floats]:
         """Yield scores (A, M) that order items by distance to anchors, Euclidean distance first.
 
@@ -241,7 +240,7 @@ class Warm(LinearMap, RandomTriplets):
             else:
                 yield lengths - 2 * inner
 
-    def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
+    def _judge_neighbours(self, places: Ints) -> None:
         """Set `verdicts_` of the items at `places`: the experts' votes minus Euclidean votes."""
         memory = self._memory()
         if memory.size <= VOTERS[-1]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from retrieval.errors import DataError
+from retrieval.host.arrays import Array
 from retrieval.plugin import Box, Count, Counts, Dataset
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
@@ -78,7 +78,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
 
 def _scalar(value: Any) -> Any:
     """Return the number or text that a cell holds, or None for other content."""
-    array: NDArray[Any] = np.asarray(value)
+    array: Array = np.asarray(value)
     if array.dtype == object and array.size == 1:
         array = np.asarray(array.ravel()[0])
     return array.ravel()[0].item() if array.size == 1 and array.dtype.kind in "iufU" else None

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
+
+from retrieval.host.arrays import Array, Bools, Floats, Floats32, Floats64, Ints
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,7 +59,7 @@ class Dataset(ABC):
     splits: Sequence[str] | None = None
     roles: Sequence[str] | None = None
     metadata: Sequence[Mapping[str, Any]] | None = None
-    arrays: NDArray[Any] | None = None
+    arrays: Array | None = None
     files: Sequence[Path] | None = None
     notes: Sequence[str] = ()
     origin: str = ""
@@ -66,11 +67,11 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __iter__(self) -> Iterator[Image | NDArray[Any]]:
+    def __iter__(self) -> Iterator[Image | Array]:
         return (self[index] for index in range(len(self)))
 
     @abstractmethod
-    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+    def __getitem__(self, index: int) -> Image | Array:
         """Return item `index` without its label; may be called from any thread.
 
         Returns:
@@ -96,12 +97,12 @@ class TrainingItems:
             `None` when the host only tries the sampler before training.
     """
 
-    labels: NDArray[np.int64]
+    labels: Ints
     metadata: Sequence[Mapping[str, Any]] | None
     classes: int
     rows: int
     batches: int
-    embeddings: NDArray[np.float32] | None = None
+    embeddings: Floats32 | None = None
 
 
 class BatchSampler(ABC):
@@ -128,7 +129,7 @@ class BatchSampler(ABC):
     @abstractmethod
     def draw(
         self, items: TrainingItems, epoch: int, random: np.random.RandomState
-    ) -> Iterable[Sequence[int] | NDArray[np.int64]]:
+    ) -> Iterable[Sequence[int] | Ints]:
         """Return an epoch's batches, each as positions in `items.labels`.
 
         `epoch` counts from 0. `random` is the source of all randomness, seeded by the run's seed
@@ -344,10 +345,10 @@ class Combiner(BaseDistance):
 class Learner(Protocol):
     """A scikit-learn estimator on feature vectors, for use in `Pipeline` and `GridSearchCV` too."""
 
-    def fit(self, X: NDArray[np.floating[Any]], y: NDArray[Any]) -> Any:
+    def fit(self, X: Floats, y: Array) -> Any:
         """Learn from features (N, F) and labels (N,)."""
 
-    def transform(self, X: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    def transform(self, X: Floats) -> Floats:
         """Return embeddings (N, C) of features (N, F)."""
 
     def to_model_parts(self) -> tuple[nn.Module, Combiner | None]:
@@ -370,9 +371,7 @@ class Metric(Protocol):
 
     depth: int | Literal["relevant", "all"]
 
-    def __call__(
-        self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def __call__(self, matches: Bools, relevant: Ints) -> Floats64:
         """Return one value per query (Q,); the host takes the mean.
 
         Args:

@@ -29,10 +29,10 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Pixels
 from retrieval.serving.images import (
     Limits,
     Preprocessing,
@@ -74,7 +74,7 @@ class Decoded(NamedTuple):
         height: height of the image, likewise.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: Pixels
     width: int
     height: int
 

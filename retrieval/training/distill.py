@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrieval.data.cache import files_identity
 from retrieval.data.readable import skip_unreadable
@@ -21,6 +20,7 @@ from retrieval.errors import DataError, valid_text
 from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing
 from retrieval.export.export_run import export
+from retrieval.host.arrays import Floats32, Ints
 from retrieval.host.files import whole_file, write_json, write_text
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
@@ -207,7 +207,7 @@ def _no_classes(count: int) -> list[str]:
     return [f"{i % 2}" for i in range(count)]
 
 
-def _divided(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _divided(count: int) -> tuple[Ints, Ints]:
     """Return the indices of the training photos and of the held-out photos, in ascending order."""
     order = np.random.default_rng(0).permutation(count)
     held_out = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
@@ -271,7 +271,7 @@ def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
     return basis
 
 
-def _unit(vectors: NDArray[np.float32]) -> Embeddings:
+def _unit(vectors: Floats32) -> Embeddings:
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
     return unit
@@ -310,7 +310,7 @@ def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
 def _overlap(student: Embeddings, teacher: Embeddings) -> float:
     """Return the mean share of the teacher's nearest neighbours that the student finds too."""
 
-    def nearest(vectors: Embeddings) -> NDArray[np.intp]:
+    def nearest(vectors: Embeddings) -> Ints:
         similarities = vectors @ vectors.T
         np.fill_diagonal(similarities, -np.inf)
         return np.argsort(-similarities, axis=1)[:, :_NEIGHBOURS]

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
+from retrieval.host.arrays import Floats32, Floats64, Ints
 from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
@@ -102,9 +102,7 @@ def _refuse_processes(why: str) -> None:
         )
 
 
-def fit(
-    learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]
-) -> None:
+def fit(learner: Learner, name: str, features: Floats64, labels: Ints) -> None:
     """Fit a learner on features (N, F) and labels (N,).
 
     Raises:
@@ -123,7 +121,7 @@ def fit(
         ) from error
 
 
-def _verify(run: Run, features: NDArray[np.float32]) -> None:
+def _verify(run: Run, features: Floats32) -> None:
     """Refuse a run whose checkpoint gives other codes than the fitted learner.
 
     Raises:

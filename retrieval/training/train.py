@@ -21,6 +21,7 @@ from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
+from retrieval.host.arrays import Ints
 from retrieval.host.main_script import exit_if_imported
 from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
@@ -85,7 +86,7 @@ class Run(OpenedRun, Encoder):
         """
         return np.asarray(self.splits.classes)[self.splits.labels[self._items(side)]]
 
-    def _items(self, side: str) -> NDArray[np.int64]:
+    def _items(self, side: str) -> Ints:
         """Return the indices of a side's items."""
         self.require_data()
         splits = self.splits

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.augment import Labels, built_transforms
@@ -26,6 +25,7 @@ from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.protocol import refuse_unanswerable
+from retrieval.host.arrays import Ints
 from retrieval.host.files import write_json
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
@@ -279,7 +279,7 @@ class Trainer:
         metrics["images_per_second"] = rows / max(seconds, 1e-9)
         return metrics
 
-    def _drawn(self) -> list[NDArray[np.int64]] | None:
+    def _drawn(self) -> list[Ints] | None:
         """Return the epoch's batches if the sampler uses embeddings, else `None`.
 
         Such batches depend on the weights at the start of the epoch, so checkpoints keep them.
@@ -288,7 +288,7 @@ class Trainer:
             return None
         if self.progress.drawn is None:
 
-            def draw() -> list[NDArray[np.int64]] | None:
+            def draw() -> list[Ints] | None:
                 if not self.main:
                     return None
                 embeddings = encode(

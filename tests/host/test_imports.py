@@ -32,7 +32,7 @@ FLOORS = [
 imports in functions and for type checkers.
 """
 
-PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
+PUBLIC = {"retrieval.errors", "retrieval.host.arrays", "retrieval.plugin", "retrieval.results"}
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 MOST_ENTRIES, MOST_INNER = 16, 10
 INNER = {

@@ -23,7 +23,8 @@ import weakref
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from retrieval.host.arrays import Floats32
 
 # <sys/mman.h> and <signal.h> on Linux; the module `mmap` lacks these
 _MAP_FIXED = 0x10
@@ -53,7 +54,7 @@ class FileMap(mmap.mmap):
         self.start = np.frombuffer(self, np.uint8).ctypes.data
         _watch(self)
 
-    def floats(self, shape: tuple[int, ...], offset: int = 0) -> NDArray[np.float32]:
+    def floats(self, shape: tuple[int, ...], offset: int = 0) -> Floats32:
         """Return the array of float32 that begins `offset` bytes after the start of the file."""
         return np.frombuffer(self, "<f4", math.prod(shape), offset).reshape(shape)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from python_multipart.exceptions import FormParserError
@@ -16,6 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from retrieval.errors import DataError
+from retrieval.host.arrays import Floats64
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.problems import RequestError, busy
@@ -298,7 +298,7 @@ class QueryInput(NamedTuple):
     """Input of one query: an image file's bytes, a vector, or the id of an item."""
 
     image: bytes | None = None
-    vector: NDArray[np.float64] | None = None
+    vector: Floats64 | None = None
     id: str | None = None
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from retrieval.data.datasets import Subset
@@ -19,6 +18,7 @@ from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.allow import answering
+from retrieval.host.arrays import Ints
 from retrieval.host.files import write_json
 from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
@@ -121,7 +121,7 @@ def perform(job: Job) -> Metrics:
     return metrics
 
 
-def training_side(splits: Splits) -> NDArray[np.int64]:
+def training_side(splits: Splits) -> Ints:
     """Return the training and validation items, the only ones that a search may use."""
     return np.sort(np.concatenate([splits.train, splits.validation]))
 
