@@ -183,12 +183,11 @@ def resolve_metrics(
     its key in a dictionary, or else by its own `__name__` or its class.
     """
     if isinstance(metrics, Mapping) and not isinstance(metrics.get("name"), str):
-        return {
-            str(name): value
-            if isinstance(value, CheckedMetric)
-            else CheckedMetric(value, str(name))
-            for name, value in metrics.items()
-        }
+        checked = {str(name): value for name, value in metrics.items()}
+        for name, value in checked.items():
+            if not isinstance(value, CheckedMetric):
+                checked[name] = CheckedMetric(value, name)
+        return checked
     resolved: dict[str, Metric] = {}
     if isinstance(metrics, str | Mapping) or not isinstance(metrics, Iterable):
         metrics = [metrics]
@@ -492,24 +491,14 @@ class Tags(Relevance):
     def __init__(
         self, query: Sequence[Sequence[str]], gallery: Sequence[Sequence[str]] | None = None
     ) -> None:
-        from scipy.sparse import csr_array
+        from sklearn.preprocessing import MultiLabelBinarizer
 
-        known: dict[str, int] = {}
-        sides = [_checked_tags(query, "query")]
-        sides.append(sides[0] if gallery is None else _checked_tags(gallery, "gallery"))
-        query_tags, gallery_tags = (
-            [[known.setdefault(tag, len(known)) for tag in dict.fromkeys(tags)] for tags in side]
-            for side in sides
-        )
-
-        def matrix(side: list[list[int]]) -> Any:
-            columns = np.array([tag for tags in side for tag in tags], np.int64)
-            ends = np.cumsum([0, *map(len, side)])
-            ones = np.ones(len(columns), np.float32)
-            return csr_array((ones, columns, ends), shape=(len(side), max(len(known), 1)))
-
-        self._query, self._gallery = matrix(query_tags), matrix(gallery_tags).T.tocsr()
-        self.sizes = len(query_tags), len(gallery_tags)
+        query = _checked_tags(query, "query")
+        items = query if gallery is None else _checked_tags(gallery, "gallery")
+        binarizer = MultiLabelBinarizer(sparse_output=True).fit([*query, *items])
+        self._query = binarizer.transform(query)
+        self._gallery = binarizer.transform(items).T.tocsr()
+        self.sizes = len(query), len(items)
 
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""

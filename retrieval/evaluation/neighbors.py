@@ -444,7 +444,8 @@ class Search:
     """Exact search for the nearest gallery items that are visible to a query.
 
     Without a gallery, the queries are the gallery, and each query is left out of its own results.
-    For `distance` and `device`, see `exact_neighbors`.
+    For `distance` and `device`, see `exact_neighbors`. The first `recorded` results of each query
+    are kept from any search, for `first`.
     """
 
     queries: Codes
@@ -452,6 +453,13 @@ class Search:
     hidden: Hidden | None = None
     distance: DistanceBlock | None = None
     device: str = "auto"
+    recorded: int = 1
+
+    @cached_property
+    def _records(self) -> tuple[Ints, Floats32]:
+        """Rows and distances (Q, recorded); row −1 and distance infinity where there is none."""
+        shape = len(self.queries), self.recorded
+        return np.full(shape, -1), np.full(shape, np.inf, np.float32)
 
     @cached_property
     def _neighbors(self) -> Neighbors:
@@ -487,6 +495,10 @@ class Search:
                 items = np.take_along_axis(items, first, 1)
                 distances = np.take_along_axis(distances, first, 1)
                 items[~visible], distances[~visible] = -1, np.inf
+            width = min(self.recorded, items.shape[1])
+            first_items, first_distances = self._records
+            first_items[rows, :width] = items[:, :width]
+            first_distances[rows, :width] = distances[:, :width]
             yield rows, items, distances
             done += len(rows)
 
@@ -504,27 +516,6 @@ class Search:
             items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, apart
             done += len(rows)
         return items, distances
-
-
-@dataclass(frozen=True)
-class RecordedSearch(Search):
-    """A search that records the first `recorded` results of each query, at any depth."""
-
-    recorded: int = 1
-
-    @cached_property
-    def _records(self) -> tuple[Ints, Floats32]:
-        """Rows and distances (Q, recorded); row −1 and distance infinity where there is none."""
-        shape = len(self.queries), self.recorded
-        return np.full(shape, -1), np.full(shape, np.inf, np.float32)
-
-    def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, Floats32]]:
-        """Yield the blocks of `Search.blocks`, and record them."""
-        items, distances = self._records
-        for rows, near, apart in super().blocks(query_rows, depths):
-            width = min(self.recorded, near.shape[1])
-            items[rows, :width], distances[rows, :width] = near[:, :width], apart[:, :width]
-            yield rows, near, apart
 
     def first(self, query_rows: Ints) -> tuple[Ints, Floats32]:
         """Return the first results (B, recorded) of queries; search only if none are recorded."""

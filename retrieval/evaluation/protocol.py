@@ -18,7 +18,7 @@ from retrieval.evaluation.evaluation import (
     is_answerable,
     relevant_items,
 )
-from retrieval.evaluation.neighbors import Exclusion, RecordedSearch
+from retrieval.evaluation.neighbors import Exclusion, Search
 from retrieval.host.arrays import Bools, Ints
 from retrieval.run.build import check_columns
 
@@ -177,11 +177,11 @@ class Protocol:
 
     def search(
         self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any
-    ) -> tuple[RecordedSearch, Items, Items, dict[str, Any]]:
+    ) -> tuple[Search, Items, Items, dict[str, Any]]:
         """Return the search for items, the class numbers of both sides, and arguments.
 
         The arguments are those of `evaluate_search` that `[evaluate]` sets. `left` and `right` are
-        the codes of the queries and of the gallery, `further` are arguments of `RecordedSearch`.
+        the codes of the queries and of the gallery, `further` are arguments of `Search`.
         """
         labels = self.run.splits.labels
         query_class = labels[query]
@@ -189,7 +189,7 @@ class Protocol:
         arguments = self.arguments(query, gallery)
         exclude = arguments.pop("exclude", None)
         hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-        search = RecordedSearch(left, right, hidden, *further)
+        search = Search(left, right, hidden, *further)
         return search, query_class, item_class, arguments
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _tags(value: Any) -> list[str]:
 
 
 def open_set(
-    search: RecordedSearch,
+    search: Search,
     query_class: Ints,
     item_class: Ints,
     fars: Sequence[float],

@@ -235,16 +235,12 @@ def _factored(codes: Array, rows: Ints) -> tuple[Floats32, Floats64]:
     """Return centred codes x, with |x|²/2 and 1 appended (N, C + 2), and their lengths |x| (N,)."""
     width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
-    parts = range(0, len(codes), _PANEL)
-    sums = [(codes[start : start + _PANEL] * np.float64(scale)).sum(0) for start in parts]
-    centre = np.sum(sums, axis=0) / len(codes)
-    out, norms = np.ones((len(codes), width + 2), np.float32), np.empty(len(codes))
-    for start in parts:
-        part = slice(start, start + _PANEL)
-        out[part, :width] = codes[rows[part]] * np.float64(scale) - centre
-        squares = np.square(out[part, :width], dtype=np.float64).sum(1)
-        out[part, width], norms[part] = squares / 2, np.sqrt(squares)
-    return out, norms
+    scaled = codes * np.float64(scale)
+    out = np.ones((len(codes), width + 2), np.float32)
+    out[:, :width] = (scaled - scaled.mean(0))[rows]
+    squares = np.square(out[:, :width], dtype=np.float64).sum(1)
+    out[:, width] = squares / 2
+    return out, np.sqrt(squares)
 
 
 def _turned(factors: Floats32) -> Floats32:

@@ -105,7 +105,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class TracedReads(TorchFunctionMode):
-    """Context in which torch traces a module, and whose end refuses code that depends on inputs.
+    """Context in which torch traces a module, and which refuses code that depends on inputs.
 
     In a trace, sizes are tensors. Reads of parameters, buffers and constants are left out, and so
     are those of sizes that no batch changes.
@@ -122,36 +122,28 @@ class TracedReads(TorchFunctionMode):
         super().__init__()
         self.inputs = inputs
         self.any_size = any_size
-        self.numbers = ""
-        self.batch = ""
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self.numbers:  # an error may follow from what was read
-            raise _numbers_are_read(self.numbers)
-        if self.batch and self.any_size:
-            raise DependsOnInputs(f"{ONE_BATCH} The code is in {self.batch}")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, and record its line if it reads a tensor."""
+        """Call `func`, unless it reads a tensor that depends on the inputs."""
         name = getattr(func, "__name__", "")
         # Exporters also call torch after they have traced the module.
         if torch._C._get_tracing_state() and (name in _READERS or name == "__len__"):
             for tensor in args:
                 if isinstance(tensor, Tensor):
-                    self._record(tensor, of_shape=name == "__len__")
+                    self._refuse(tensor, of_shape=name == "__len__")
         return func(*args, **(kwargs or {}))
 
-    def _record(self, tensor: Tensor, of_shape: bool) -> None:
+    def _refuse(self, tensor: Tensor, of_shape: bool) -> None:
         value = torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
         numbers, batch = _origins(value, of_shape, self.inputs)
         frames = _callers()
         if numbers:
-            self.numbers = self.numbers or _line(frames)
-        elif batch and not _is_of_torch(frames[-1]):  # torch compares shapes and depends on none
-            self.batch = self.batch or _line(frames)
+            raise _numbers_are_read(_line(frames))
+        # torch's own code compares shapes and depends on none
+        if batch and self.any_size and not _is_of_torch(frames[-1]):
+            raise DependsOnInputs(f"{ONE_BATCH} The code is in {_line(frames)}")
 
 
 def _numbers_are_read(line: str) -> DependsOnInputs:

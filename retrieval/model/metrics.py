@@ -147,27 +147,17 @@ class NDCGAt:
 
 def _within_r(matches: Matches, relevant: Relevant) -> Matches:
     """Return `matches` up to each query's rank R; all later ranks are False."""
-    width = int(relevant.max(initial=0))
-    matches = matches[:, :width]
-    if len(relevant) and int(relevant.min()) == width:
-        return matches
-    return matches & (np.arange(width) < relevant[:, None])
+    matches = matches[:, : int(relevant.max(initial=0))]
+    return matches & (np.arange(matches.shape[1]) < relevant[:, None])
 
 
 def _summed_precision(matches: Matches) -> Values:
     """Return Σ_i rel(i) · Precision@i (Q,)."""
-    rows, width = matches.shape
-    inverse = 1 / np.arange(1, width + 1)
-    sums = np.zeros(rows)
-    step = max(1, 2**15 // max(width, 1))  # rows of a block, which stays in the CPU cache
-    for start in range(0, rows if width else 0, step):
-        part = matches[start : start + step]
-        terms = np.cumsum(part, axis=1, dtype=np.float64)
-        terms *= part
-        terms *= inverse
-        # cumsum adds in order; sum() would group the terms by the block's width.
-        sums[start : start + step] = np.cumsum(terms, axis=1, out=terms)[:, -1]
-    return sums
+    terms = np.cumsum(matches, axis=1, dtype=np.float64)
+    terms *= matches
+    terms *= 1 / np.arange(1, matches.shape[1] + 1)
+    # cumsum adds in order; sum() would group the terms by the number of ranks.
+    return np.cumsum(terms, axis=1, out=terms)[:, -1]
 
 
 def _at_least_one(k: int, name: str) -> int:

@@ -13,7 +13,7 @@ from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_ite
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
-from retrieval.evaluation.neighbors import Exclusion, Neighbors, RecordedSearch, Search
+from retrieval.evaluation.neighbors import Exclusion, Neighbors, Search
 from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
@@ -76,7 +76,7 @@ def test_as_many_values_as_items_are_needed():
 
 def rates_of(codes, labels, gallery, theirs, *fars, exclude=None):
     hidden = None if exclude is None else exclude.hidden(labels, theirs)
-    return open_set(RecordedSearch(codes, gallery, hidden), labels, theirs, fars)
+    return open_set(Search(codes, gallery, hidden), labels, theirs, fars)
 
 
 @pytest.mark.parametrize("same_label", [False, True])
