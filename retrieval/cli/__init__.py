@@ -12,9 +12,10 @@ import click
 from retrieval.errors import printable, printable_json
 
 
-def say(text: str, err: bool = False) -> None:
-    """Print text, with control characters from file names, labels, keys or plugins escaped."""
-    click.echo(printable(text), err=err)
+def say(*texts: str, err: bool = False) -> None:
+    """Print texts, with control characters from file names, labels, keys or plugins escaped."""
+    for text in texts:
+        click.echo(printable(text), err=err)
 
 
 def say_json(value: Any) -> None:

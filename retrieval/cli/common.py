@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,34 @@ FILTER = click.option(
 VARIANT = click.option(
     "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
 )
-MAX_PIXELS = click.option(
-    "--max-pixels", default="25M", type=PIXELS, help="Largest image, in pixels."
-)
-MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
 DEVICE = click.option(
     "--device", default="auto", type=Choice(["auto", "cpu", "cuda"]), help="Where the encoder runs."
 )
+
+
+def options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that adds options, in their order in the help."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return add
+
+
+def limited(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --max-pixels and --max-bytes, which the function gets together as `limits`."""
+
+    @click.option("--max-pixels", default="25M", type=PIXELS, help="Largest image, in pixels.")
+    @click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
+    @wraps(function)
+    def call(max_pixels: int, max_bytes: int, **arguments: Any) -> Any:
+        from retrieval.serving.images import Limits
+
+        return function(limits=Limits(max_pixels, max_bytes), **arguments)
+
+    return call
 
 
 class Group(click.Group):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, Choice, loading
+from retrieval.cli.common import PATH, Choice, loading, options
 from retrieval.cli.train import TRACK_OPTION, recipe_options
 
 MOST_VALUES = 1000
 """Most values in a range of a sweep."""
 OUTPUT = partial(click.option, "--output", type=PATH, help="Folder for tables, runs and trials.")
-OPTIONS = (
+shared_options = options(
     click.option(
         "--splits", default=1, help="Random splits, each with all seeds; 1 uses the recipes' own."
     ),
@@ -49,13 +48,6 @@ OPTIONS = (
     TRACK_OPTION,
     recipe_options,
 )
-
-
-def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of both commands."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,15 @@ def show(
     target = output or Path(f"{checked.name}.png")
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} must end in .png, because the picture is a PNG file.")
-    from retrieval.host.files import write_bytes
+    from retrieval.host.files import whole_file
 
     # slow to import, so that a wrong path is reported first
     from retrieval.run.check_data import preview
 
     with naming(recipe):
         picture = preview(checked, **counts)
-    out = io.BytesIO()
-    picture.save(out, format="PNG")
-    write_bytes(target, out.getvalue(), DataError)
+    with whole_file(target, DataError) as file:
+        picture.save(file, format="PNG")
     if not checked.augmentation.active:
         say("note: the recipe's [augmentation] changes nothing.")
     say(f"{target}: {picture.width} × {picture.height} pixels")

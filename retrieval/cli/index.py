@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import pwd
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ from retrieval.cli.common import (
     DEVICE,
     FILTER,
     JSON,
-    MAX_BYTES,
-    MAX_PIXELS,
     PATH,
     VARIANT,
     Choice,
     Group,
     IndexArgument,
     command,
+    limited,
+    options,
     this_command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
@@ -59,14 +59,12 @@ verb = partial(command, group=index)  # decorates a command of the group
 PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
 
 
-def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument INDEX, a folder or an address, and the option for its store's plugin."""
+def _keep_plugins(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
+    ctx.meta[_PLUGINS] = items
 
-    def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
-        ctx.meta[_PLUGINS] = items
 
-    option: Callable[..., Any] = plugin_option(callback=keep, expose_value=False)(function)
-    return PLACE(option)
+INDEX = options(PLACE, plugin_option(callback=_keep_plugins, expose_value=False))
+"""Adds the argument INDEX, a folder or an address, and the option for its store's plugin."""
 
 
 def _plugins() -> tuple[str, ...]:
@@ -131,34 +129,31 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of commands that embed images into an index."""
-    for option in (
-        click.option(
-            "--keep",
-            default="reference",
-            type=Choice(["reference", "copy", "thumbnail", "nothing"]),
-            help="What the index keeps of each original image.",
-        ),
-        MAX_BYTES,
-        MAX_PIXELS,
-        click.option(
-            "--batch-size", default=32, type=click.IntRange(1), help="Items encoded at once."
-        ),
-        click.option(
-            "--skip-bad", is_flag=True, help="Skip and report images that cannot be used."
-        ),
-    ):
-        function = option(function)
-    return function
+embedding = options(
+    click.option("--skip-bad", is_flag=True, help="Skip and report images that cannot be used."),
+    click.option("--batch-size", default=32, type=click.IntRange(1), help="Items encoded at once."),
+    limited,
+    click.option(
+        "--keep",
+        default="reference",
+        type=Choice(["reference", "copy", "thumbnail", "nothing"]),
+        help="What the index keeps of each original image.",
+    ),
+)
+"""Adds the options of commands that embed images into an index."""
 
 
-def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
-    """Print a command's result as a sentence, or as a JSON object that starts with the index."""
+def tell(path: IndexPlace, as_json: bool, /, *lines: str, **facts: Any) -> None:
+    """Print a command's result as lines, or as a JSON object that starts with the index."""
     if as_json:
         say_json({"index": str(path), **facts})
     else:
-        say(sentence)
+        say(*lines)
+
+
+def _counts(counts: Mapping[str, int]) -> list[str]:
+    """Return "3 skipped" and the like for each count that is not 0."""
+    return [f"{count:,} {what}" for what, count in counts.items() if count]
 
 
 @verb(
@@ -182,7 +177,11 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
     "--backend", default="auto", help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.NAME."
 )
 @click.option(
-    "--set", "options", multiple=True, metavar="KEY=VALUE", help="Back-end parameter; repeatable."
+    "--set",
+    "parameters",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Back-end parameter; repeatable.",
 )
 @PLUGIN_OPTION
 @VARIANT
@@ -202,10 +201,8 @@ def create(
     images: tuple[Path, ...],
     bundle: Path | None,
     model: str | None,
-    options: tuple[str, ...],
+    parameters: tuple[str, ...],
     extra: tuple[str, ...],
-    max_pixels: int,
-    max_bytes: int,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -224,15 +221,13 @@ def create(
         )
     if model is not None and not images:
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
-    parameters = _options(options)
+    backend_options = _options(parameters)
     folder = bundle or _exported(str(model), images, extra)
-    from retrieval.serving.images import Limits
     from retrieval.serving.index.index import create_index
 
-    limits = Limits(max_pixels, max_bytes)
     try:
         summary = create_index(
-            path, folder, images, options=parameters, plugins=extra, limits=limits, **settings
+            path, folder, images, options=backend_options, plugins=extra, **settings
         )
     except KeyboardInterrupt:
         if not isinstance(path, Path):
@@ -271,9 +266,8 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
             )
     counts = {"done by an interrupted run": summary.resumed}
     counts |= {"named twice and taken once": summary.repeated, "skipped": len(summary.skipped)}
-    notes += [f"{count:,} {what}" for what, count in counts.items() if count]
-    for note in summary.left_out:
-        say(note, err=True)
+    notes += _counts(counts)
+    say(*summary.left_out, err=True)
     facts = {name: value for name, value in vars(summary).items() if name != "path"}
     took = f"{summary.seconds:.1f} s ({', '.join(notes)})"
     tell(path, as_json, f"Indexed {summary.count:,} items in {took}: {path}", **facts)
@@ -310,8 +304,6 @@ def add(
     images: tuple[Path, ...],
     sync: bool,
     as_json: bool,
-    max_pixels: int,
-    max_bytes: int,
     **settings: Any,
 ) -> int:
     """Embed IMAGES and add them to INDEX, skipping those that have not changed.
@@ -319,19 +311,12 @@ def add(
     INDEX can be searched meanwhile. About every second, items are written to the disk. To resume
     after an interruption or a kill, run the same command again.
     """
-    from retrieval.serving.images import Limits
-
-    limits = Limits(max_pixels, max_bytes)
     with opened_index(path) as opened:
-        added = opened.add(list(images), sync=sync, limits=limits, **settings)
-    for note in added.left_out:
-        say(note, err=True)
-    parts = [f"{added.added:,} added"]
-    for name in ("changed", "unchanged", "removed", "repeated"):
-        if count := getattr(added, name):
-            parts.append(f"{count:,} {name}")
-    if added.skipped:
-        parts.append(f"{len(added.skipped):,} skipped")
+        added = opened.add(list(images), sync=sync, **settings)
+    say(*added.left_out, err=True)
+    names = ("changed", "unchanged", "removed", "repeated")
+    counts = {name: getattr(added, name) for name in names} | {"skipped": len(added.skipped)}
+    parts = [f"{added.added:,} added", *_counts(counts)]
     tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
     return added.added + added.changed + added.removed
 
@@ -369,13 +354,10 @@ def list_items(
     with opened_index(path) as opened:
         items = opened.scan(filter, after=after, limit=limit)
         total = opened.count(filter)
-    if as_json:
-        say_json({"index": str(path), "count": total, "items": list(map(_item_facts, items))})
-        return
-    for item in items:
-        details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
-        say(one_line(f"{item.id}  {item.label or ''}  {details}".rstrip()))
-    if len(items) < total:
+    tell(
+        path, as_json, *map(_line, items), count=total, items=[_item_facts(item) for item in items]
+    )
+    if len(items) < total and not as_json:
         say(f"{len(items):,} of {total:,} items.", err=True)
 
 
@@ -391,19 +373,26 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
         content = _summary(opened.stats()) if id is None else _item(opened, id)
-    if as_json:
-        say_json({"index": str(path), **content})
-        return
-    if content.get("vector"):
-        content["vector"] = f"{len(content['vector'])} numbers"
+    tell(path, as_json, *map(one_line, _content_lines(content)), **content)
+
+
+def _line(item: Item) -> str:
+    details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
+    return one_line(f"{item.id}  {item.label or ''}  {details}".rstrip())
+
+
+def _content_lines(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a summary or item, without its vector's numbers."""
     for name, value in content.items():
-        if isinstance(value, list):
-            say(f"{name}:")
+        if name == "vector" and value is not None:
+            yield f"vector: {len(value)} numbers"
+        elif isinstance(value, list):
+            yield f"{name}:"
             for row in value:
                 parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
-                say(one_line(f"  {', '.join(parts)}"))
+                yield f"  {', '.join(parts)}"
         elif name != "bytes" or value is not None:  # a remote store may not know its size
-            say(one_line(f"{name}: {_shown(value)}"))
+            yield f"{name}: {_shown(value)}"
 
 
 def _summary(stats: Stats) -> dict[str, Any]:
@@ -457,19 +446,16 @@ def check(path: IndexPlace, as_json: bool) -> None:
             " snapshot', and check the copy."
         )
     damaged, rebuilt = check_index(path)
-    if as_json:
-        say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
+    if not as_json:
+        say(*rebuilt, err=True)
         if damaged:
-            raise SystemExit(2)
-        return
-    for note in rebuilt:
-        say(note, err=True)
+            raise StoreError(
+                listed(f"{path} is damaged", damaged)
+                + "\nRestore it from a snapshot: retrieval index restore SNAPSHOT INDEX"
+            )
+    tell(path, as_json, f"{path} is whole.", damaged=damaged, rebuilt=rebuilt)
     if damaged:
-        raise StoreError(
-            listed(f"{path} is damaged", damaged)
-            + "\nRestore it from a snapshot: retrieval index restore SNAPSHOT INDEX"
-        )
-    say(f"{path} is whole.")
+        raise SystemExit(2)
 
 
 @verb("compact", "retrieval index compact photos.index")
@@ -502,17 +488,16 @@ def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: boo
     """List groups of items of INDEX that are near one another, directly or through others."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, filter=filter)
-    if as_json:
-        group_rows = [
-            {"ids": list(group.ids), "largest": group.largest, "widest": group.widest}
-            for group in groups
-        ]
-        say_json({"index": str(path), "groups": group_rows})
-        return
+    rows = []
+    lines = []
     for group in groups:
+        rows.append({"ids": group.ids, "largest": group.largest, "widest": group.widest})
         chain = f", in a chain up to {group.widest:.4f} apart" if group.widest > within else ""
         ids = "  ".join(map(one_line, group.ids))
-        say(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
+        lines.append(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
+    tell(path, as_json, *lines, groups=rows)
+    if as_json:
+        return
     extra = sum(len(group.ids) - 1 for group in groups)
     say(f"{len(groups):,} groups; {extra:,} items beyond the first of their group.", err=True)
 
@@ -546,26 +531,24 @@ def migrate(
     are kept as an older generation for 'retrieval index rollback', until --drop-old deletes it. To
     resume after an interruption or a kill, run the same command again.
     """
+    if bundle is None and not drop_old:
+        raise click.UsageError("Name the bundle to migrate to.")
+    facts: dict[str, Any] = {}
+    sentences = []
     with opened_index(path) as opened:
-        if bundle is None and not drop_old:
-            raise click.UsageError("Name the bundle to migrate to.")
-        done = None if bundle is None else opened.migrate(bundle, skip_bad=skip_bad)
-        facts: dict[str, Any] = {}
-        sentences = []
-        if done is not None:
-            for fault in done.skipped:
-                say(f"skipped: {fault}", err=True)
+        if bundle is not None:
+            done = opened.migrate(bundle, skip_bad=skip_bad)
+            facts = _migrated(done)
             kept = f", {done.from_features:,} from kept features" if done.from_features else ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
-            facts = _generation_facts(done)
         if drop_old:
             count = facts["dropped"] = opened.drop_old()
             plural = "" if count == 1 else "s"
             sentences.append(f"{path}: {count:,} older generation{plural} deleted.")
-    tell(path, as_json, "\n".join(sentences), **facts)
+    tell(path, as_json, *sentences, **facts)
 
 
 @verb("rollback", "retrieval index rollback photos.index")
@@ -579,14 +562,14 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
     """
     with opened_index(path) as opened:
         done = opened.rollback()
-    for fault in done.skipped:
-        say(f"skipped: {fault}", err=True)
     number, count = done.generation.number, done.embedded
     sentence = f"generation {number} is served again; {count:,} items were embedded for it."
-    tell(path, as_json, f"{path}: {sentence}", **_generation_facts(done))
+    tell(path, as_json, f"{path}: {sentence}", **_migrated(done))
 
 
-def _generation_facts(done: Migrated) -> dict[str, Any]:
+def _migrated(done: Migrated) -> dict[str, Any]:
+    """Say which items a migration skipped, and return its facts."""
+    say(*(f"skipped: {fault}" for fault in done.skipped), err=True)
     return vars(done) | {"generation": done.generation.number}
 
 
@@ -617,8 +600,7 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     facts: dict[str, Any] = {"snapshot": str(source)}
     if notes := copy(source, path, plugins=_plugins()):
         facts["left_behind"] = notes
-    for note in notes:
-        say(note, err=True)
+    say(*notes, err=True)
     tell(path, as_json, f"Restored {path}", **facts)
 
 
@@ -635,16 +617,13 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     "--features", is_flag=True, help="Also keep the backbone's features (see export --split)."
 )
 @click.option("--batch-size", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
-@MAX_PIXELS
-@MAX_BYTES
+@limited
 @DEVICE
 @JSON
 def embed_command(
     bundle: Path,
     sources: tuple[Path, ...],
     output: Path,
-    max_pixels: int,
-    max_bytes: int,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -656,25 +635,19 @@ def embed_command(
     an interruption or a kill, run the same command again: finished files are kept.
     """
     from retrieval.serving.embedding.embedding import embed_sources
-    from retrieval.serving.images import Limits
 
-    limits = Limits(max_pixels, max_bytes)
     try:
-        done = embed_sources(bundle, list(sources), output=output, limits=limits, **settings)
+        done = embed_sources(bundle, list(sources), output=output, **settings)
     except KeyboardInterrupt:
         say(f"Finished files are kept in {output}. Go on with: {this_command()}", err=True)
         raise
-    for note in done.left_out:
-        say(note, err=True)
+    say(*done.left_out, err=True)
     if as_json:
         say_json(vars(done) | {"output": str(output)})
         return
     files = "file" if done.parts == 1 else "files"
     notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
-    if done.resumed:
-        notes.append(f"{done.resumed:,} done before")
-    if done.repeated:
-        notes.append(f"{done.repeated:,} named twice and taken once")
+    notes += _counts({"done before": done.resumed, "named twice and taken once": done.repeated})
     say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
         what = "item" if done.bad == 1 else "items"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, loading, refuse_options, this_command
+from retrieval.cli.common import PATH, loading, options, refuse_options, this_command
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.errors import Interrupted
 
@@ -27,13 +26,8 @@ SET_OPTION = click.option(
     " chooses another loss and drops the parameters of the old one. loss=none removes the table"
     " [loss]; train.clip_norm=none removes that key.",
 )
-
-
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of commands that read a recipe: --set, --plugin and --allow-plugins."""
-    for option in (ALLOW_OPTION, PLUGIN_OPTION, SET_OPTION):
-        command = option(command)
-    return command
+recipe_options = options(SET_OPTION, PLUGIN_OPTION, ALLOW_OPTION)
+"""Adds the options of commands that read a recipe: --set, --plugin and --allow-plugins."""
 
 
 @click.command()
@@ -71,8 +65,7 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
         from retrieval.training.check import run_one_batch
 
     with naming(recipe):
-        for line in run_one_batch(checked):
-            say(line)
+        say(*run_one_batch(checked))
 
 
 TRACK_OPTION = click.option(
@@ -143,7 +136,8 @@ def train(
         from retrieval.training.trainer import train as train_run
 
     try:
-        with interruptible(folder, resume), naming(recipe), tracking(track, checked, say):
+        begun = interruptible(folder / "recipe.toml", resume)
+        with begun, naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except Interrupted as error:
         go_on = this_command("--resume", without=ONCE) if error.begun else this_command()
@@ -186,16 +180,15 @@ def distill(
     """
     with loading():
         from retrieval.training.distill import distill as distilled
-        from retrieval.training.process import last_modified
+        from retrieval.training.process import interruptible
     run = run or Path("runs") / output.stem
-    written = last_modified(run / "distill.json")
+    options |= {"run": run, "plugins": extra, "report": say}
     try:
-        result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
-    except (KeyboardInterrupt, Interrupted):
-        # --resume would resume the old run if --replace has not removed it yet. The suggested
-        # command keeps --replace, because the old bundle is still there.
-        begun = options["resume"] or last_modified(run / "distill.json") != written
-        again = this_command("--resume") if begun else this_command()
+        with interruptible(run / "distill.json", options["resume"]):
+            result = distilled(teacher, photos, output, **options)
+    except Interrupted as error:
+        # The suggested command keeps --replace, because the old bundle is still there.
+        again = this_command("--resume") if error.begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))
     say(f"Next:\n  retrieval index create photos.index {photos} --model {output}")

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.loading import TrainBatches, inputs
-from retrieval.data.splits import Splits, make_splits
+from retrieval.data.splits import Splits
 from retrieval.errors import DataError, RecipeError, listed
-from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
+from retrieval.evaluation.protocol import refuse_unanswerable
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
@@ -29,12 +28,18 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Sampler
 from retrieval.run import checkpoint
-from retrieval.run.build import build_backbone, build_dataset, build_sampler, code_size
+from retrieval.run.build import build_sampler, code_size
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
 from retrieval.training.comparison import space
-from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
+from retrieval.training.learn import (
+    NOTHING,
+    fit,
+    items_and_backbone,
+    nothing_to_train,
+    random_frozen,
+)
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Losses, Step
 
@@ -75,12 +80,9 @@ def run_one_batch(recipe: Recipe) -> list[str]:
 
 def _check_learner(recipe: Recipe) -> list[str]:
     assert recipe.learner is not None
-    dataset = build_dataset(recipe)
-    splits = make_splits(dataset, recipe.split)
-    refuse_unanswerable(DividedItems(recipe, dataset, splits))
-    backbone = build_backbone(recipe, dataset).eval()
+    dataset, splits, model = items_and_backbone(recipe)
+    backbone = model.backbone
     learner = build_learner(recipe, backbone.features)
-    model = Model(backbone, nn.Identity())
     count = _fit_some(learner, model, dataset, splits, recipe)
     head, combiner = model_parts(learner, recipe.learner.name, backbone.features)
     return [
@@ -189,8 +191,7 @@ def open_some(run: Run) -> None:
         return
     sides = [run.splits.train, run.splits.validation, run.splits.query, run.splits.gallery]
     items = np.concatenate([side for side in sides if side is not None])
-    rows = np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)
-    chosen = np.unique(items[rows])
+    chosen = np.unique(items[spread(len(items), FILES)])
     problems = []
     for item in chosen:
         try:
@@ -200,6 +201,11 @@ def open_some(run: Run) -> None:
     if problems:
         what = f"[data] {run.recipe.data.name} ({len(chosen)} files were opened)"
         raise DataError(listed(what, problems))
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return up to `most` of the numbers below `count`, evenly spaced."""
+    return sorted({int(number) for number in np.linspace(0, count - 1, min(most, count))})
 
 
 def _sampler_warnings(run: Run) -> Iterator[str]:

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from torch import nn
 
 from retrieval.data.features import backbone_features
-from retrieval.data.splits import make_splits
+from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.arrays import Floats32, Floats64, Ints
@@ -24,7 +24,7 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
-from retrieval.run.open import Run, begin_folder
+from retrieval.run.open import Run
 from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
 from retrieval.training.optim import parts_of
 from retrieval.training.process import validate
@@ -35,11 +35,11 @@ def fit_learner(
     recipe: Recipe,
     device: torch.device,
     report: Callable[[str], None],
-    *,
-    replace: bool,
-    resume: bool,
+    create: Callable[[Run], None],
 ) -> Run:
     """Fit a recipe's learner on the backbone's features and write the run.
+
+    `create` creates the run's folder if it is new.
 
     Raises:
         DataError: the learner refuses the features.
@@ -47,10 +47,7 @@ def fit_learner(
     """
     assert recipe.learner is not None
     _refuse_processes("A learner is fitted without steps")
-    dataset = build_dataset(recipe)
-    splits = make_splits(dataset, recipe.split)
-    refuse_unanswerable(DividedItems(recipe, dataset, splits))
-    model = Model(build_backbone(recipe, dataset), nn.Identity())
+    dataset, splits, model = items_and_backbone(recipe)
     take_weights(model, recipe)
     for warning in random_frozen(recipe, dataset):
         report(f"warning: {warning}")
@@ -65,8 +62,7 @@ def fit_learner(
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
     run = Run(path, recipe, dataset, splits, model, device=device)
-    if not resume:
-        begin_folder(run, report, replace=replace)
+    create(run)
     run.plugins.notify("retrieval_run_start", run=run)
     metrics: dict[str, float] = {}
     if len(splits.validation):
@@ -92,6 +88,18 @@ def fit_learner(
     run.plugins.notify("retrieval_run_end", run=run, metrics=metrics)
     report(f"fitted {len(splits.train)} items in {seconds:.1f} s{shown}")
     return run
+
+
+def items_and_backbone(recipe: Recipe) -> tuple[Dataset, Splits, Model]:
+    """Return a learner's items, their sides, and a model that is only the backbone.
+
+    Raises:
+        DataError: a side cannot be measured.
+    """
+    dataset = build_dataset(recipe)
+    splits = make_splits(dataset, recipe.split)
+    refuse_unanswerable(DividedItems(recipe, dataset, splits))
+    return dataset, splits, Model(build_backbone(recipe, dataset), nn.Identity()).eval()
 
 
 def _refuse_processes(why: str) -> None:
@@ -164,17 +172,17 @@ def nothing_to_train(run: Run) -> bool:
     return not any(parts[name] for name in ("backbone", "head", "combiner"))
 
 
-def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, resume: bool) -> Run:
+def write_untrained(run: Run, report: Callable[[str], None], create: Callable[[Run], None]) -> Run:
     """Write a run of an untrained model, which can be evaluated and exported.
 
+    `create` creates the run's folder if it is new.
+
     Raises:
-        DataError: see `begin_folder`.
         RecipeError: there are several processes.
     """
     _refuse_processes("The model has nothing to train")
     run.splits.notes.append(NOTHING)
-    if not resume:
-        begin_folder(run, report, replace=replace)
+    create(run)
     run.plugins.notify("retrieval_run_start", run=run)
     checkpoint.save(run.best, {"model": run.model.state_dict(), "metrics": {}})
     write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0}, DataError)

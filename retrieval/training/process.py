@@ -169,18 +169,22 @@ def going_on(
 
 
 @contextlib.contextmanager
-def interruptible(folder: Path, resume: bool) -> Iterator[None]:
-    """Context manager that turns Ctrl-C into `Interrupted`, even before the first step."""
-    written = last_modified(folder / "recipe.toml")
+def interruptible(file: Path, resume: bool) -> Iterator[None]:
+    """Context manager that turns Ctrl-C into `Interrupted`, even before the first step.
+
+    The work has begun if it is resumed or has written `file`. Resuming what has not begun would
+    resume an old run that `replace` has not removed yet.
+    """
+    written = _last_modified(file)
     try:
         yield
     except KeyboardInterrupt:
         interrupted = Interrupted("Interrupted.")
-        interrupted.begun = resume or last_modified(folder / "recipe.toml") != written
+        interrupted.begun = resume or _last_modified(file) != written
         raise interrupted from None
 
 
-def last_modified(file: Path) -> int | None:
+def _last_modified(file: Path) -> int | None:
     """Return when a file was last modified, in nanoseconds; `None` if it is missing."""
     try:
         return file.stat().st_mtime_ns

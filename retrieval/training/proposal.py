@@ -25,7 +25,7 @@ from retrieval.run.open import build_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Progress, shown
-from retrieval.training.check import batches_of
+from retrieval.training.check import batches_of, spread
 from retrieval.training.process import has_bf16, make_accelerator
 from retrieval.training.step import Step
 
@@ -171,10 +171,7 @@ def look(folder: Path) -> Facts:
     dataset: Dataset = create("dataset", "core.image_folder", folder=str(folder), skip_bad=True)
     assert dataset.files is not None
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
-    chosen = np.unique(
-        np.linspace(0, len(dataset.files) - 1, min(_SAMPLE, len(dataset.files))).astype(np.int64)
-    )
-    images = [decode(dataset.files[i]) for i in chosen.tolist()]
+    images = [decode(dataset.files[i]) for i in spread(len(dataset.files), _SAMPLE)]
     compared = len(dataset.labels) <= _MOST_COMPARED
     duplicates = check_data(folder).counts()["label_errors"] if compared else None
     return Facts(

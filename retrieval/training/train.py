@@ -236,7 +236,7 @@ def train(
                 f' overrides=["phase.{len(checked.phase) - 1}.epochs={epochs}"].'
             )
         try:
-            with interruptible(folder, resume), tracking(track, checked, tell):
+            with interruptible(folder / "recipe.toml", resume), tracking(track, checked, tell):
                 return _whole(
                     train_run(
                         folder,

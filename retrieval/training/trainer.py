@@ -630,13 +630,17 @@ def train(
             return Run.open(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
+
+        def create(run: Run) -> None:
+            if not resume:
+                begin_folder(run, report, replace=replace)
+
         if recipe.learner is not None:
-            device = accelerator.device
-            return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
+            return fit_learner(path, recipe, accelerator.device, report, create)
         run = build_run(path, recipe, standing)
         refuse_unanswerable(run)
         if nothing_to_train(run):
-            return write_untrained(run, report, replace=replace, resume=resume)
+            return write_untrained(run, report, create)
         if not resume and accelerator.num_processes == 1:
             _, warnings = look_ahead(run, accelerator)
             run.splits.notes.extend(warnings)
@@ -645,9 +649,9 @@ def train(
         def begin() -> None:
             if standing is not None:
                 trainer.resume(standing)
-            if main and not resume:
-                begin_folder(run, report, replace=replace)
-            elif main and (changed or replace_plugins):
+            if main:
+                create(run)
+            if main and resume and (changed or replace_plugins):
                 what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
                 record_changes(
                     path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins

@@ -30,7 +30,7 @@ from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run
 from retrieval.run.resume import changed_plugins
 from retrieval.serving.progress import showing
-from retrieval.training.comparison.plan import PRIMARY
+from retrieval.training.comparison.plan import PRIMARY, saved
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train
 
@@ -83,18 +83,14 @@ def known(job: Job) -> Metrics | None:
     Raises:
         DataError: the file of the metrics is damaged.
     """
-    try:
-        table = json.loads(job.result.read_text(encoding="utf-8"))
+
+    def parse(table: Any) -> Metrics:
         return {
             str(name): {str(metric): float(value) for metric, value in row.items()}
             for name, row in table.items()
         }
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{job.result} is damaged: {error}. Remove it; then the same command measures again."
-        ) from None
+
+    return saved(job.result, parse, "Remove it; then the same command measures again.")
 
 
 def perform(job: Job) -> Metrics:

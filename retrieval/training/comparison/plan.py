@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
 from retrieval.host.files import write_json
@@ -19,6 +19,8 @@ from retrieval.run.folder import absolute_paths, is_run, record
 from retrieval.run.open import Run
 from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
+
+Content = TypeVar("Content")
 
 PRIMARY = "map_at_r"
 """The metric by which settings are tuned and conclusions drawn (Musgrave et al., ECCV 2020)."""
@@ -219,6 +221,20 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
     return sentences
 
 
+def saved(file: Path, parse: Callable[[Any], Content], advice: str) -> Content | None:
+    """Return the parsed content of a JSON file of a comparison; `None` if there is no such file.
+
+    Raises:
+        DataError: the file is damaged; the message ends with `advice`.
+    """
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is damaged: {error}. {advice}") from None
+
+
 def settle(folder: Path, plan: Plan) -> None:
     """Write `plan.json`, or update an existing one.
 
@@ -228,7 +244,8 @@ def settle(folder: Path, plan: Plan) -> None:
         DataError: the folder holds something else, or a comparison with another plan.
     """
     file = folder / "plan.json"
-    if not file.exists():
+    before = saved(file, lambda table: Plan(**table), "Choose another output.")
+    if before is None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(
                 f"{folder} exists already and is not a comparison. Choose another output."
@@ -236,10 +253,6 @@ def settle(folder: Path, plan: Plan) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(plan), DataError)
         return
-    try:
-        before = Plan(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
     changed = []
     for key in ("trials", "folds", "repeats", "fold_by", "pretrained"):
         old, new = getattr(before, key), getattr(plan, key)

@@ -8,7 +8,6 @@ workers.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import Do, Job, refuse_fold
-from retrieval.training.comparison.plan import PRIMARY, Plan
+from retrieval.training.comparison.plan import PRIMARY, Plan, saved
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,11 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
     for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
         values = proposals.next()
-        known = _values(place / "values.json")
+        file = place / "values.json"
+        known = saved(file, dict, "Remove its folder; then the same command tries again.")
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
-            write_json(place / "values.json", values, DataError)
+            write_json(file, values, DataError)
         else:
             values = known
         jobs = [
@@ -198,14 +198,3 @@ def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
     between = np.corrcoef(ranks.T)[np.triu_indices(count, 1)]
     rho = float(between.mean())
     return rho, rho > 0 and count * rho / (1 + (count - 1) * rho) >= 0.5
-
-
-def _values(file: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{file} is damaged: {error}. Remove its folder; then the same command tries again."
-        ) from None
