@@ -92,7 +92,6 @@ def export_command(
     output: Path | None,
     overrides: tuple[str, ...],
     whiten: tuple[Path, ...],
-    dimensions: int | None,
     photos: tuple[Path, ...],
     random_weights: bool,
     extra: tuple[str, ...],
@@ -119,7 +118,7 @@ def export_command(
         if isinstance(loaded.dataset, KeptInputs):
             say(f"note: {loaded.splits.notes[0]}")
             say("note: The bundle is verified on the held-out inputs that the run keeps.")
-        bundle = export_run.export(loaded, output, dimensions=dimensions, **options).bundle
+        bundle = export_run.export(loaded, output, **options).bundle
         _report(bundle, "held-out items")
         return
     if output is None:
@@ -127,8 +126,7 @@ def export_command(
     from retrieval.export.export_backbone import BackboneEncoder
 
     backbone = BackboneEncoder(str(model), _parameters(overrides), extra, random_weights)
-    options |= {"whiten": whiten, "dimensions": dimensions, "photos": photos}
-    bundle = backbone.export(output, **options).bundle
+    bundle = backbone.export(output, whiten=whiten, photos=photos, **options).bundle
     _report(bundle, "photos" if whiten or photos else "crops of two example photographs")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import DataError, RetrievalError
 
 _LOCK = ".retrieval.lock"
 """Name of the lock file in a scratch folder."""
@@ -73,6 +73,18 @@ def whole_file(
         if error is None:
             raise
         raise error(f"{path} cannot be written: {fault.strerror or fault}.") from fault
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, unless it exists.
+
+    Raises:
+        DataError: the folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise DataError(f"{folder} cannot be created: {fault.strerror or fault}.") from fault
 
 
 def write_bytes(

@@ -63,8 +63,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe)
     refuse_unanswerable(run)
-    lines = [_items(recipe, run.splits), _model(recipe, run.model)]
-    lines += [f"note: {note}" for note in (*run.dataset.notes, *run.splits.notes)]
+    lines = _described(recipe, run.dataset, run.splits, run.model)
     if nothing_to_train(run):
         open_some(run)
         return [*lines, f"{NOTHING} The recipe is fine."]
@@ -86,9 +85,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
     count = _fit_some(learner, model, dataset, splits, recipe)
     head, combiner = model_parts(learner, recipe.learner.name, backbone.features)
     return [
-        _items(recipe, splits),
-        _model(recipe, Model(backbone, head, combiner)),
-        *(f"note: {note}" for note in (*dataset.notes, *splits.notes)),
+        *_described(recipe, dataset, splits, Model(backbone, head, combiner)),
         *(f"warning: {warning}" for warning in random_frozen(recipe, dataset)),
         f"fitted {count:,} items. The recipe is fine.",
     ]
@@ -124,20 +121,18 @@ def _fit_some(
     raise refused
 
 
-def _items(recipe: Recipe, splits: Splits) -> str:
+def _described(recipe: Recipe, dataset: Dataset, splits: Splits, model: Model) -> list[str]:
+    """Return a line on the data, a line on the model, and the notes on the data."""
     gallery = f" against a gallery of {len(splits.gallery):,}" if splits.gallery is not None else ""
-    return (
-        f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)}"
-        f" classes), {len(splits.validation):,} to validate, {len(splits.query):,} to test{gallery}"
-    )
-
-
-def _model(recipe: Recipe, model: Model) -> str:
     weights = sum(p.numel() for p in model.parameters())
-    return (
+    return [
+        f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)}"
+        f" classes), {len(splits.validation):,} to validate, {len(splits.query):,} to test"
+        f"{gallery}",
         f"model: {recipe.backbone.name}, {model.backbone.features} features, embedding size"
-        f" {code_size(model)}, {weights:,} weights"
-    )
+        f" {code_size(model)}, {weights:,} weights",
+        *(f"note: {note}" for note in (*dataset.notes, *splits.notes)),
+    ]
 
 
 LARGEST_TRIED = 256

@@ -21,7 +21,7 @@ from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing
 from retrieval.export.export_run import export
 from retrieval.host.arrays import Floats32, Ints
-from retrieval.host.files import whole_file, write_json, write_text
+from retrieval.host.files import make_folder, whole_file, write_json, write_text
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
 from retrieval.serving.bundle import Bundle
@@ -241,10 +241,7 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
             f"{work} was started with different {changed}. Start over with --replace, or name"
             " another folder (--run)."
         )
-    try:
-        (work / "embeddings").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{work} cannot be created: {error.strerror or error}.") from error
+    make_folder(work / "embeddings")
     write_json(file, plan, DataError)
 
 

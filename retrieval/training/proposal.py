@@ -15,7 +15,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError
-from retrieval.host.files import write_text
+from retrieval.host.files import make_folder, write_text
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
 from retrieval.model.contracts import Dataset
@@ -152,10 +152,7 @@ def propose(
         )
         for name, (summary, text) in texts.items()
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be created: {error.strerror or error}.") from error
+    make_folder(folder)
     for name, recipe in proposed.items():
         first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine.\n"
         write_text(recipe.path, first + texts[name][1], DataError)

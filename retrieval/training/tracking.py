@@ -181,9 +181,11 @@ def tracking(
     See `Tracking` for the arguments and errors.
     """
     trackers = Tracking(names, recipe, tell, name, group)
+    if not names:
+        yield trackers
+        return
     manager, how = recipe.loaded.manager, "failed"
-    if names:
-        manager.register(trackers, FILE)
+    manager.register(trackers, FILE)
     try:
         yield trackers
         how = "finished"
@@ -191,8 +193,7 @@ def tracking(
         how = "stopped"
         raise
     finally:
-        if names:
-            manager.unregister(trackers)
+        manager.unregister(trackers)
         trackers.end(how)
 
 

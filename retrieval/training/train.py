@@ -116,10 +116,8 @@ class Run(OpenedRun, Encoder):
 
     def _repr_html_(self) -> str:
         history = self.history
-        shown = [
-            k for epoch in history for k, v in epoch.items() if isinstance(v, float | int | str)
-        ]
-        names = list(dict.fromkeys(shown))
+        values = (item for epoch in history for item in epoch.items())
+        names = list(dict.fromkeys(k for k, v in values if isinstance(v, float | int | str)))
         rows = [names, *([_short(epoch.get(name)) for name in names] for epoch in history)]
         return html_table(rows, [repr(self)])
 

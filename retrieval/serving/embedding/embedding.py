@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
-from retrieval.host.files import whole_file, write_text
+from retrieval.host.files import make_folder, whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -118,10 +118,7 @@ def embed_sources(
         )
         if valid_text(str(folder)) != str(folder):
             raise DataError(f"The path {str(folder)!a} is not valid UTF-8. Name another folder.")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as fault:
-            raise DataError(f"{folder} cannot be created: {fault.strerror or fault}.") from None
+        make_folder(folder)
         with hold(folder, "embedding into this folder", DataError):
             plan = _resumed(folder, plan, batch_size)
             if not (folder / PLAN).exists():

@@ -135,10 +135,23 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
         DataError: a fold cannot be measured, training diverged in every trial, or a file of a trial
             is damaged.
     """
-    numbers = range(plan.folds * plan.repeats)
-    for k in numbers:
-        fold = (k, plan.folds)
-        refuse_fold(Job("fold", table, folder, folder, fold, plan.fold_by, objects=recipe.objects))
+
+    def jobs_of(table: Mapping[str, Any], folder: Path) -> list[Job]:
+        return [
+            Job(
+                "fold",
+                table,
+                folder / f"fold-{k}",
+                folder / f"fold-{k}.json",
+                (k, plan.folds),
+                plan.fold_by,
+                objects=recipe.objects,
+            )
+            for k in range(plan.folds * plan.repeats)
+        ]
+
+    for job in jobs_of(table, folder):
+        refuse_fold(job)
     trials: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
@@ -151,21 +164,10 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
             write_json(file, values, DataError)
         else:
             values = known
-        jobs = [
-            Job(
-                "fold",
-                space.changed(table, values),
-                place / f"fold-{k}",
-                place / f"fold-{k}.json",
-                (k, plan.folds),
-                plan.fold_by,
-                objects=recipe.objects,
-            )
-            for k in numbers
-        ]
-        scores = [row["trained"][PRIMARY] if row else None for row in do(jobs)]
+        rows = do(jobs_of(space.changed(table, values), place))
+        scores = [row["trained"][PRIMARY] if row else None for row in rows]
         finite = [score for score in scores if score is not None]
-        mean = float(np.mean(finite)) if len(finite) == len(jobs) else None
+        mean = float(np.mean(finite)) if len(finite) == len(scores) else None
         trials.append(Trial(values, mean, scores))
         proposals.tell(values, mean)
     scored = [trial for trial in trials if trial.score is not None]
