@@ -95,19 +95,7 @@ def settings(result: Comparison) -> list[str]:
 
 def markdown(result: Comparison) -> str:
     """Return the comparison as Markdown."""
-
-    def table(rows: Cells) -> list[str]:
-        safe = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
-        lines = ["| " + " | ".join(row) + " |" for row in safe]
-        return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
-
-    lines = [f"**{result.conclusion}**", "", *table(metric_table(result))]
-    if result.differences:
-        lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
-        lines += table(differences(result))
-    if best := settings(result):
-        lines += ["Settings of the best trials:", "", *(f"- {line}" for line in best), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in result.notes), ""])
+    return _rendered("comparison.md", result)
 
 
 def as_csv(result: Comparison) -> str:
@@ -195,8 +183,15 @@ def latex(result: Comparison, style: Latex) -> str:
 
 def page(result: Comparison) -> str:
     """Return the comparison as one self-contained HTML page."""
-    template = files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return _rendered("comparison.html", result)
+
+
+def _rendered(name: str, result: Comparison) -> str:
+    """Return a comparison in the form of a template beside this file."""
+    template = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=name.endswith(".html"), trim_blocks=True, undefined=StrictUndefined
+    )
     return environment.from_string(template).render(
         result=result,
         metrics=metric_table(result),
