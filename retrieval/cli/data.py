@@ -11,6 +11,7 @@ import click
 from retrieval.cli import say
 from retrieval.cli.common import PATH, Group, Number
 from retrieval.cli.train import RECIPE, recipe_options
+from retrieval.errors import DataError
 
 
 @click.group(cls=Group)
@@ -42,7 +43,6 @@ def show(
 
     Example:  retrieval data show recipe.toml --set augmentation.transforms='["RandAugment"]'
     """
-    from retrieval.errors import DataError
     from retrieval.recipe.read import naming, read_recipe
 
     checked = read_recipe(recipe, overrides, extra)
@@ -97,8 +97,6 @@ def check(
 
     Example:  retrieval data check photos --output findings.json
     """
-    from retrieval.errors import DataError
-
     if output is not None and output.suffix.lower() != ".json":
         raise DataError(f"{output} must end in .json, because the findings are written as JSON.")
     from retrieval.host.files import write_json

@@ -107,13 +107,12 @@ class Trainer:
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
         self.warnings: list[str] = []
-        shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
-        if shares_batches and trains_batch_norm(run.model, self.recipe):
-            self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
-        chunk = self.recipe.train.chunk
-        share = self.recipe.batch_size // accelerator.num_processes
-        if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
-            self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
+        if trains_batch_norm(run.model, self.recipe):
+            processes, chunk = accelerator.num_processes, self.recipe.train.chunk
+            if processes > 1 and not self.recipe.train.sync_batch_norm:
+                self.warnings.append(NOT_SYNCHRONISED.format(processes=processes))
+            if chunk and chunk < self.recipe.batch_size // processes:
+                self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(self.progress, every, self._stopped)
         self._enter_phase()

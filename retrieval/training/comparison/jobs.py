@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,25 +218,14 @@ def refuse_fold(job: Job) -> None:
         ) from error
 
 
-_items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The last result of `_training_items`, which all folds of a search share."""
-
-
 def _training_items(
     table: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> tuple[Subset, Splits, Split]:
     """Return the items of the training side, the splits of all items, and the `[split]` table."""
-    parts = [table.get(name) for name in ("plugins", "data", "split")]
-    key = json.dumps([*parts, id(objects.get("data"))], default=str)
-    items = _items.get(key)
-    if items is None:
-        recipe = recipe_of(table, objects)
-        dataset = build_dataset(recipe)
-        splits = make_splits(dataset, recipe.split)
-        items = Subset(dataset, training_side(splits)), splits, recipe.split
-        _items.clear()
-        _items[key] = items
-    return items
+    recipe = recipe_of(table, objects)
+    dataset = build_dataset(recipe)
+    splits = make_splits(dataset, recipe.split)
+    return Subset(dataset, training_side(splits)), splits, recipe.split
 
 
 def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
