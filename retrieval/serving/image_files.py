@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import DataError
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
-from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
+from retrieval.serving.images import FORMATS, HEAD_BYTES, format_of
 
-NO_IMAGE = "not an image"
-"""The most frequent reason for leaving out a file."""
 _MAX_LISTED = 3
 """Largest number of file names in a sentence."""
-
-
-_OTHERS: dict[str, Callable[[bytes], bool]] = {
-    "JPEG 2000": lambda head: head.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")),
-    "JPEG XL": lambda head: head.startswith((b"\0\0\0\x0cJXL ", b"\xff\x0a")),
-    "Photoshop": lambda head: head.startswith(b"8BPS"),
-    "SVG": lambda head: head.startswith(b"<svg"),
+_UNSUPPORTED = {
+    "JPEG 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
+    "JPEG XL": (b"\0\0\0\x0cJXL ", b"\xff\x0a"),
+    "Photoshop": (b"8BPS",),
+    "SVG": (b"<svg",),
 }
-"""Tests for the first bytes of unsupported formats."""
-_KNOWN = {**STARTS, **_OTHERS}
+"""First bytes of files in unsupported formats."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,11 @@ def _reason(path: Path) -> str | None:
             head = file.read(HEAD_BYTES)
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    kind = next((name for name, fits in _KNOWN.items() if fits(head)), None)
+    kind = format_of(head) or next(
+        (name for name, starts in _UNSUPPORTED.items() if head.startswith(starts)), None
+    )
     if kind is None:
-        return NO_IMAGE
+        return "not an image"
     return None if kind in FORMATS else f"{kind}, which is not supported"
 
 

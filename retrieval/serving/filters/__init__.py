@@ -8,7 +8,7 @@ as text (module `text`) or as JSON. The module `deciding` evaluates it: `matches
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from retrieval.errors import DataError
 from retrieval.serving.filters.deciding import (
@@ -30,6 +30,8 @@ from retrieval.serving.filters.tree import (
     filter_to_text as filter_to_text,
 )
 
+FilterLike: TypeAlias = "str | Mapping[str, Any] | Filter | None"
+
 
 def parse_filter(text: str) -> Filter:
     """Parse a filter such as `price < 20 and label in ('shoe', 'boot')`.
@@ -42,7 +44,7 @@ def parse_filter(text: str) -> Filter:
     return parse(text)
 
 
-def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
+def as_filter(value: FilterLike) -> Filter | None:
     """Return a filter from text, JSON or a filter; `None` stays `None`.
 
     Raises:

@@ -227,12 +227,11 @@ def _structure(
     """Check the requested back end, so that a typo fails before any work, and return it."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
-        return StructureChoice(short_name(backend), dict(options or {}))
-    if options:
+    elif options:
         raise DataError(
             "Parameters of a back end need its name: add --backend NAME (in Python backend='NAME')."
         )
-    return StructureChoice("auto", {})
+    return StructureChoice(short_name(backend), dict(options or {}))
 
 
 def _open_partial(

@@ -11,10 +11,10 @@ import numpy as np
 
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import Filter
+from retrieval.serving.filters import Filter, FilterLike, as_filter
 from retrieval.serving.index.adding import short_repr
 from retrieval.serving.merging import Distances, measured, measured_alone
-from retrieval.serving.progress import Meter
+from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.contract import CODE, VECTOR, Floats, Item
 
 if TYPE_CHECKING:
@@ -48,8 +48,25 @@ class Duplicates:
     __repr__ = short_repr
 
 
-def find_duplicates(index: Index, within: float, filter: Filter | None) -> list[Duplicates]:
-    """Return groups of near-duplicates; see `Index.duplicates`."""
+def duplicates(
+    index: Index, within: float, *, filter: FilterLike = None, progress: Progress = True
+) -> list[Duplicates]:
+    """Return groups of near-duplicates, the largest group first.
+
+    Two items are neighbours if their distance is at most `within`. A group holds all items that
+    a chain of neighbours connects, so two of its items may be farther apart.
+
+    Args:
+        within: largest distance of two neighbours, on the scale of `Hit.distance`.
+        filter: compare only items that match this filter.
+        progress: see `add`.
+    """
+    with showing(progress):
+        return _groups(index, within, as_filter(filter))
+
+
+def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicates]:
+    """Return groups of near-duplicates; see `duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
     equal: dict[bytes, list[str]] = {}  # ids of items with the same arrays, by their hash

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Self, overload
 
 import numpy as np
 from PIL.Image import Image
@@ -14,13 +14,13 @@ from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.arrays import Array, Floats32
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
-from retrieval.serving.filters import Filter, as_filter
+from retrieval.serving.filters import FilterLike, as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.serving.index.creating import create
-from retrieval.serving.index.duplicates import Duplicates, find_duplicates
+from retrieval.serving.index.duplicates import duplicates
 from retrieval.serving.index.hits import Hit, Hits
-from retrieval.serving.index.migrating import Migrated, migrate, rollback
+from retrieval.serving.index.migrating import migrate, rollback
 from retrieval.serving.merging import measured, measured_alone, merged
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.queries import encode_queries
@@ -41,8 +41,6 @@ from retrieval.serving.store.contract import (
 )
 from retrieval.serving.store.items import own, served_of
 from retrieval.serving.store.place import store_place
-
-FilterLike: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
@@ -74,6 +72,9 @@ class Index:
     summary: Summary | None = None
 
     create = classmethod(create)
+    duplicates = duplicates
+    migrate = migrate
+    rollback = rollback
 
     def __init__(
         self, path: IndexPlace, store: Store, threads: int | None = None, device: Device = "auto"
@@ -182,13 +183,6 @@ class Index:
         self._closed = True
         self.store.close()
 
-    def require_open(self) -> None:
-        """Raise a `StoreError` if the index is closed."""
-        if self._closed:
-            raise StoreError(
-                f"The index {self.path} was closed. Open it again with retrieval.Index.open."
-            )
-
     def changed(self) -> str | None:
         """Return a sentence that says how the index was replaced or removed, or `None`."""
         return self.store.changed()
@@ -254,7 +248,10 @@ class Index:
         k = at_least_one("k", k)
         if candidates is not None:
             candidates = at_least_one("The number of candidates", candidates)
-        self.require_open()
+        if self._closed:  # before the queries are encoded
+            raise StoreError(
+                f"The index {self.path} was closed. Open it again with retrieval.Index.open."
+            )
         filter = as_filter(filter)
         attempts = 0
         while True:
@@ -315,22 +312,6 @@ class Index:
             for item, distance in pairs
         )
         return Hits(hits, self.store.original)
-
-    def duplicates(
-        self, within: float, *, filter: FilterLike = None, progress: Progress = True
-    ) -> list[Duplicates]:
-        """Return groups of near-duplicates, the largest group first.
-
-        Two items are neighbours if their distance is at most `within`. A group holds all items that
-        a chain of neighbours connects, so two of its items may be farther apart.
-
-        Args:
-            within: largest distance of two neighbours, on the scale of `Hit.distance`.
-            filter: compare only items that match this filter.
-            progress: see `add`.
-        """
-        with showing(progress):
-            return find_duplicates(self, within, as_filter(filter))
 
     # Items
 
@@ -416,7 +397,6 @@ class Index:
         Raises:
             StoreError: the index is closed or damaged.
         """
-        self.require_open()
         return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
 
     def vector(self, id: str) -> Floats32:
@@ -448,41 +428,6 @@ class Index:
         return self.store.stats()
 
     # The index as a whole
-
-    def migrate(
-        self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
-    ) -> Migrated:
-        """Embed all items with another bundle, then serve it.
-
-        Searches and writes continue meanwhile, and every answer comes from a single bundle. The old
-        generation stays for `rollback` until `drop_old`. Repeating an interrupted call resumes it.
-
-        If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
-        head is applied to them, and no original is opened. A bundle that takes features of the same
-        width is such a head too: the new generation joins it to the index's backbone, so queries
-        are still images. Nothing checks that this head was trained on features of this backbone. In
-        all other cases the originals are read and embedded again.
-
-        Args:
-            bundle: a bundle, or its folder.
-            skip_bad: leave out items whose original is missing or cannot be used. If False, an
-                error lists them, and the old generation stays served. If only stored features are
-                needed, items without any are always left out.
-            progress: see `add`.
-
-        Raises:
-            DataError: an item's original is missing or cannot be used.
-            BundleError: the bundle takes features, but the index stores none of that width.
-            StoreError: the index is read-only or has another writer, or the disk fails.
-        """
-        return migrate(self, bundle, skip_bad=skip_bad, progress=progress)
-
-    def rollback(self, *, progress: Progress = True) -> Migrated:
-        """Serve the previous generation again.
-
-        Items that were added meanwhile are embedded with the previous bundle first.
-        """
-        return rollback(self, progress=progress)
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""

@@ -60,7 +60,29 @@ class Migrated:
 def migrate(
     index: Index, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
 ) -> Migrated:
-    """Embed all items with another bundle and serve it; see `Index.migrate`."""
+    """Embed all items with another bundle, then serve it.
+
+    Searches and writes continue meanwhile, and every answer comes from a single bundle. The old
+    generation stays for `rollback` until `drop_old`. Repeating an interrupted call resumes it.
+
+    If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
+    head is applied to them, and no original is opened. A bundle that takes features of the same
+    width is such a head too: the new generation joins it to the index's backbone, so queries
+    are still images. Nothing checks that this head was trained on features of this backbone. In
+    all other cases the originals are read and embedded again.
+
+    Args:
+        bundle: a bundle, or its folder.
+        skip_bad: leave out items whose original is missing or cannot be used. If False, an
+            error lists them, and the old generation stays served. If only stored features are
+            needed, items without any are always left out.
+        progress: see `add`.
+
+    Raises:
+        DataError: an item's original is missing or cannot be used.
+        BundleError: the bundle takes features, but the index stores none of that width.
+        StoreError: the index is read-only or has another writer, or the disk fails.
+    """
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     index.follow()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +97,10 @@ def migrate(
 
 
 def rollback(index: Index, *, progress: Progress = True) -> Migrated:
-    """Serve the newest kept generation again; see `Index.rollback`."""
+    """Serve the previous generation again.
+
+    Items that were added meanwhile are embedded with the previous bundle first.
+    """
     kept = [generation for generation in index.store.generations() if generation.state == "kept"]
     if not kept:
         raise StoreError(f"The index {index.path} keeps no older generation to go back to.")

@@ -219,7 +219,9 @@ class RemoteStore(Store):
             pause = min(2 * pause, 2.0)
 
     def _closed_error(self) -> StoreError:
-        return StoreError(f"{self.address} was closed.")
+        return StoreError(
+            f"The index {self.address} was closed. Open it again with retrieval.Index.open."
+        )
 
     def _conditions(self, filter: Filter | None) -> list[Any]:
         """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
