@@ -32,6 +32,7 @@ _MAP_NORESERVE = 0x4000
 _SA_SIGINFO = 4
 _SA_NODEFER = 0x40000000
 _ADDRESS = 16  # offset of the faulty address, `si_addr`, in `siginfo_t`
+_LIBC = ctypes.CDLL(None)
 
 
 class FileMap(mmap.mmap):
@@ -93,21 +94,15 @@ def _on_bus_error(number: int, info: int, context: int) -> None:
             os._exit(2)
         file_map.lost = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        _libc().mmap(file_map.start, len(file_map), mmap.PROT_READ, flags, -1, 0)
+        start = ctypes.c_void_p(file_map.start)
+        size = ctypes.c_size_t(len(file_map))
+        _LIBC.mmap(start, size, mmap.PROT_READ, flags, -1, ctypes.c_long(0))
         return
     # Not a file of ours: the same read raises the signal again, and the earlier action runs.
-    _libc().sigaction(signal.SIGBUS, ctypes.byref(_earlier), None)
+    _LIBC.sigaction(signal.SIGBUS, ctypes.byref(_earlier), None)
 
 
 _handler: Any = None  # ctypes' function must stay referenced
-
-
-def _libc() -> Any:
-    library = ctypes.CDLL(None)
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_long)
-    library.mmap.restype = pointer
-    return library
 
 
 def _watch(file_map: FileMap) -> None:
@@ -121,4 +116,4 @@ def _watch(file_map: FileMap) -> None:
         _handler = kind(_on_bus_error)
         action = _Action(handler=ctypes.cast(_handler, ctypes.c_void_p))
         action.flags = _SA_SIGINFO | _SA_NODEFER
-        _libc().sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_earlier))
+        _LIBC.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_earlier))

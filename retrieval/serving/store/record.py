@@ -308,8 +308,8 @@ class Record:
         On exit the transaction is committed and synced. After an error it is rolled back.
         """
         with self.locked() as connection:
-            seq = seq_of(connection) + 1
-            connection.execute("update state set value = ? where key = 'seq'", (seq,))
+            sql = "update state set value = value + 1 where key = 'seq' returning value"
+            seq = value(connection, sql)
             yield connection, seq
             connection.execute("commit")
             self._acknowledge(seq)

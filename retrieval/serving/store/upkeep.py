@@ -131,7 +131,7 @@ class Claim:
         StoreUnavailable: another process had the claim for all that time.
     """
 
-    def __init__(self, record: Record, wait: float, report: Report | None = None) -> None:
+    def __init__(self, record: Record, wait: float, report: Report = lambda *_: None) -> None:
         self.record, self.stem, self.total = record, new_stem(), 0
         self._wait, self._report, self._done = wait, report, 0
 
@@ -154,8 +154,7 @@ class Claim:
     def __call__(self, count: int) -> None:
         """Report that `count` more items are done."""
         self._done += count
-        if self._report is not None:
-            self._report(min(self._done, self.total), self.total)
+        self._report(min(self._done, self.total), self.total)
 
 
 @contextmanager
@@ -174,9 +173,10 @@ class Upkeep:
         self.views, self.record = views, views.record
         self.background = background
         self._turn = threading.Lock()
-        self._wake = threading.Condition()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._due = self._stop = False
+        self._due = threading.Event()
+        self._stop = threading.Event()
         self._rows: dict[int, Rows] = {}
 
     # In the background
@@ -184,36 +184,33 @@ class Upkeep:
     def wake(self) -> None:
         """Make the thread check for work; start it if necessary."""
         if self.background and not self.record.read_only:
-            with self._wake:
-                self._due = True
-                self._wake.notify()
+            self._due.set()
+            with self._starting:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
                     self._thread.start()
 
     def _run(self) -> None:
-        faults = 0
+        pause = _PAUSE
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._due or self._stop)
-                self._due = False
+            self._due.wait()
+            self._due.clear()
+            rest = _REST  # many small writes in a row share one check
             try:
-                while not self._stop and self.step():
+                while not self._stop.is_set() and self.step():
                     pass
-                faults, pause = 0, _REST
+                pause = _PAUSE
             except (RetrievalError, OSError, apsw.Error) as fault:
-                if self._stop:
+                if self._stop.is_set():
                     return
-                self._due = True
-                faults += 1
-                pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(faults, 99))  # 2**1024 is no float
+                self._due.set()
+                rest = pause = min(_LONGEST_PAUSE, 2 * pause)
                 # `StoreUnavailable` usually means that another process does the work.
                 level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
                 text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
                 log.log(level, text, self.record.folder, fault, pause)
-            with self._wake:  # many small writes in a row share one check
-                if self._wake.wait_for(lambda: self._stop, pause):
-                    return
+            if self._stop.wait(rest):
+                return
 
     @_missing_files_named()
     def step(self) -> bool:
@@ -236,9 +233,8 @@ class Upkeep:
 
     def close(self) -> None:
         """Stop the thread after its current piece of work."""
-        with self._wake:
-            self._stop = True
-            self._wake.notify()
+        self._stop.set()
+        self._due.set()
         if self._thread is not None:
             self._thread.join()
 

@@ -234,7 +234,7 @@ class Array:
                 with open_plain(self.path) as file:
                     capacity = os.fstat(file.fileno()).st_size // (4 * self.width)
                     if capacity < count:
-                        raise self._cut()
+                        raise damage_error(self.path, "was cut short")
                     self._map = FileMap(file)
             except FileNotFoundError:  # compaction has removed the file: callers try again
                 raise
@@ -251,9 +251,6 @@ class Array:
         """Return whether the file has kept its first `count` rows since they were mapped."""
         return self._map is None or self._map.intact(4 * self.width * count)
 
-    def _cut(self) -> StoreError:
-        return damage_error(self.path, "was cut short")
-
     @contextmanager
     def reading(self, count: int) -> Iterator[Floats]:
         """Context manager that yields what `rows` returns.
@@ -265,7 +262,7 @@ class Array:
             yield self.rows(count)
         finally:
             if not self.intact(count):
-                raise self._cut()
+                raise damage_error(self.path, "was cut short")
 
     def verify(self, count: int, sums: Mapping[int, int], rows: Numbers | None = None) -> None:
         """Compare the blocks of the first `count` rows with their checksums.
