@@ -11,10 +11,7 @@ Either b can instead be the mean of the K smallest or largest distances (Eq 6; f
 Then W_ij is ℓ′/K for these distances, and ∇f is a subgradient where two distances tie.
 
 W is computed for a block of queries against all items and then discarded, so memory holds a few
-blocks and N × F numbers, never N × N. The queries of a block belong to one large class, or to many
-small classes. For a large class, the items of the other classes are copied. For small classes,
-distances to all items are computed and those to the query's own class are masked, which costs less
-than copies.
+blocks and N × F numbers, never N × N. The queries of a block belong to classes of one size.
 """
 
 from __future__ import annotations
@@ -138,11 +135,6 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
     )
 
 
-def is_small(queries: int, count: int, items: int) -> bool:
-    """Return whether a class is small enough to be computed together with other classes."""
-    return queries <= 64 and count <= items // 8
-
-
 @dataclass(frozen=True)
 class _Class:
     """One class: the items `start` to `stop`, sorted by class.
@@ -167,18 +159,31 @@ class _Class:
 
 
 @dataclass(frozen=True)
-class _Small:
-    """Queries of many classes that have `count` items each, as rows of all items.
+class _Group:
+    """The queries of all classes that have `count` items each, as rows of all items.
 
     Attributes:
+        count: number of items per class.
         queries: (Q,) rows of the queries.
-        neighbors: (Q, k) rows of S_i for each query.
-        members: (Q, count) rows of the class of each query.
+        starts: (Q,) first row of the class of each query.
+        neighbors: (Q, k) rows of S_i for each query; `None` for the whole class.
     """
 
+    count: int
     queries: Ints
-    neighbors: Ints
-    members: Ints
+    starts: Ints
+    neighbors: Ints | None
+
+    @classmethod
+    def of_classes(cls, classes: list[_Class]) -> _Group:
+        """Combine the queries of classes of one size."""
+        lists = [c.start + c.neighbors for c in classes if c.neighbors is not None]
+        return cls(
+            classes[0].count,
+            np.concatenate([c.start + c.queries for c in classes]),
+            np.repeat([c.start for c in classes], [len(c.queries) for c in classes]),
+            np.concatenate(lists) if lists else None,
+        )
 
 
 class _Push(NamedTuple):
@@ -246,11 +251,9 @@ class Neighborhoods:
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
         self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
-        small = [c for c in self.classes if is_small(len(c.queries), c.count, len(x))]
-        self.large = [c for c in self.classes if not is_small(len(c.queries), c.count, len(x))]
-        self.small = [
-            _together([c for c in small if c.count == count])
-            for count in sorted({c.count for c in small})
+        self.groups = [
+            _Group.of_classes([c for c in self.classes if c.count == count])
+            for count in sorted({c.count for c in self.classes})
         ]
 
     def _classes(
@@ -298,14 +301,10 @@ class Neighborhoods:
         ones = np.ones_like(square)
         # left @ right.T has the elements −2ab + |a|² + |b|², the squared distances.
         left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
-        gradient, total = np.zeros_like(z), 0.0
-        for c in self.large:
-            total += self._class(c, z, left, right, gradient)
-        if self.small:
-            pushed = np.zeros((len(z), z.shape[1] + 1))
-            for s in self.small:
-                total += self._small_classes(s, z, left, right, gradient, pushed)
-            gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
+        gradient, pushed = np.zeros_like(z), np.zeros((len(z), z.shape[1] + 1))
+        total = sum(self._group(g, z, left, right, gradient, pushed) for g in self.groups)
+        # A row of W sums to 0 (−ℓ′ over D_i, ℓ′ over S_i), so diag(W1) vanishes.
+        gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
         out = self.x.T @ gradient / self.queries
         value = total / self.queries
         if self.regularization:
@@ -314,82 +313,56 @@ class Neighborhoods:
             out += 2 * self.regularization * pull
         return float(value), out
 
-    def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
-        """Add the share of a large class to `gradient`, ∂f/∂z (N, C); return its sum of ℓ.
-
-        `left` and `right` (N, C + 2) give squared distances as in `__call__`.
-        """
-        rivals = np.concatenate([right[: c.start], right[c.stop :]])
-        # Each row j of D_i holds Σ_i W_ij z_i and Σ_i W_ij.
-        pushed = np.zeros((len(rivals), z.shape[1] + 1))
-        own, total = z[c.start : c.stop], 0.0
-        own_gradient = gradient[c.start : c.stop]
-        offset = self.offset(c.similar, len(rivals))
-        rows = max(1, BLOCK // max(len(rivals), c.count))
-        space = np.empty(min(rows, len(c.queries)) * len(rivals))
-        for i in range(0, len(c.queries), rows):
-            query = c.queries[i : i + rows]
-            near = None if c.neighbors is None else c.neighbors[i : i + rows]
-            a = left[c.start + query]
-            radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
-            t = self._exponents(a, rivals, space)
-            push = self._push(t, radius + offset, len(rivals))
-            if push is None:
-                continue
-            query, weights = query[push.rows], weights[push.rows]
-            total += push.loss
-            # A row of W sums to 0 (−ℓ′ over D_i, ℓ′ over S_i), so diag(W1) vanishes.
-            part = own[query]
-            slope, scale = push.slope[:, None], (push.slope / push.mass)[:, None]
-            pushed -= push.weights.T @ (scale * np.hstack([part, np.ones_like(scale)]))
-            own_gradient[query] += 2 * scale * (push.weights @ rivals[:, :-2])
-            pulled = weights.T @ (slope * np.hstack([part, np.ones_like(scale)]))
-            own_gradient[query] -= 2 * slope * (weights @ own)
-            own_gradient += 2 * (pulled[:, -1:] * own - pulled[:, :-1])
-        pushed[:, :-1] -= pushed[:, -1:] * rivals[:, :-2]
-        gradient[: c.start] -= 2 * pushed[: c.start, :-1]
-        gradient[c.stop :] -= 2 * pushed[c.start :, :-1]
-        return total
-
-    def _small_classes(
-        self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
+    def _group(
+        self,
+        group: _Group,
+        z: Floats,
+        left: Floats,
+        right: Floats,
+        gradient: Floats,
+        pushed: Floats,
     ) -> float:
-        """Add the share of small classes to `gradient` and `pushed`; return their sum of ℓ.
+        """Add the share of a group to `gradient`, ∂f/∂z (N, C), and `pushed`; return its sum of ℓ.
 
-        `pushed` (N, C + 1) collects Σ_i W_ij z_i and Σ_i W_ij of each item j.
+        `left` and `right` (N, C + 2) give squared distances as in `__call__`. `pushed` (N, C + 1)
+        collects Σ_i W_ij z_i and Σ_i W_ij of each item j.
         """
-        dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
-        offset, total = self.offset(similar, dissimilar), 0.0
-        rows = max(1, BLOCK // max(len(z), similar * z.shape[1]))
-        space = np.empty(min(rows, len(s.queries)) * len(z))
+        listed = group.neighbors
+        similar = group.count - 1 if listed is None else listed.shape[1]
+        dissimilar, total = len(z) - group.count, 0.0
+        offset = self.offset(similar, dissimilar)
+        rows = max(1, BLOCK // max(len(z), 0 if listed is None else similar * z.shape[1]))
+        space = np.empty(min(rows, len(group.queries)) * len(z))
         waiting = _Waiting(pushed)
-        for i in range(0, len(s.queries), rows):
-            query, near, members = (
-                part[i : i + rows] for part in (s.queries, s.neighbors, s.members)
-            )
-            difference = z[query, None] - z[near]
-            radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
+        for i in range(0, len(group.queries), rows):
+            query, starts = group.queries[i : i + rows], group.starts[i : i + rows]
             t = self._exponents(left[query], right, space)
-            np.put_along_axis(t, members, -np.inf, axis=1)
+            near = starts[:, None] + np.arange(group.count)
+            own: Any = np.arange(len(query))[:, None], near
+            if starts[0] == starts[-1]:  # one class, for which a slice is faster
+                own = np.s_[:, starts[0] : starts[0] + group.count]
+            if listed is None:
+                radius, weights = self._radius(t[own] / -self.sharpness, skip=query - starts)
+            else:
+                near = listed[i : i + rows]
+                difference = z[query, None] - z[near]
+                radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
+            t[own] = -np.inf
             push = self._push(t, radius + offset, dissimilar)
             if push is None:
                 continue
             query, near, weights = query[push.rows], near[push.rows], weights[push.rows]
             total += push.loss
             slope, scale = push.slope[:, None], (push.slope / push.mass)[:, None]
-            ends = np.arange(0, near.size + 1, similar)
-            of_similar = csr_array(
-                ((slope * weights).ravel(), near.ravel(), ends), shape=(len(query), len(z))
-            )
-            of_dissimilar = (
-                push.weights * scale
-                if isinstance(push.weights, np.ndarray)
-                else push.weights.multiply(scale).tocsr()
-            )
-            gradient[query] += 2 * (of_dissimilar @ z - of_similar @ z)
-            part = np.hstack([z[query], np.ones((len(query), 1))])
-            waiting.add(of_similar, part)
-            waiting.add(-of_dissimilar, part)
+            w = push.weights * -scale  # S_i and D_i have no item in common
+            if isinstance(w, np.ndarray):
+                np.put_along_axis(w, near, slope * weights, axis=1)
+            else:
+                ends = np.arange(0, near.size + 1, near.shape[1])
+                of_similar = (slope * weights).ravel(), near.ravel(), ends
+                w = (w + csr_array(of_similar, shape=w.shape)).tocsr()
+            gradient[query] -= 2 * (w @ z)
+            waiting.add(w, np.hstack([z[query], np.ones((len(query), 1))]))
         waiting.empty()
         return total
 
@@ -428,19 +401,6 @@ class Neighborhoods:
         loss, slope = self.outer(radius - reach)
         return _Push(rows, float(loss.sum()), slope, weights, mass)
 
-    def _similar(
-        self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
-    ) -> tuple[Floats, Any]:
-        """Return the mean over each S_i (B,) and its derivatives by the distances in the class."""
-        if near is not None:
-            difference = own[query, None] - own[near]
-            radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
-            ends = np.arange(0, near.size + 1, near.shape[1])
-            return radius, csr_array(
-                (weights.ravel(), near.ravel(), ends), shape=(len(query), len(own))
-            )
-        return self._radius(np.maximum(a @ b.T, 0), skip=query)
-
     def _radius(self, d: Floats, skip: Ints | None = None) -> tuple[Floats, Floats]:
         return (
             soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
@@ -469,20 +429,6 @@ class _Waiting:
             weights, parts = zip(*self.blocks, strict=True)
             self.pushed += vstack(weights, format="csr").T @ np.concatenate(parts)
             self.blocks = []
-
-
-def _together(classes: list[_Class]) -> _Small:
-    """Combine the queries of classes that have the same size."""
-    queries, neighbors, members = [], [], []
-    for c in classes:
-        rows = np.arange(c.count)
-        similar = c.neighbors
-        if similar is None:
-            similar = np.array([np.delete(rows, query) for query in c.queries], np.intp)
-        queries.append(c.start + c.queries)
-        neighbors.append(c.start + similar)
-        members.append(np.broadcast_to(c.start + rows, (len(c.queries), c.count)))
-    return _Small(np.concatenate(queries), np.concatenate(neighbors), np.concatenate(members))
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:

@@ -123,11 +123,9 @@ def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
 
 
 @each
-@pytest.mark.parametrize("is_small", [False, True], ids=["by class", "classes together"])
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
-def test_against_loops_and_differences(learner, block, is_small, data, monkeypatch):
+def test_against_loops_and_differences(learner, block, data, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(module, "is_small", lambda *sizes: is_small)
     x, y, L = data
     value, gradient = learner.objective(L, x, y)
     assert value == pytest.approx(by_loops(learner, L, x, y), rel=1e-11)
@@ -139,13 +137,12 @@ def test_against_loops_and_differences(learner, block, is_small, data, monkeypat
 
 
 @pytest.mark.parametrize("learner", [LANML(), LANML(2.0, 30.0), LANML(k1=2, k2=4)], ids=str)
-def test_small_classes_together_give_the_same_as_one_by_one(learner, monkeypatch):
+def test_classes_of_one_size_together_give_the_same_as_one_by_one(learner, monkeypatch):
     random = np.random.default_rng(4)
     y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
     x, L = random.normal(size=(len(y), 6)) + 3 * random.normal(size=(41, 6))[y], np.eye(6) * 0.8
-    assert {module.is_small(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
     value, gradient = learner.objective(L, x, y)
-    monkeypatch.setattr(module, "is_small", lambda *sizes: False)
+    monkeypatch.setattr(module, "BLOCK", 1)  # each block is a single query
     expected, slope = learner.objective(L, x, y)
     assert value == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-11)
