@@ -8,13 +8,13 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import PositiveInt
 from retrieval.host.arrays import Bools, Floats
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
 from retrieval_aml.gmml import (
-    Count,
     NotNegative,
     PairLearner,
     Positive,
@@ -302,11 +302,11 @@ class AML(PairLearner):
     t: Share = 0.5
     regularization: NotNegative = 0.0
     prior: Prior = None
-    n_pairs: Count | Literal["paper"] | None = None
+    n_pairs: PositiveInt | Literal["paper"] | None = None
     balance: bool = True
     standardize: bool = False
     tol: Positive = 1e-6
-    max_iter: Count = 500
+    max_iter: PositiveInt = 500
 
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return the adversarial pairs π, π′ (Eq 9) under the learned metric.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import PositiveFloat
 from retrieval.plugin import Generator, Normalize, full_precision
 from torch import Tensor, nn
 
@@ -46,7 +45,7 @@ class Confusion(Generator):
             the real negative as β → ∞.
     """
 
-    def __init__(self, beta: Annotated[float, Field(gt=0)] = 1.0) -> None:
+    def __init__(self, beta: PositiveFloat = 1.0) -> None:
         super().__init__()
         if not 0 < beta < float("inf"):
             raise ValueError(f"beta is {beta:g} and must be a number above 0")

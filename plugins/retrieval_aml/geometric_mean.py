@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.errors import DataError
@@ -75,9 +75,9 @@ class GeometricMeanLoss(CheckedLoss):
 
     def __init__(
         self,
-        alpha: Annotated[float, Field(ge=0)] = 1.0,
-        beta: Annotated[float, Field(gt=0)] = 1.0,
-        ridge: Annotated[float, Field(ge=0)] = 0.01,
+        alpha: NonNegativeFloat = 1.0,
+        beta: PositiveFloat = 1.0,
+        ridge: NonNegativeFloat = 0.01,
         scale: Literal["free", "fixed"] = "free",
         reducer: Reducer = None,
     ) -> None:

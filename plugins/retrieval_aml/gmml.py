@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.host.arrays import Bools, Floats, Ints
 from retrieval.plugin import LinearMap, Seeded, check_parameters, deviations
 from scipy.linalg import solve_triangular
@@ -23,7 +23,6 @@ ONE_THREAD = 200
 
 For small matrices, several threads are no faster, and much slower on busy cores.
 """
-Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -406,7 +405,7 @@ class GMML(PairLearner):
     t: Share = 0.5
     regularization: NotNegative = 0.0
     prior: Prior = None
-    n_pairs: Count | Literal["paper"] | None = None
+    n_pairs: PositiveInt | Literal["paper"] | None = None
     standardize: bool = False
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, check_parameters, deviations
 from scipy.optimize import minimize
@@ -21,7 +21,6 @@ from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 ONE_THREAD = 10_000_000
 """Below this many pairs of a query and an item, `fit` limits BLAS to one thread."""
-Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -43,9 +42,9 @@ class NeighborhoodLearner(LinearMap):
     """
 
     standardize: bool = True
-    n_components: Count | None = None
-    max_queries: Count | None = 5000
-    max_iter: Count = 100
+    n_components: PositiveInt | None = None
+    max_queries: PositiveInt | None = 5000
+    max_iter: PositiveInt = 100
     tol: Positive = 1e-5
     seed: int | None = None
     random_state: int | None = None
@@ -212,11 +211,11 @@ class LANML(NeighborhoodLearner):
     gamma2: Positive = 8.0
     regularization: NotNegative = 0.1
     margin: Positive = 1.0
-    neighbors: Count | Literal["all"] | None = None
+    neighbors: PositiveInt | Literal["all"] | None = None
     loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge"
     width: Positive = 0.1
     k1: int | None = None
-    k2: Count | None = None
+    k2: PositiveInt | None = None
 
     def _neighborhoods(self, x: Floats, codes: Ints, queries: int | None) -> Neighborhoods:
         if self.k1 == 0:

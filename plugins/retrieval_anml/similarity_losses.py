@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 from retrieval.plugin import (
     CheckedLoss,
@@ -25,7 +25,6 @@ from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
 """A similarity, or `None` for no threshold. Recipes write "none", because TOML has no null."""
-Positive = Annotated[float, Field(gt=0)]
 # Largest amount by which the threshold of negatives may exceed that of positives. The paper's
 # thresholds differ by .01 to .03.
 OVERLAP = 0.1
@@ -163,7 +162,7 @@ class DANMLoss(SimilarityLoss):
     def __init__(
         self,
         gamma1: float = 2.0,
-        gamma2: Positive = 30.0,
+        gamma2: PositiveFloat = 30.0,
         positive_threshold: Threshold = 0.5,
         negative_threshold: Threshold = 0.5,
         outer: Outer = "logistic",
@@ -195,9 +194,7 @@ class MinedDANMLoss(DANMLoss):
             positive minus ε.
     """
 
-    def __init__(
-        self, *arguments: Any, epsilon: Annotated[float, Field(ge=0)] = 0.1, **parameters: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, epsilon: NonNegativeFloat = 0.1, **parameters: Any) -> None:
         super().__init__(*arguments, **parameters)
         if not epsilon >= 0:
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
@@ -231,8 +228,8 @@ class ImprovedLiftedLoss(SimilarityLoss):
 
     def __init__(
         self,
-        gamma1: Positive = 2.0,
-        gamma2: Positive = 30.0,
+        gamma1: PositiveFloat = 2.0,
+        gamma2: PositiveFloat = 30.0,
         positive_threshold: Threshold = 0.5,
         negative_threshold: Threshold = 0.5,
         margin: float = 0.5,
@@ -296,7 +293,7 @@ class ImprovedNPairLoss(CheckedLoss):
 
     def __init__(
         self,
-        gamma: Positive = 16.0,
+        gamma: PositiveFloat = 16.0,
         offset: float = 0.0,
         distance: Distance = None,
         reducer: Reducer = None,
@@ -408,7 +405,7 @@ class ImprovedProxyNCALoss(DANMLoss):
         embedding_size: int,
         classes: int,
         gamma1: float = 1.0,
-        gamma2: Positive = 8.0,
+        gamma2: PositiveFloat = 8.0,
         positive_threshold: Threshold = None,
         negative_threshold: Threshold = None,
         outer: Outer = "logistic",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat
 from retrieval.plugin import CheckedLoss, pair_views, reduced_loss, traits
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class BarlowTwins(CheckedLoss):
         weight: λ, weight of the correlations between different dimensions.
     """
 
-    def __init__(self, weight: Annotated[float, Field(ge=0)] = 0.005) -> None:
+    def __init__(self, weight: NonNegativeFloat = 0.005) -> None:
         super().__init__()
         self.weight = weight
 

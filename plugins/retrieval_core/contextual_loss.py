@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 from retrieval.plugin import CheckedLoss, reduced_loss, traits
 from torch import Tensor
 from torch.nn import functional
 
 Count = Annotated[int, Field(ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
 STEEPNESS = 10.0
 """Slope that replaces the zero gradient of a step function in the backward pass."""
 
@@ -53,7 +52,7 @@ class Contextual(CheckedLoss):
     def __init__(
         self,
         neighbors: Count = 4,
-        epsilon: NonNegative = 0.05,
+        epsilon: NonNegativeFloat = 0.05,
         weight: Share = 0.4,
         mean_weight: Share = 0.1,
         mean: float = 0.25,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import PositiveFloat, PositiveInt
 from retrieval.plugin import Backbone, Preprocessing
 from torch import Tensor, nn
 
 from retrieval_core.pooling import MapPool, Pool
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
@@ -41,17 +39,17 @@ class ConvNet(Backbone):
 
     def __init__(
         self,
-        size: Count = 28,
+        size: PositiveInt = 28,
         channels: Literal[1, 3] = 1,
-        width: Count = 32,
-        depth: Count = 3,
-        layers: Count = 2,
+        width: PositiveInt = 32,
+        depth: PositiveInt = 3,
+        layers: PositiveInt = 2,
         batch_norm: bool = True,
         mean: float = 0.5,
-        std: Annotated[float, Field(gt=0)] = 0.5,
+        std: PositiveFloat = 0.5,
         stem: Literal[1, 2, 4] = 1,
         pool: MapPool = "mean",
-        cells: Count = 4,
+        cells: PositiveInt = 4,
     ) -> None:
         super().__init__()
         if -(-size // stem) < 2 ** (depth - 1):
@@ -123,7 +121,7 @@ class Pixels(Backbone):
         channels: 1 for grey, 3 for RGB.
     """
 
-    def __init__(self, size: Annotated[int, Field(ge=1)] = 28, channels: Literal[1, 3] = 1) -> None:
+    def __init__(self, size: PositiveInt = 28, channels: Literal[1, 3] = 1) -> None:
         super().__init__()
         self.preprocessing = Preprocessing(
             (size, size), channels, (0.0,) * channels, (1.0,) * channels

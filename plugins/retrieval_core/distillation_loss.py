@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat
 from retrieval.errors import DataError
 from retrieval.plugin import Part, as_given, full_precision, traits
 from torch import Tensor, nn
-
-Weight = Annotated[float, Field(ge=0)]
 
 
 class Distillation(nn.Module):
@@ -105,10 +103,10 @@ def distillation(
     teacher: Path,
     embedding_size: int,
     classes: int,
-    cosine: Weight = 1.0,
-    relational: Weight = 1.0,
+    cosine: NonNegativeFloat = 1.0,
+    relational: NonNegativeFloat = 1.0,
     loss: Annotated[nn.Module | None, Part("losses")] = None,
-    loss_weight: Weight = 1.0,
+    loss_weight: NonNegativeFloat = 1.0,
 ) -> Distillation:
     """Learn a teacher's embeddings and the distances between them, without labels.
 

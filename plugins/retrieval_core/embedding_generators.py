@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
+from pydantic import PositiveInt
 from retrieval.plugin import Generator
 from torch import Tensor
 from torch.nn import functional
@@ -84,7 +82,7 @@ class EmbeddingExpansion(HardestOfClass):
         inner: n, number of points between x and y.
     """
 
-    def __init__(self, inner: Annotated[int, Field(ge=1)] = 2) -> None:
+    def __init__(self, inner: PositiveInt = 2) -> None:
         super().__init__()
         self.inner = inner
 

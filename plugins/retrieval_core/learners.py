@@ -7,13 +7,11 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from retrieval.plugin import LinearMap, Seeded
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
-
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +30,7 @@ class PCA(Seeded, LinearMap):
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
-    n_components: Count | None = None
+    n_components: PositiveInt | None = None
     whiten: bool = False
 
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
@@ -63,7 +61,7 @@ class LDA(LinearMap):
             overfitting with many features and few items.
     """
 
-    n_components: Count | None = None
+    n_components: PositiveInt | None = None
     shrinkage: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
@@ -104,10 +102,10 @@ class NCA(Seeded, LinearMap):
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
-    n_components: Count | None = None
+    n_components: PositiveInt | None = None
     init: Literal["auto", "pca", "lda", "identity", "random"] = "auto"
-    max_iter: Count = 50
-    tol: Annotated[float, Field(gt=0)] = 1e-5
+    max_iter: PositiveInt = 50
+    tol: PositiveFloat = 1e-5
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""

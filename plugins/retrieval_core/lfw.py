@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import PositiveInt
 from retrieval.errors import DataError
 from retrieval.plugin import (
     ADVICE,
@@ -24,7 +24,7 @@ from retrieval.plugin import (
 def lfw_people(
     folder: Path,
     view: Literal["dev", "folds", "none"] = "dev",
-    fold: Annotated[int, Field(ge=1)] = 1,
+    fold: PositiveInt = 1,
     lists: Path | None = None,
     skip_bad: bool = False,
 ) -> Dataset:

@@ -6,12 +6,9 @@ import copy
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveInt
 from retrieval.plugin import Normalize, Part, as_given, full_precision
 from torch import Tensor, nn
-
-Width = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0)]
 
 
 class Matryoshka(nn.Module):
@@ -88,9 +85,9 @@ class Matryoshka(nn.Module):
 
 def matryoshka(
     loss: Annotated[nn.Module, Part("losses", per_width="widths")],
-    widths: list[Width],
+    widths: list[PositiveInt],
     embedding_size: int,
-    weights: list[Weight] | None = None,
+    weights: list[NonNegativeFloat] | None = None,
     normalize: bool = True,
 ) -> Matryoshka:
     """Apply a loss to the embedding and to its prefixes, so that vectors can be truncated.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.plugin import (
@@ -20,9 +20,6 @@ from retrieval.plugin import (
 from torch import Tensor, nn
 from torch.distributions import Beta
 from torch.nn import functional
-
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 @traits(ref_emb=False)
@@ -51,10 +48,10 @@ class Metrix(CheckedLoss):
 
     def __init__(
         self,
-        positive_margin: NonNegative = 0.0,
-        negative_margin: NonNegative = 0.5,
-        alpha: Positive = 2.0,
-        weight: NonNegative = 0.4,
+        positive_margin: NonNegativeFloat = 0.0,
+        negative_margin: NonNegativeFloat = 0.5,
+        alpha: PositiveFloat = 2.0,
+        weight: NonNegativeFloat = 0.4,
         reducer: Reducer = None,
     ) -> None:
         super().__init__(reducer=reducer)
@@ -118,11 +115,11 @@ class MetrixMultiSimilarity(CheckedLoss):
 
     def __init__(
         self,
-        positive_scale: Positive = 2.0,
-        negative_scale: Positive = 50.0,
+        positive_scale: PositiveFloat = 2.0,
+        negative_scale: PositiveFloat = 50.0,
         base: float = 0.5,
-        alpha: Positive = 2.0,
-        weight: NonNegative = 0.4,
+        alpha: PositiveFloat = 2.0,
+        weight: NonNegativeFloat = 0.4,
         reducer: Reducer = None,
     ) -> None:
         super().__init__(reducer=reducer)
@@ -178,10 +175,10 @@ class MetrixProxyAnchor(CheckedLoss):
         self,
         classes: int,
         embedding_size: int,
-        scale: Positive = 32.0,
-        margin: NonNegative = 0.1,
-        alpha: Positive = 2.0,
-        weight: NonNegative = 0.4,
+        scale: PositiveFloat = 32.0,
+        margin: NonNegativeFloat = 0.1,
+        alpha: PositiveFloat = 2.0,
+        weight: NonNegativeFloat = 0.4,
     ) -> None:
         super().__init__()
         self.proxies = nn.Parameter(torch.empty(classes, embedding_size))

@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 from retrieval.model.shards import Shard, world_of
 from retrieval.plugin import as_given, full_precision, traits
 from torch import Tensor, distributed, nn
@@ -43,9 +43,9 @@ class PartialFC(nn.Module):
         classes: int,
         margin: Annotated[float, Field(ge=0, lt=90)] = 28.6,
         cosine_margin: Annotated[float, Field(ge=0, lt=2)] = 0.0,
-        scale: Annotated[float, Field(gt=0)] = 64.0,
+        scale: PositiveFloat = 64.0,
         sample: Annotated[float, Field(gt=0, le=1)] = 1.0,
-        seed: Annotated[int, Field(ge=0)] = 0,
+        seed: NonNegativeInt = 0,
     ) -> None:
         """Build the loss.
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
 from retrieval.plugin import Backbone, Preprocessing, some
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from retrieval_core.pooling import Level, Levels, Pooled, TokenPool, tried
 
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-Size = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -138,9 +137,9 @@ def fetch(what: str, advice: str, load: Callable[[], T]) -> T:
 def torchvision_model(
     model: str,
     weights: str | None = None,
-    size: Annotated[int, Field(ge=1)] | None = None,
+    size: PositiveInt | None = None,
     pool: TokenPool | None = None,
-    cells: Size = 4,
+    cells: PositiveInt = 4,
     normalise: bool = False,
 ) -> Backbone:
     """Build any classification model of torchvision, without its classifier.
@@ -296,10 +295,10 @@ def _remove_classifier(network: nn.Module) -> None:
 def timm_model(
     model: str,
     pretrained: bool = False,
-    size: Size | None = None,
+    size: PositiveInt | None = None,
     pool: TokenPool | None = None,
-    cells: Size = 4,
-    levels: dict[str, Size] | None = None,
+    cells: PositiveInt = 4,
+    levels: dict[str, PositiveInt] | None = None,
     normalise: bool = False,
 ) -> Backbone:
     """Build any model of timm, without its classifier and with its own preprocessing.
@@ -403,9 +402,9 @@ def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, in
 
 def efficientnet_lite0(
     pretrained: bool = True,
-    size: Size = 224,
+    size: PositiveInt = 224,
     crop: Share = 0.875,
-    levels: dict[Level, Size] | None = None,
+    levels: dict[Level, PositiveInt] | None = None,
     normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite0, with ImageNet weights from an installed package.
@@ -436,9 +435,9 @@ def efficientnet_lite0(
 
 def efficientnet_lite1(
     pretrained: bool = True,
-    size: Size = 240,
+    size: PositiveInt = 240,
     crop: Share = 0.875,
-    levels: dict[Level, Size] | None = None,
+    levels: dict[Level, PositiveInt] | None = None,
     normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite1, with ImageNet weights from an installed package: a deeper Lite0.
@@ -457,9 +456,9 @@ def efficientnet_lite1(
 
 def efficientnet_lite2(
     pretrained: bool = True,
-    size: Size = 260,
+    size: PositiveInt = 260,
     crop: Share = 0.875,
-    levels: dict[Level, Size] | None = None,
+    levels: dict[Level, PositiveInt] | None = None,
     normalise: bool = False,
 ) -> Backbone:
     """EfficientNet-Lite2, with ImageNet weights from an installed package: wider than Lite1.

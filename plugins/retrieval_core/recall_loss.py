@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from pytorch_metric_learning.distances import CosineSimilarity
 from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of, traits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Rank = Annotated[int, Field(ge=1)]
-Temperature = Annotated[float, Field(gt=0)]
 ENTRIES = 2**22
 """Largest number of comparisons in memory at a time: 16 MB."""
 
@@ -48,9 +46,9 @@ class RecallAtK(CheckedLoss):
 
     def __init__(
         self,
-        k: Annotated[list[Rank], Field(min_length=1)] = [1, 2, 4, 8, 16],  # noqa: B006
-        rank_temperature: Temperature = 0.01,
-        recall_temperature: Temperature = 1.0,
+        k: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 2, 4, 8, 16],  # noqa: B006
+        rank_temperature: PositiveFloat = 0.01,
+        recall_temperature: PositiveFloat = 1.0,
         mix: bool = False,
         distance: Distance = None,
         reducer: Reducer = None,

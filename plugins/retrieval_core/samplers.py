@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.errors import DataError
 from retrieval.host.arrays import Floats64, Ints
 from retrieval.plugin import (
@@ -41,7 +41,7 @@ class Hierarchical(BatchSampler):
     classes, further groups fill the batch.
     """
 
-    def __init__(self, level: str, groups: Annotated[int, Field(ge=1)] = 2) -> None:
+    def __init__(self, level: str, groups: PositiveInt = 2) -> None:
         """Build the sampler.
 
         Args:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat
 from retrieval.plugin import Generator
 from torch import Tensor, nn
 
-Weight = Annotated[float, Field(ge=0)]
 PairDistance = Callable[[Tensor, Tensor], Tensor]
 PRESETS: dict[str, tuple[float, float]] = {"default": (50.0, 50.0), "paper": (1.0, 50.0)}
 """λ₁ and λ₂ of a generator's objective, by name."""
@@ -100,8 +99,8 @@ class HardNegativeGenerator(TripletGenerator):
         self,
         features: int,
         preset: Literal["default", "paper"] = "default",
-        lambda_reg: Weight | None = None,
-        lambda_adv: Weight | None = None,
+        lambda_reg: NonNegativeFloat | None = None,
+        lambda_adv: NonNegativeFloat | None = None,
         margin: float = 1.0,
         form: Literal["triplet", "contrastive"] = "triplet",
         residual: bool = True,
@@ -162,8 +161,8 @@ class HardPositiveGenerator(TripletGenerator):
         self,
         features: int,
         preset: Literal["default", "paper"] = "default",
-        lambda_reg: Weight | None = None,
-        lambda_adv: Weight | None = None,
+        lambda_reg: NonNegativeFloat | None = None,
+        lambda_adv: NonNegativeFloat | None = None,
         margin: float = 1.0,
         residual: bool = True,
         normalize: bool = True,

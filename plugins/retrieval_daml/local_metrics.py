@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveInt
 from retrieval.errors import RecipeError
 from retrieval.plugin import Combiner, Normalize, TripletIndices, full_precision
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ BLOCK = 2**20
 """Maximum number of elements in the largest tensor of a block; a block has at least one row."""
 DIRECT = 2**22
 """Up to this many elements, `all_pairs` computes all pairs at once, and autograd stores them."""
-Metrics = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0)]
 LOW = 0.05
 """Training warns of a metric whose mean weight is below this: it has almost no effect."""
 SHARP = 0.6
@@ -198,10 +196,10 @@ class UniformMetrics(LocalMetrics):
     def __init__(
         self,
         embedding_size: int,
-        metrics: Metrics = 4,
+        metrics: PositiveInt = 4,
         power: Literal[1, 2] = 1,
         views: bool = False,
-        candidates: Annotated[int, Field(ge=1)] = 200,
+        candidates: PositiveInt = 200,
     ) -> None:
         """Build the combiner.
 
@@ -282,13 +280,13 @@ class Discriminator(LocalMetrics):
         self,
         features: int,
         embedding_size: int,
-        metrics: Metrics = 4,
-        hidden: Annotated[int, Field(ge=1)] = 128,
-        mu: Weight = 0.02,
-        rho: Weight = 5.0,
-        start: Weight = 0.0,
+        metrics: PositiveInt = 4,
+        hidden: PositiveInt = 128,
+        mu: NonNegativeFloat = 0.02,
+        rho: NonNegativeFloat = 5.0,
+        start: NonNegativeFloat = 0.0,
         views: bool = False,
-        candidates: Annotated[int, Field(ge=1)] | None = None,
+        candidates: PositiveInt | None = None,
     ) -> None:
         """Build the combiner.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import PositiveFloat
 from pytorch_metric_learning.distances import DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.plugin import (
@@ -18,8 +18,6 @@ from retrieval.plugin import (
     pairs_by_round,
 )
 from torch import Tensor, nn
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class Measure:
@@ -288,7 +286,7 @@ class NPairLoss(PaperLoss):
     """
 
     def __init__(
-        self, scale: Positive = 16.0, distance: Distance = None, reducer: Reducer = None
+        self, scale: PositiveFloat = 16.0, distance: Distance = None, reducer: Reducer = None
     ) -> None:
         super().__init__(distance, reducer)
         if not 0 < scale < float("inf"):

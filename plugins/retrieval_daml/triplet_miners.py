@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeInt
 from retrieval.plugin import Distance, TripletIndices, full_precision
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ class OnePerClass(nn.Module):
     """
 
     def __init__(
-        self, anchors: Literal["all", "one"] = "all", negatives: Annotated[int, Field(ge=0)] = 0
+        self, anchors: Literal["all", "one"] = "all", negatives: NonNegativeInt = 0
     ) -> None:
         super().__init__()
         if anchors not in ("all", "one"):

@@ -18,12 +18,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.errors import MissingDependency
 from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, Seeded
 
-Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prior = Literal["identity", "covariance", "random"]
 
@@ -139,14 +138,14 @@ class LMNN(Seeded, MetricLearnLearner):
 
     estimator = "LMNN"
 
-    n_neighbors: Count = 3
+    n_neighbors: PositiveInt = 3
     init: Literal["auto", "pca", "lda", "identity", "random"] = "auto"
-    n_components: Count | None = None
+    n_components: PositiveInt | None = None
     regularization: Annotated[float, Field(ge=0, le=1)] = 0.5
     learn_rate: Positive = 1e-7
     convergence_tol: Positive = 0.001
-    min_iter: Count = 50
-    max_iter: Count = 1000
+    min_iter: PositiveInt = 50
+    max_iter: PositiveInt = 1000
 
 
 @dataclass(eq=False, repr=False)
@@ -174,9 +173,9 @@ class ITML(Seeded, MetricLearnLearner):
     estimator = "ITML_Supervised"
 
     gamma: Positive = 1.0
-    max_iter: Count = 1000
+    max_iter: PositiveInt = 1000
     tol: Positive = 0.001
-    n_constraints: Count | None = None
+    n_constraints: PositiveInt | None = None
     prior: Prior = "identity"
     lower: Positive | None = None
     upper: Positive | None = None
@@ -214,15 +213,15 @@ class SCML(Seeded, MetricLearnLearner):
 
     estimator = "SCML_Supervised"
 
-    k_genuine: Count = 3
-    k_impostor: Count = 10
+    k_genuine: PositiveInt = 3
+    k_impostor: PositiveInt = 10
     beta: Positive = 1e-5
     basis: Literal["lda", "triplet_diffs"] = "lda"
-    n_basis: Count | None = None
+    n_basis: PositiveInt | None = None
     gamma: Positive = 5e-3
-    max_iter: Count = 10000
-    output_iter: Count = 500
-    batch_size: Count = 10
+    max_iter: PositiveInt = 10000
+    output_iter: PositiveInt = 500
+    batch_size: PositiveInt = 10
 
     def _check_sizes(self, counts: Ints, features: int) -> None:
         if counts.min() < 2:
@@ -253,10 +252,10 @@ class MMC(Seeded, MetricLearnLearner):
 
     estimator = "MMC_Supervised"
 
-    max_iter: Count = 100
-    max_proj: Count = 10000
+    max_iter: PositiveInt = 100
+    max_proj: PositiveInt = 10000
     tol: Positive = 1e-6
-    n_constraints: Count | None = None
+    n_constraints: PositiveInt | None = None
     init: Prior = "identity"
     diagonal: bool = False
     diagonal_c: Positive = 1.0
@@ -281,9 +280,9 @@ class LSML(Seeded, MetricLearnLearner):
     estimator = "LSML_Supervised"
 
     tol: Positive = 1e-3
-    max_iter: Count = 1000
+    max_iter: PositiveInt = 1000
     prior: Prior = "identity"
-    n_constraints: Count | None = None
+    n_constraints: PositiveInt | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -303,8 +302,8 @@ class LFDA(MetricLearnLearner):
 
     estimator = "LFDA"
 
-    n_components: Count | None = None
-    k: Count | None = None
+    n_components: PositiveInt | None = None
+    k: PositiveInt | None = None
     embedding_type: Literal["weighted", "orthonormalized", "plain"] = "weighted"
 
     def _check_sizes(self, counts: Ints, features: int) -> None:
@@ -340,8 +339,8 @@ class RCA(Seeded, MetricLearnLearner):
 
     estimator = "RCA_Supervised"
 
-    n_components: Count | None = None
-    n_chunks: Count | None = None
+    n_components: PositiveInt | None = None
+    n_chunks: PositiveInt | None = None
     chunk_size: Annotated[int, Field(ge=2)] = 2
 
     def _settings(self) -> dict[str, Any]:

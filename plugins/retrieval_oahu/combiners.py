@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 from retrieval.host.arrays import Array, Floats
 from retrieval.plugin import Combiner, Subspace, full_precision
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from retrieval_oahu.network import TINY, Rule, hedge_update
 from retrieval_oahu.online import refuse_range
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class OverComplete(nn.Module):
@@ -145,9 +143,9 @@ class Hedge(Combiner):
 
     def __init__(
         self,
-        embedding: Count = 50,
-        depth: Annotated[int, Field(ge=0)] = 5,
-        hidden: Count = 100,
+        embedding: PositiveInt = 50,
+        depth: NonNegativeInt = 5,
+        hidden: PositiveInt = 100,
         beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
         smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
         rule: Rule = "exp",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 from retrieval.host.arrays import Array, Floats, Floats64, Ints
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from retrieval_oahu.combiners import Hedge
 
-Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05
 """Lower bound of a feature's deviation, as a share of the features' quadratic mean deviation.
 
@@ -74,9 +73,9 @@ class OAHU(RandomTriplets):
         scale_: (F,) deviation by which the differences are divided.
     """
 
-    depth: Annotated[int, Field(ge=0)] = 5
-    hidden: Count = 100
-    embedding: Count = 50
+    depth: NonNegativeInt = 5
+    hidden: PositiveInt = 100
+    embedding: PositiveInt = 50
     tau: Annotated[float, Field(gt=0, lt=2, allow_inf_nan=False)] = 0.1
     beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.99
     smoothing: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1

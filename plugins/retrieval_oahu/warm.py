@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, MetricLearner
 
@@ -117,7 +117,7 @@ class Warm(LinearMap, RandomTriplets):
             Euclidean distance wrong, minus the number of the reverse; ties count half.
     """
 
-    components: Annotated[int, Field(ge=1)] | None = 256
+    components: PositiveInt | None = 256
     prior: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 20.0
     ridge: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     doubt: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.05

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from pytorch_metric_learning import losses
 from retrieval.plugin import reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, Count, NonNegative, cosines_within, offer
+from retrieval_pml.offers import FIXED, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
 
@@ -170,8 +170,8 @@ class ManifoldLoss(losses.ManifoldLoss):
 _SOFTMAX: dict[str, Any] = {"ref_emb": False, "rows": "items", "without": FIXED}
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
-    "large_margin_softmax": offer(LargeMarginSoftmaxLoss, **_SOFTMAX, margin=Count),
-    "sphere_face": offer(SphereFaceLoss, **_SOFTMAX, margin=Count),
+    "large_margin_softmax": offer(LargeMarginSoftmaxLoss, **_SOFTMAX, margin=PositiveInt),
+    "sphere_face": offer(SphereFaceLoss, **_SOFTMAX, margin=PositiveInt),
     "arc_face": offer(ArcFaceLoss, **_SOFTMAX, margin=Degrees),
     "cos_face": offer(
         losses.CosFaceLoss,
@@ -252,6 +252,6 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         without=("reducer",),
         lambdaC=Annotated[float, Field(ge=0, allow_inf_nan=False)],
         alpha=Annotated[float, Field(gt=0, lt=1)],
-        margin=NonNegative,
+        margin=NonNegativeFloat,
     ),
 }

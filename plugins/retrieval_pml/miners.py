@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning import miners
 from torch import Tensor
 
-from retrieval_pml.offers import FIXED, NonNegative, Positive, offer
+from retrieval_pml.offers import FIXED, offer
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 Range = tuple[float, float] | None
@@ -187,8 +187,8 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
             nonzero_loss_cutoff: largest distance of the negatives to choose from.
         """,
         without=FIXED,
-        cutoff=Positive,
-        nonzero_loss_cutoff=Positive,
+        cutoff=PositiveFloat,
+        nonzero_loss_cutoff=PositiveFloat,
     ),
     "embeddings_already_packaged_as_triplets": offer(
         EmbeddingsAlreadyPackagedAsTriplets, ref_emb=False, without=FIXED
@@ -216,7 +216,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     ),
     "triplet_margin": offer(
         TripletMarginMiner,
-        margin=NonNegative,
+        margin=NonNegativeFloat,
         type_of_triplets=Literal["all", "hard", "semihard", "easy"],
     ),
     "uniform_histogram": offer(

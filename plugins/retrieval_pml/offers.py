@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
 from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, first_row, full_precision, traits
 from torch import Tensor, nn
 
 Regularizer = Annotated[nn.Module | None, Part("regularizers")]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-PerAnchor = Annotated[int, Field(ge=1)] | Literal["all"]
+PerAnchor = PositiveInt | Literal["all"]
 Init = (
     Literal[
         "normal",
@@ -49,10 +46,10 @@ TYPES: dict[str, Any] = {
     "weight_init_func": Init,
     "triplets_per_anchor": PerAnchor,
     **dict.fromkeys(["classes", "embedding_size"], int),
-    **dict.fromkeys(["num_bins", "pos_per_bin", "neg_per_bin", "K", "sub_centers"], Count),
-    "centers_per_class": Count,
-    **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], Positive),
-    **dict.fromkeys(["temperature", "p", "power"], Positive),
+    **dict.fromkeys(["num_bins", "pos_per_bin", "neg_per_bin", "K", "sub_centers"], PositiveInt),
+    "centers_per_class": PositiveInt,
+    **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], PositiveFloat),
+    **dict.fromkeys(["temperature", "p", "power"], PositiveFloat),
 }
 """Types of parameters that mean the same in every part.
 
@@ -195,7 +192,7 @@ def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parame
     annotation = types.get(known, TYPES.get(known))
     if annotation is None:
         annotation = float if type(default) is int else type(default)
-    if type(default) is int and annotation not in (int, Count):
+    if type(default) is int and annotation not in (int, PositiveInt):
         default = float(default)
     return inspect.Parameter(
         known, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning import distances, losses
 from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.utils import loss_and_miner_utils
@@ -15,8 +16,6 @@ from torch.nn import functional as F
 
 from retrieval_pml.offers import (
     FIXED,
-    NonNegative,
-    Positive,
     cosines_within,
     label_masks,
     offer,
@@ -89,8 +88,8 @@ class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRat
     def __init__(
         self,
         normalize_embeddings: bool = True,
-        p: Positive = 2,
-        power: Positive = 1,
+        p: PositiveFloat = 2,
+        power: PositiveFloat = 1,
         **parameters: Any,
     ) -> None:
         distance = distances.SNRDistance(
@@ -317,12 +316,14 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "signal_to_noise_ratio_contrastive": offer(
         SignalToNoiseRatioContrastiveLoss, rows="anchors", without=FIXED
     ),
-    "intra_pair_variance": offer(IntraPairVarianceLoss, pos_eps=NonNegative, neg_eps=NonNegative),
+    "intra_pair_variance": offer(
+        IntraPairVarianceLoss, pos_eps=NonNegativeFloat, neg_eps=NonNegativeFloat
+    ),
     "threshold_consistent_margin": offer(
         ThresholdConsistentMarginLoss,
         without=("distance", "reducer"),
-        lambda_plus=NonNegative,
-        lambda_minus=NonNegative,
+        lambda_plus=NonNegativeFloat,
+        lambda_minus=NonNegativeFloat,
     ),
     "lifted_structure": offer(LiftedStructureLoss),
     "generalized_lifted_structure": offer(GeneralizedLiftedStructureLoss, rows="anchors"),
@@ -330,5 +331,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "circle": offer(CircleLoss, rows="anchors", without=FIXED),
     "sup_con": offer(SupConLoss, rows="anchors"),
     "nt_xent": offer(NTXentLoss, rows="anchors"),
-    "tuplet_margin": offer(TupletMarginLoss, rows="anchors", without=FIXED, margin=NonNegative),
+    "tuplet_margin": offer(
+        TupletMarginLoss, rows="anchors", without=FIXED, margin=NonNegativeFloat
+    ),
 }

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 from pytorch_metric_learning import distances, reducers, regularizers
 from retrieval.plugin import Part, Reducer
 from torch import Tensor, nn
 
-from retrieval_pml.offers import FIXED, NonNegative, offer
+from retrieval_pml.offers import FIXED, offer
 
 DISTANCES: Mapping[str, Callable[..., Any]] = {
     "cosine_similarity": offer(
@@ -106,7 +106,7 @@ class PerAnchorReducer(reducers.PerAnchorReducer):
 
 
 def class_weighted(
-    weights: list[NonNegative], classes: int | None = None
+    weights: list[NonNegativeFloat], classes: int | None = None
 ) -> reducers.ClassWeightedReducer:
     """The mean of the losses, each multiplied by the weight of its item's or anchor's class.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.plugin import item_losses, losses_of, reduced_loss
@@ -14,9 +15,6 @@ from torch import Tensor
 
 from retrieval_pml.offers import (
     FIXED,
-    Count,
-    NonNegative,
-    Positive,
     Share,
     offer,
 )
@@ -242,8 +240,8 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         ref_emb=False,
         miner=False,
         without=("distance", "reducer"),
-        b=Positive,
-        anneal=Positive,
+        b=PositiveFloat,
+        anneal=PositiveFloat,
         variant=Literal["Ds", "Dq", "Iu", "Ib", "O"],
     ),
     "ranked_list": offer(
@@ -264,19 +262,19 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         """,
         ref_emb=False,
         miner=False,
-        margin=Positive,
+        margin=PositiveFloat,
         similarity=False,
-        Tn=NonNegative,
+        Tn=NonNegativeFloat,
         imbalance=Share,
-        alpha=Positive | None,
-        Tp=NonNegative,
+        alpha=PositiveFloat | None,
+        Tp=NonNegativeFloat,
     ),
     "histogram": offer(
         HistogramLoss,
         ref_emb=False,
         without=("distance", "reducer"),
-        n_bins=Count | None,
-        delta=Positive | None,
+        n_bins=PositiveInt | None,
+        delta=PositiveFloat | None,
     ),
     "instance": offer(InstanceLoss, ref_emb=False, miner=False, without=FIXED),
     "nca": offer(NCALoss),

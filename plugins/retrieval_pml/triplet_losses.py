@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.plugin import Rows, Sums, losses_of, reduced_loss, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, NonNegative, Share, label_masks, offer
+from retrieval_pml.offers import FIXED, Share, label_masks, offer
 
 TRIPLETS = 2**18
 """Number of triplets that are in memory at a time."""
@@ -269,7 +269,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
     "triplet_margin": offer(TripletMarginLoss),
-    "margin": offer(MarginLoss, nu=NonNegative, beta=float),
+    "margin": offer(MarginLoss, nu=NonNegativeFloat, beta=float),
     "angular": offer(AngularLoss, without=FIXED, alpha=Annotated[float, Field(gt=0, lt=90)]),
     "dynamic_soft_margin": offer(
         DynamicSoftMarginLoss,

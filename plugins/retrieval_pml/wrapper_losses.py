@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.plugin import Part, as_given, full_precision, pair_views, traits
 from torch import Tensor, nn
 
-from retrieval_pml.offers import Count, NonNegative, Positive, offer
+from retrieval_pml.offers import offer
 
 AnyLoss = Annotated[nn.Module, Part("losses")]
 AnyMiner = Annotated[nn.Module | None, Part("miners")]
@@ -116,7 +117,11 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     queue_state: Tensor  # the position, and whether the queue is filled
 
     def __init__(
-        self, loss: AnyLoss, embedding_size: int, memory_size: Count = 1024, miner: AnyMiner = None
+        self,
+        loss: AnyLoss,
+        embedding_size: int,
+        memory_size: PositiveInt = 1024,
+        miner: AnyMiner = None,
     ) -> None:
         check_reference("pml.cross_batch_memory", loss)
         super().__init__(
@@ -309,9 +314,9 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         ref_emb=False,
         miner=False,
         without=("distance", "embedding_regularizer", "embedding_reg_weight"),
-        invariance_lambda=NonNegative,
-        variance_mu=NonNegative,
-        covariance_v=NonNegative,
-        eps=Positive,
+        invariance_lambda=NonNegativeFloat,
+        variance_mu=NonNegativeFloat,
+        covariance_v=NonNegativeFloat,
+        eps=PositiveFloat,
     ),
 }

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
-from pydantic import Field
+from pydantic import PositiveInt
 
 from retrieval.errors import RetrievalError, did_you_mean
 from retrieval.host.arrays import Array, Bools, Floats, Floats64, Ints
@@ -40,7 +40,7 @@ class RecallAt:
 
     depth: Depth
 
-    def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
+    def __init__(self, k: PositiveInt = 1) -> None:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -60,7 +60,7 @@ class PrecisionAt:
 
     depth: Depth
 
-    def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
+    def __init__(self, k: PositiveInt = 1) -> None:
         self.depth = self.k = _at_least_one(k, "precision_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -120,7 +120,7 @@ class NDCGAt:
     depth: Depth
 
     def __init__(
-        self, k: Annotated[int, Field(ge=1)] = 1, gain: Literal["linear", "exponential"] = "linear"
+        self, k: PositiveInt = 1, gain: Literal["linear", "exponential"] = "linear"
     ) -> None:
         self.depth = self.k = _at_least_one(k, "ndcg_at")
         self.gain = gain

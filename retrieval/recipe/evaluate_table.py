@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from retrieval.recipe.section import Count, Section
+from retrieval.recipe.section import Section
 
 
 class Evaluate(Section):
@@ -41,17 +41,17 @@ class Evaluate(Section):
     """
     by: str | None = None
     """A column of metadata, such as `vendor`, for separate metrics of each value."""
-    gallery_items: Count | None = None
+    gallery_items: PositiveInt | None = None
     """Number of random test items of each class that form the gallery; the others are queries.
     Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID. By default the
     roles in the data (query or gallery) decide.
     """
-    repetitions: Count = 10
+    repetitions: PositiveInt = 10
     """Number of random galleries that `gallery_items` draws."""
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field([])
     """False acceptance rates. Each rate f adds DIR@FAR: the share of known queries that are
     identified, at a threshold that accepts at most the share f of the unknown queries. A query is
     unknown if its class is not in the gallery.
     """
-    batch_size: Count = 256
+    batch_size: PositiveInt = 256
     """Number of images encoded at a time."""

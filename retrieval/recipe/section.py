@@ -10,7 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from retrieval.errors import did_you_mean
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.recipe.evaluate_table import Evaluate
-from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainable, selector
+from retrieval.recipe.section import Fraction, Section, Selector, Trainable, selector
 
 
 class Range(Section):
@@ -101,9 +111,9 @@ class Sampler(Component):
     """Full name of the sampler, `PLUGIN.NAME`."""
     classes: Annotated[int, Field(ge=2)] = 16
     """Number of classes P in a batch."""
-    items: Count = 4
+    items: PositiveInt = 4
     """Number of items M of each class in a batch."""
-    batches: Count | None = None
+    batches: PositiveInt | None = None
     """Number of batches in an epoch, by default training items / (P × M)."""
 
 
@@ -162,9 +172,9 @@ class Augmentation(Section):
 class Head(Section):
     """`[head]`: maps features to the embedding, unless a combiner or learner has its own head."""
 
-    embedding_size: Count = 64
+    embedding_size: PositiveInt = 64
     """Dimension of the embedding."""
-    hidden: list[Count] = Field([])
+    hidden: list[PositiveInt] = Field([])
     """Widths of hidden layers with ReLU. The default is a linear map."""
     normalize: bool = True
     """Scale embeddings to unit length; distance and cosine then order alike."""
@@ -177,9 +187,9 @@ class Optimizer(Section):
 
     name: str = "AdamW"
     """A class of `torch.optim`."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: PositiveFloat = 1e-3
     """Learning rate."""
-    lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    lr_factor: dict[str, NonNegativeFloat] = Field({})
     """Factors of the learning rate. A key is a part (`{ head = 10, loss = 100 }`), the
     backbone's first stages (`"stages:2" = 0.1`), `vectors` (biases, the scales of norms,
     and a transformer's tokens and positions), or a pattern of parameter names
@@ -189,7 +199,7 @@ class Optimizer(Section):
     """Each backbone stage learns at this factor times the rate of the next stage, and the last
     stage at this factor times `lr`.
     """
-    weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    weight_decay: dict[str, NonNegativeFloat] = Field({})
     """Weight decay by the same kinds of key as `lr_factor`. Parameters that no key covers use
     the `weight_decay` of `options`.
     """
@@ -251,7 +261,7 @@ class Lora(Section):
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 8
     """Rank r of the matrix product B A that is added to a layer's weight."""
-    alpha: Count | None = None
+    alpha: PositiveInt | None = None
     """α of the scale α / r of each addition. The default is α = r."""
     dropout: Fraction = 0.0
     """Dropout probability of an addition's input in training."""
@@ -264,7 +274,7 @@ class Phase(Section):
 
     name: str = "train"
     """Name of the phase in the log."""
-    epochs: Count = 10
+    epochs: PositiveInt = 10
     """Number of epochs."""
     train: list[Trainable] = Field(["backbone", "head", "combiner", "loss", "generator"])
     """The parts that train. The others keep their weights and batch statistics."""
@@ -277,11 +287,11 @@ class Phase(Section):
     """Whether `[augmentation]` changes images in this phase. Without changes, and if the
     backbone has not trained yet, features are computed once, as with `frozen = true`.
     """
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: PositiveFloat | None = None
     """Learning rate of this phase, instead of `[optimizer] lr`; also the generator's, unless
     the recipe has a `[generator_optimizer]`.
     """
-    generator_lr: Annotated[float, Field(gt=0)] | None = None
+    generator_lr: PositiveFloat | None = None
     """The generator's learning rate in this phase, instead of its optimiser's."""
     synthetic: bool = True
     """Whether the loss uses the generator's negatives in this phase."""
@@ -295,11 +305,11 @@ class Phase(Section):
 class Train(Section):
     """`[train]`: how to train."""
 
-    epochs: Count = 10
+    epochs: PositiveInt = 10
     """Number of epochs, if the recipe has no `[[phase]]`."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."""
-    chunk: Count | None = None
+    chunk: PositiveInt | None = None
     """Number of images or vectors that pass through the model at a time, on each process. This
     saves memory, because only one chunk's activations are kept, but each chunk is computed
     twice. The loss still compares the whole batch, and the gradients are the same, except that
@@ -311,9 +321,9 @@ class Train(Section):
     """Compile the backbone with `torch.compile`; a CPU needs a C++ compiler."""
     deterministic: bool = False
     """Use only deterministic GPU algorithms: a run repeats exactly, but slower."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_norm: PositiveFloat | None = None
     """Norm to which larger gradients are clipped. The default is no clipping."""
-    patience: Count | None = None
+    patience: PositiveInt | None = None
     """End a phase after this many validations without a better value of `monitor`."""
     monitor: str | dict[str, Any] = "map_at_r"
     """The validation metric that decides the best epoch. Epoch 0 is the start of training."""
@@ -321,11 +331,11 @@ class Train(Section):
     """Decay, such as 0.999, of a moving average of the weights. The run keeps the average."""
     average_last: Annotated[int, Field(ge=2)] | None = None
     """Number of last epochs of each phase whose weights are averaged."""
-    validate_every: Count = 1
+    validate_every: PositiveInt = 1
     """Number of epochs between validations."""
-    checkpoint_every: Count | None = None
+    checkpoint_every: PositiveInt | None = None
     """Number of steps between checkpoints. Each epoch ends with one in any case."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: NonNegativeInt = 0
     """Number of processes that load images."""
     start_from: str | None = None
     """Folder of a run, such as `runs/a`, whose weights training starts from."""
@@ -337,7 +347,7 @@ class Train(Section):
     """`auto` uses a GPU if there is one."""
     sync_batch_norm: bool = False
     """Batch norm uses the batch of all processes, instead of each process's share."""
-    real_weight: Annotated[float, Field(ge=0)] = 0.0
+    real_weight: NonNegativeFloat = 0.0
     """With a generator, weight of an additional loss on real samples alone."""
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """With a generator or a combiner, the weight λ of the loss (on real and synthetic samples).

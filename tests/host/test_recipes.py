@@ -31,7 +31,7 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"loss": {"name": "everything.items"}}, "[loss] name", ["'everything.items' is a dataset"]),
     ({"data": None}, "[data]", ["is required"]),
     ({"plugins": "mine.py"}, "plugins", ["list of text", '"mine.py"']),
-    ({"head": {"hidden": [64, 0]}}, "[head] hidden.1", ["integer (≥ 1)", "not 0"]),
+    ({"head": {"hidden": [64, 0]}}, "[head] hidden.1", ["integer (> 0)", "not 0"]),
     ({"seed": "3"}, "seed", ["should be an integer", "Write it without quotes"]),
     ({"optimizer": {"name": "Adamw"}}, "[optimizer] name", ["torch.optim has no 'Adamw'"]),
     ({"optimiser": {"lr": 1}}, "[optimiser]", ["there is no such table", "'optimizer'?"]),

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import retrieval
 import torch
+from pydantic import PositiveInt
 from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
 from retrieval.host.factory import Factory
 
-from retrieval_pml.offers import MEANINGS, Count, offer
+from retrieval_pml.offers import MEANINGS, offer
 
 
 class Example(losses.ProxyAnchorLoss):  # type: ignore[misc]
@@ -25,7 +26,7 @@ class Example(losses.ProxyAnchorLoss):  # type: ignore[misc]
 
 
 def test_a_factory_offers_what_the_docstring_describes():
-    make = offer(Example, ref_emb=False, without=("embedding_regularizer",), alpha=Count)
+    make = offer(Example, ref_emb=False, without=("embedding_regularizer",), alpha=PositiveInt)
     read = Factory.read("losses", "pml.x", make)
     known = {p.name: p for p in read.parameters}
     assert list(known) == [
@@ -43,7 +44,7 @@ def test_a_factory_offers_what_the_docstring_describes():
     assert (read.summary, read.supports_ref_emb, read.supports_miner) == ("A loss.", False, True)
     assert known["reducer"].doc == "something else."
     assert known["weight_init_func"].doc == MEANINGS["weight_init_func"] and not read.hints
-    assert known["margin"].default == 0.1 and known["alpha"].annotation == Count
+    assert known["margin"].default == 0.1 and known["alpha"].annotation == PositiveInt
     assert known["classes"].by_host and known["reducer"].part == "reducers"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from retrieval.errors import StoreError
 from retrieval.host.arrays import Bools, Floats32, Ints
@@ -26,7 +26,6 @@ from retrieval.serving.runtime import load_faiss
 # From this many queries on, FAISS computes distances by a matrix product (BLAS). For fewer queries,
 # that is slower. FAISS's threshold is the number of queries times their width.
 _BLAS_QUERIES = 8
-Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
 _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 """Numbers of parts per code that FAISS's GPU kernels support (`GpuIndexIVFPQ.cu`)."""
@@ -422,7 +421,7 @@ class Cagra(Hnsw):
 class ListsBackend(FaissBackend):
     """Base class of back ends with inverted lists: number of lists, and lists per search."""
 
-    def __init__(self, lists: Lists = 0, probes: Lists = 0) -> None:
+    def __init__(self, lists: NonNegativeInt = 0, probes: NonNegativeInt = 0) -> None:
         super().__init__()
         self.lists, self.probes = lists, probes
 
@@ -489,8 +488,8 @@ class IvfPq(ListsBackend):
 
     def __init__(
         self,
-        lists: Lists = 0,
-        probes: Lists = 0,
+        lists: NonNegativeInt = 0,
+        probes: NonNegativeInt = 0,
         bytes: Annotated[int, Field(ge=1, le=4096)] = 32,
         expand: Expand = 8,
     ) -> None:
