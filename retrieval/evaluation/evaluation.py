@@ -356,12 +356,11 @@ def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the table of `cells` as lines of text."""
     rows = cells(columns_by_title)
     width = max(len(name) for name, *_ in rows)
+    widths = [max(len(title), 8) for title in columns_by_title]
     lines = []
     for name, *values in rows:
-        padded = (
-            f"{v:>{max(len(title), 8)}}" for v, title in zip(values, rows[0][1:], strict=True)
-        )
-        lines.append(" ".join([f"{name:<{width}}", *padded]).rstrip())
+        padded = map(str.rjust, values, widths)
+        lines.append(" ".join([name.ljust(width), *padded]).rstrip())
     return lines
 
 

@@ -110,8 +110,7 @@ def neighbours(
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
         label = None if names is None else names[row]
-        title = "query" if label is None else f"query: {label}"
-        _cell(cells[0], small_image(query), title, "black", 1)
+        _query(cells[0], query, label)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
         for cell in cells[1 + len(hits) :]:
@@ -137,12 +136,16 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
     grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
     names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
     for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
-        query = small_image(run.dataset[int(items[row])])
-        _cell(cells[0], query, f"query: {names[row]}", "black", 1)
+        _query(cells[0], run.dataset[int(items[row])], names[row])
         for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
             _answer(cell, run.dataset[int(items[hit])], names[hit], distance, names[row])
     figure.canvas.draw()
     return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+
+
+def _query(cell: Axes, image: Any, label: str | None) -> None:
+    title = "query" if label is None else f"query: {label}"
+    _cell(cell, small_image(image), title, "black", 1)
 
 
 def _answer(

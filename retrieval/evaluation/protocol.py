@@ -196,32 +196,27 @@ class Protocol:
         """Return the arguments of `evaluate` that `[evaluate]` sets for these items."""
         table = self.run.recipe.evaluate
         check_columns(table, self.run.dataset)
+        metadata = self.run.dataset.metadata or []
+        sides = [items for items in (query, gallery) if items is not None]
         table_arguments: dict[str, Any] = {}
+
+        def columns(name: str) -> Any:
+            return [[metadata[i].get(name) for i in items] for items in sides]
+
         if table.exclude is not None:
-            column = self.column(table.exclude)
-            sides = _picked(column, query), _picked(column, gallery)
-            table_arguments["exclude"] = Exclusion(*sides, table.exclude_label == "same")
+            same = table.exclude_label == "same"
+            exclude = Exclusion(*columns(table.exclude))
+            table_arguments["exclude"] = replace(exclude, same_label=same)
         if table.by is not None:
-            table_arguments["by"] = _picked(self.column(table.by), query)
+            table_arguments["by"] = columns(table.by)[0]
         if table.levels:
-            columns = [self.run.splits.labels.tolist(), *map(self.column, table.levels)]
-            levels = [_picked(column, query) for column in columns]
-            gallery_levels = [_picked(column, gallery) for column in columns]
-            table_arguments["relevance"] = Levels(
-                levels, None if gallery is None else gallery_levels
-            )
+            labels = [self.run.splits.labels[items].tolist() for items in sides]
+            levels = zip(labels, *map(columns, table.levels), strict=True)
+            table_arguments["relevance"] = Levels(*levels)
         elif table.tags is not None:
-            column = [_tags(value) for value in self.column(table.tags)]
-            table_arguments["relevance"] = Tags(_picked(column, query), _picked(column, gallery))
+            tags = [[_tags(value) for value in column] for column in columns(table.tags)]
+            table_arguments["relevance"] = Tags(*tags)
         return table_arguments
-
-    def column(self, name: str) -> list[Any]:
-        """Return a column of all items' metadata, with `None` for missing values."""
-        return [row.get(name) for row in self.run.dataset.metadata or []]
-
-
-def _picked(values: list[Any], items: Items | None) -> Any:
-    return None if items is None else [values[i] for i in items]
 
 
 def _tags(value: Any) -> list[str]:

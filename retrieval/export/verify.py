@@ -65,8 +65,7 @@ def torch_outputs(encoder: Encoder, items: Array, batch: int = BATCH) -> dict[st
         raise BundleError(
             f"The model fails on items of shape {items.shape[1:]}: {first_line(fault)}"
         ) from fault
-    columns = zip(encoder.names, zip(*parts, strict=True), strict=True)
-    outputs = {name: torch.cat(column).numpy() for name, column in columns}
+    outputs = _joined(encoder.names, parts)
     for name, values in outputs.items():
         if values.ndim != 2:
             raise BundleError(
@@ -99,6 +98,11 @@ def onnx_outputs(run: RunGraph, names: Sequence[str], items: Array) -> dict[str,
                     f"The exported graph gives {len(values)} rows of '{name}' for a batch of"
                     f" {len(inputs)}."
                 )
+    return _joined(names, parts)
+
+
+def _joined(names: Sequence[str], parts: Sequence[Sequence[Any]]) -> dict[str, Floats32]:
+    """Return the outputs of all batches by name."""
     columns = zip(names, zip(*parts, strict=True), strict=True)
     return {name: np.concatenate(column) for name, column in columns}
 

@@ -176,12 +176,11 @@ def class_names(run: Run, column: str | None) -> list[str]:
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats64:
     """Return the grades (Q, k) of results `rows` for the queries `chosen`; 0 for row −1."""
-    grades = np.zeros(rows.shape)
-    for start in range(0, len(chosen), BLOCK):
-        part = slice(start, start + BLOCK)
-        grades_of_all = relevance(chosen[part])
-        grades[part] = np.take_along_axis(grades_of_all, np.maximum(rows[part], 0), 1)
-    return np.where(rows >= 0, grades, 0.0)
+    blocks = np.split(np.arange(len(chosen)), range(BLOCK, len(chosen), BLOCK))
+    grades = [
+        np.take_along_axis(relevance(chosen[part]), np.maximum(rows[part], 0), 1) for part in blocks
+    ]
+    return np.where(rows >= 0, np.concatenate(grades), 0.0)
 
 
 def interval(
