@@ -68,7 +68,7 @@ def test_the_same_content_in_new_files_is_unchanged(album, index, tmp_path, monk
     shutil.move(album, tmp_path / "old")
     shutil.copytree(tmp_path / "old", album, copy_function=shutil.copyfile)  # new times and inodes
     monkeypatch.setattr(
-        "retrieval.serving.index.adding._embed_for", lambda *_, **__: []
+        "retrieval.serving.index.adding.embed", lambda *_, **__: []
     )  # and not embedded
     assert counts(index.add(album, sync=True, progress=False)) == (0, 0, 3, 0)
     after = [item.stamp for item in index.scan()]

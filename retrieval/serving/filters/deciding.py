@@ -16,15 +16,12 @@ import numpy as np
 from retrieval.errors import DataError
 from retrieval.serving.filters.tree import (
     LONG_INTEGER,
-    And,
     Condition,
     Exists,
     Field,
     Filter,
     In,
     Joint,
-    Not,
-    Or,
     Value,
     fold,
     has_surrogate,
@@ -40,6 +37,11 @@ COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_JOIN: dict[Joint, Callable[[list[bool]], bool]] = {
+    "and": all,
+    "or": any,
+    "not": lambda parts: not parts[0],
+}
 _ABSENT = object()
 
 
@@ -48,21 +50,21 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
 
     `metadata` is what `json.loads` returns for the item's metadata.
     """
-    if isinstance(filter, And):
-        return all(matches(part, id, label, metadata) for part in filter.parts)
-    if isinstance(filter, Or):
-        return any(matches(part, id, label, metadata) for part in filter.parts)
-    if isinstance(filter, Not):
-        return not matches(filter.part, id, label, metadata)
-    value = _find(filter.field, id, label, metadata)
-    if value is _ABSENT or isinstance(filter, Exists):
-        return value is not _ABSENT
-    elements = value if isinstance(value, list | tuple) else [value]
-    if filter.op == "!=":
-        return not all(_is_true("=", element, filter.values[0]) for element in elements)
-    return any(
-        _is_true(filter.op, element, operand) for element in elements for operand in filter.values
-    )
+
+    def holds(condition: Condition) -> bool:
+        value = _find(condition.field, id, label, metadata)
+        if value is _ABSENT or isinstance(condition, Exists):
+            return value is not _ABSENT
+        elements = value if isinstance(value, list | tuple) else [value]
+        if condition.op == "!=":
+            return not all(_is_true("=", element, condition.values[0]) for element in elements)
+        return any(
+            _is_true(condition.op, element, operand)
+            for element in elements
+            for operand in condition.values
+        )
+
+    return fold(filter, holds, lambda joint, parts: _JOIN[joint](parts))
 
 
 def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:

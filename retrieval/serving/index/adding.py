@@ -174,7 +174,14 @@ def add_sources(
                 results = vectors.embedded(new)
             else:
                 contents = originals(new, collected.features, options.keep)
-                results = _embed_for(index, contents, options, strict=writer.strict)
+                keep_features = FEATURES in index.generation.widths
+                results = embed(
+                    index.bundle,
+                    contents,
+                    options,
+                    keep_features=keep_features,
+                    strict=writer.strict,
+                )
             writer.take(results, len(new))
             break
         except Superseded:
@@ -236,8 +243,10 @@ def add_images(
         (item, name, _original(name, content))
         for item, name, content in zip(items, names, contents, strict=True)
     )
+    options = replace(options, keep=keep)
+    keep_features = FEATURES in index.generation.widths
     writer = _Writer(index)
-    writer.take(_embed_for(index, originals, replace(options, keep=keep)), count)
+    writer.take(embed(index.bundle, originals, options, keep_features=keep_features), count)
     if writer.faults and not options.skip_bad:
         raise _unusable(writer.faults, count, _OTHERS_ADDED)
     return Added(
@@ -309,10 +318,11 @@ def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Sourc
         rewritten: dict[str, tuple[Source, str]] = {}
         for item in page:
             known = stored.get(item.key)
-            stamp = None
-            if known is not None and (known.arrays or not arrays):
-                stamp = _same_content(item, known, sources.features, limits)
-            if known is None or stamp is None:
+            if known is None or (arrays and not known.arrays):
+                new.append(item)
+                continue
+            stamp = _stamp(item, known, sources.features, limits)
+            if _digest(stamp) != _digest(known.stamp):
                 new.append(item)
                 continue
             details = (item.label, item.metadata, _path(item, known))
@@ -325,24 +335,21 @@ def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Sourc
     return new, changed
 
 
-def _same_content(
-    source: Source, known: Item, features: Floats32 | None, limits: Limits
-) -> str | None:
-    """Return the stamp of an item whose content is that in the index, or None if it differs."""
-    digest = _digest(known.stamp)
+def _stamp(source: Source, known: Item, features: Floats32 | None, limits: Limits) -> str:
+    """Return the stamp of an item's content, or "unreadable"; `known` is the item as stored."""
     if features is not None:
-        return digest if digest == digest_of(features[source.row].tobytes()) else None
+        return digest_of(features[source.row].tobytes())
     if source.recorded is not None:
-        return known.stamp if digest == _digest(source.recorded) else None
+        return source.recorded
     assert source.path is not None
     now = state_of(source.path)
-    if known.stamp == f"{digest} {now}":
+    if known.stamp and known.stamp.endswith(f" {now}"):
         return known.stamp
     try:  # a copy of the same content has another state
         content = read_image(source.path, limits, source.name)
     except DataError:
-        return None
-    return f"{digest} {now}" if digest == digest_of(content) else None
+        return "unreadable"
+    return f"{digest_of(content)} {now}"
 
 
 def _digest(stamp: str | None) -> str:
@@ -479,16 +486,6 @@ def embed(
             for item, fault, _ in batch
         ]
         del batch, inputs  # the next batch is read without this one in memory
-
-
-def _embed_for(
-    index: Index,
-    items: Iterable[tuple[Item, str, Original]],
-    options: Options,
-    strict: bool = False,
-) -> Iterator[list[Result]]:
-    features = FEATURES in index.generation.widths
-    return embed(index.bundle, items, options, keep_features=features, strict=strict)
 
 
 _Decoded = tuple[Item, str | None, Any]

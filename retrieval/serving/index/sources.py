@@ -177,7 +177,18 @@ def _features(places: list[Path]) -> Sources:
     with tempfile.TemporaryFile() as file:
         for place in unique:
             for sources, features in _blocks(place, count, left_out):
-                width = _checked_width(place, features.shape[1], width)
+                numbers = features.shape[1]
+                if numbers > MAX_WIDTH:
+                    raise DataError(
+                        f"{shown(place)} holds vectors of {numbers:,} numbers; at most"
+                        f" {MAX_WIDTH:,} are allowed."
+                    )
+                if width not in (0, numbers):
+                    raise DataError(
+                        f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file"
+                        f" of {width:,}. All vectors of an index have the same width."
+                    )
+                width = numbers
                 count += len(features)
                 items += sources
                 file.write(np.ascontiguousarray(features, "<f4").tobytes())
@@ -197,20 +208,6 @@ def _blocks(
             yield from table.sources(first)
     else:
         yield _npz(place, first)
-
-
-def _checked_width(place: Path, width: int, earlier: int) -> int:
-    """Return the width of a file's vectors; `earlier` is that of earlier files, or 0."""
-    if width > MAX_WIDTH:
-        raise DataError(
-            f"{shown(place)} holds vectors of {width:,} numbers; at most {MAX_WIDTH:,} are allowed."
-        )
-    if earlier not in (0, width):
-        raise DataError(
-            f"{shown(place)} holds vectors of {width:,} numbers, and an earlier file of"
-            f" {earlier:,}. All vectors of an index have the same width."
-        )
-    return width
 
 
 @contextmanager
