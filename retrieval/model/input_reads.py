@@ -16,12 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from retrieval.errors import BundleError
 
-_COPIERS = frozenset(
-    (
-        *("__array__", "__dlpack__", "__format__", "data_ptr", "numpy", "storage", "tolist"),
-        "untyped_storage",
-    )
-)
+_COPIERS = {
+    *("__array__", "__dlpack__", "__format__", "data_ptr", "numpy"),
+    *("storage", "tolist", "untyped_storage"),
+}
 """Methods of tensors that hand out numbers without an operator that torch dispatches."""
 
 _READERS = _COPIERS | {
@@ -70,7 +68,7 @@ def refuse_reads(module: nn.Module, example: tuple[Tensor, ...]) -> None:
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if torch.Tag.data_dependent_output in func.tags:
-                lines.append(_line(_callers()))
+                lines.append(_line())
             with torch._C._DisableTorchDispatch():
                 outputs = func(*args, **(kwargs or {}))
             return tree_map_only(Tensor, watched, outputs)
@@ -85,7 +83,7 @@ def refuse_reads(module: nn.Module, example: tuple[Tensor, ...]) -> None:
 
     def recorded(name: str) -> Callable[..., Any]:
         def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            lines.append(_line(_callers()))
+            lines.append(_line())
             return getattr(_plain(self), name)(*args, **kwargs)
 
         return method
@@ -138,12 +136,11 @@ class TracedReads(TorchFunctionMode):
     def _refuse(self, tensor: Tensor, of_shape: bool) -> None:
         value = torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
         numbers, batch = _origins(value, of_shape, self.inputs)
-        frames = _callers()
         if numbers:
-            raise _numbers_are_read(_line(frames))
+            raise _numbers_are_read(_line())
         # torch's own code compares shapes and depends on none
-        if batch and self.any_size and not _is_of_torch(frames[-1]):
-            raise DependsOnInputs(f"{ONE_BATCH} The code is in {_line(frames)}")
+        if batch and self.any_size and not _is_of_torch(_callers()[-1]):
+            raise DependsOnInputs(f"{ONE_BATCH} The code is in {_line()}")
 
 
 def _numbers_are_read(line: str) -> DependsOnInputs:
@@ -159,9 +156,9 @@ def _callers() -> list[traceback.FrameSummary]:
     return [frame for frame in traceback.extract_stack() if frame.filename != __file__]
 
 
-def _line(frames: list[traceback.FrameSummary]) -> str:
+def _line() -> str:
     """Return the innermost line of code that is not torch's."""
-    frame = [frame for frame in frames if not _is_of_torch(frame)][-1]
+    frame = [frame for frame in _callers() if not _is_of_torch(frame)][-1]
     return f"{frame.filename}, line {frame.lineno}: `{frame.line}`"
 
 
