@@ -194,7 +194,10 @@ def add_sources(
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
     removed = 0
     if sync and not faults:
-        removed = _remove_others(index, {item.key for item in collected.items})
+        ids = {item.key for item in collected.items}
+        surplus = [id for id in index if id not in ids]
+        for start in range(0, len(surplus), _ITEMS_PER_READ):
+            removed += index.store.delete(surplus[start : start + _ITEMS_PER_READ])
     if faults and not options.skip_bad:
         advice = _OTHERS_ADDED + (" Nothing was removed." if sync else "")
         raise _unusable(faults, count, advice)
@@ -379,16 +382,6 @@ def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
                 )
             )
     index.store.upsert(items, index.bundle.sha256)
-
-
-def _remove_others(index: Index, ids: set[str]) -> int:
-    """Delete all items except `ids`; return the number of deleted items."""
-    removed, after = 0, None
-    while page := index.store.scan(after=after, limit=_ITEMS_PER_READ):
-        after = page[-1].id
-        if surplus := [item.id for item in page if item.id not in ids]:
-            removed += index.store.delete(surplus)
-    return removed
 
 
 class _Writer:

@@ -339,10 +339,12 @@ class Hnsw(FaissBackend):
             wider = keep.copy()
             wider[self._originals[keep[self._copies]]] = True
         distances, rows = super()._searched(queries, k, wider)
-        for query in np.flatnonzero(np.isin(rows, self._originals).any(axis=1)):
+        for query, originals in enumerate(rows.tolist()):
+            if self._copies_of.keys().isdisjoint(originals):
+                continue
             pairs = [
                 (distance, row)
-                for distance, original in zip(distances[query], rows[query].tolist(), strict=True)
+                for distance, original in zip(distances[query], originals, strict=True)
                 for row in (original, *self._copies_of.get(original, ()))
                 if keep is None or row < 0 or keep[row]
             ]

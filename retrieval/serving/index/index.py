@@ -258,7 +258,10 @@ class Index:
             bundle = self.bundle
             encoded, is_single = encode_queries(bundle, queries)
             query, code = _query_arrays(bundle, encoded)
-            count = candidates_of(bundle, k, candidates)
+            rescorer = bundle.manifest.rescorer
+            # If the bundle's distance is not the store's, their orders may differ: request more.
+            minimum = k if measured_alone(bundle) else k + MARGIN
+            count = max(minimum, candidates or (rescorer.candidates if rescorer else 0))
             hits: list[Hits] = []
             try:
                 for start in range(0, len(query), _QUERIES_PER_BLOCK):
@@ -502,17 +505,6 @@ def _query_arrays(bundle: Bundle, queries: Encoded | Array) -> tuple[Floats32, F
             " image, or features if the bundle takes features."
         )
     return query, code if rescores else None
-
-
-def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
-    """Return the number of candidates per sub-space to request from the store for k hits.
-
-    `candidates` overrides the number that a rescorer's manifest names.
-    """
-    rescorer = bundle.manifest.rescorer
-    # If the bundle's distance is not the store's, their orders may differ: request a few more.
-    minimum = k if measured_alone(bundle) else k + MARGIN
-    return max(minimum, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _cut(proposed: Candidates, query: Floats32, count: int) -> Candidates:
