@@ -255,7 +255,7 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
         return answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
-    squared, rows = np.empty((len(queries), task.k)), np.empty((len(queries), task.k), np.int64)
+    squared, rows = _no_rows(len(queries), task.k)
     for place in range(len(queries)):
         query = slice(place, place + 1)
         answer = _Scan(task, queries[query], products=False).run()
@@ -373,7 +373,7 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     group = least.argpartition(candidates - 1)[:candidates]
     if least[group].max() == np.inf:  # masked rows
         return math.inf
-    row = table[:, group].argmin(axis=0) * groups + group
+    row = table.take(group, axis=1).argmin(axis=0) * groups + group
     number = row + rows.start if isinstance(rows, slice) else rows[row]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
