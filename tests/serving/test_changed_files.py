@@ -113,6 +113,11 @@ def test_an_edit_between_add_and_migrate_gets_its_vector(album, index, tmp_path)
 def test_a_folder_of_embeddings_notices_the_edit(album, bundle_path, index, tmp_path):
     embed_sources(bundle_path, [album], tmp_path / "v", progress=False)
     assert counts(index.add(tmp_path / "v", progress=False)) == (0, 0, 3, 0)
+    os.utime(album / "c.bmp", ns=(2 * 10**18, 2 * 10**18))
+    index.add(album, progress=False)
+    stamps = [item.stamp for item in index.scan()]
+    assert counts(index.add(tmp_path / "v", progress=False)) == (0, 0, 3, 0)
+    assert [item.stamp for item in index.scan()] == stamps  # the later ones
     overwrite(album / "b.bmp")
     with pytest.raises(DataError, match="differs in the sources"):
         embed_sources(bundle_path, [album], tmp_path / "v", progress=False)
