@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -437,6 +436,8 @@ class _Writer:
 
 Result = tuple[Item, str | None]
 """An item with its arrays and None, or an item without arrays and why it cannot be used."""
+_Decoded = tuple[Item, str | None, Any]
+"""An item, why it cannot be used (or None), and the encoder's input."""
 
 
 def embed(
@@ -463,7 +464,15 @@ def embed(
     Raises:
         DataError: the encoder returns NaN or infinity.
     """
-    decoded = partial(_decoded, bundle, options)
+
+    def decoded(entry: tuple[Item, str, Original]) -> _Decoded:
+        item, name, original = entry
+        try:
+            item, inputs = _decode_item(bundle, item, name, original, options)
+        except DataError as fault:
+            return item, str(fault), None
+        return item, None, inputs
+
     if bundle.manifest.input.kind == "features":
         entries: Iterator[_Decoded] = map(decoded, items)
     else:
@@ -481,19 +490,6 @@ def embed(
             for item, fault, _ in batch
         ]
         del batch, inputs  # the next batch is read without this one in memory
-
-
-_Decoded = tuple[Item, str | None, Any]
-"""An item, why it cannot be used (or None), and the encoder's input."""
-
-
-def _decoded(bundle: Bundle, options: Options, entry: tuple[Item, str, Original]) -> _Decoded:
-    item, name, original = entry
-    try:
-        item, inputs = _decode_item(bundle, item, name, original, options)
-    except DataError as fault:
-        return item, str(fault), None
-    return item, None, inputs
 
 
 def _decode_item(
