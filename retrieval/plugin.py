@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy_names
+from retrieval.host.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.counts import Count as Count, Counts as Counts, differing as differing
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     )
     from retrieval.host.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.host.hookspecs import Factories as Factories, hookimpl as hookimpl
-    from retrieval.host.lazy import lazy as lazy
+    from retrieval.host.lazy import lazy as lazy, lazy_names as lazy_names
     from retrieval.model.contracts import (
         Backbone as Backbone,
         BatchSampler as BatchSampler,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.plugin import Factories, hookimpl, lazy_names
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_aml.aml import AML as AML
     from retrieval_aml.confusion import Confusion as Confusion
     from retrieval_aml.geometric_mean import GeometricMeanLoss as GeometricMeanLoss
@@ -36,6 +36,4 @@ def retrieval_losses() -> Factories:
 
 
 # The package also exports the factories themselves, and imports each on first use.
-__getattr__, __dir__ = lazy(
-    __name__, [retrieval_learners(), retrieval_generators(), retrieval_losses()]
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

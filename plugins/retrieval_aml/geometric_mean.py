@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
-from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.errors import DataError
 from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, losses_of
-from torch import Tensor, nn
+from torch import Tensor
 
 STEPS = 60  # bisections, which reach float64 precision
 Squares = dict[str, dict[str, Any]]
@@ -95,10 +94,6 @@ class GeometricMeanLoss(CheckedLoss):
         if scale not in ("free", "fixed"):
             raise ValueError(f'scale is "{scale}" and must be "free" or "fixed"')
         self.alpha, self.beta, self.ridge, self.scale = alpha, beta, ridge, scale
-
-    def get_default_reducer(self) -> nn.Module:
-        """Return the reducer that takes the mean."""
-        return MeanReducer()  # type: ignore[no-any-return]
 
     def _sub_loss_names(self) -> list[str]:
         return ["pos_loss", "neg_loss"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.plugin import Factories, hookimpl, lazy_names
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_anml.linear_learners import LANML as LANML, PNCA as PNCA
     from retrieval_anml.log_exp_means import (
         gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest,
@@ -50,11 +50,4 @@ def retrieval_losses() -> Factories:
 
 
 # The package also exports the factories themselves, and imports each on first use.
-__getattr__, __dir__ = lazy(
-    __name__,
-    [
-        retrieval_learners(),
-        retrieval_losses(),
-        {"retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"]},
-    ],
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

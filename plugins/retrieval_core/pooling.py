@@ -185,13 +185,8 @@ class Levels(nn.Module):
         self.network: Any = network
         self.names = names
         self.grids = {str(level): grid for level, grid in levels.items()}
-        channels = preprocessing.channels
-        self.register_buffer(
-            "mean", torch.tensor(preprocessing.mean).view(1, channels, 1, 1), persistent=False
-        )
-        self.register_buffer(
-            "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
-        )
+        for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
         maps = tried(self, self._maps, preprocessing)
         too_fine = [
             f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} positions, but its grid has"
@@ -201,18 +196,18 @@ class Levels(nn.Module):
         ]
         if too_fine:
             raise ValueError(f"levels: {'; '.join(too_fine)}. Use coarser grids or a larger size")
-        for level, grid in self.grids.items():
-            height, width = maps[level].shape[2:]
-            self.register_buffer(f"rows_{level}", averages(grid, height), persistent=False)
-            self.register_buffer(f"columns_{level}", averages(grid, width).T, persistent=False)
+        self.pools = nn.ModuleDict(
+            {
+                level: Pool("grid", (maps[level].shape[2], maps[level].shape[3]), grid)
+                for level, grid in self.grids.items()
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W), level by level."""
         maps, parts = self._maps(x), []
-        for level in self.grids:
-            cells = (
-                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
-            ).flatten(1)
+        for level, pool in self.pools.items():
+            cells = pool(maps[level])
             parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
         return torch.cat(parts, dim=1)
 

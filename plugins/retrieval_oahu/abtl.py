@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of
@@ -58,10 +57,6 @@ class ABTL(CheckedLoss):
         if self.distance.is_inverted:
             raise ValueError("distance is a similarity. ABTL needs a distance between 0 and 2.")
         self.tau = tau
-
-    def get_default_distance(self) -> nn.Module:
-        """Return the Euclidean distance of unit vectors."""
-        return LpDistance(normalize_embeddings=True, p=2, power=1)  # type: ignore[no-any-return]
 
     def get_default_reducer(self) -> nn.Module:
         """Return the reducer that takes the mean of the losses above 0."""
