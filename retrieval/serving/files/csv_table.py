@@ -29,15 +29,6 @@ _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _FORMULA = re.compile("'*[-=+@\t\r\n＝＋－＠]")
 """The beginning of a formula, or of a cell that `csv_text` has made harmless."""
 _TRUTH = {"true": True, "false": False}
-_TYPES: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
-    (lambda text: text.lower() in _TRUTH, lambda text: _TRUTH[text.lower()]),
-    (_WHOLE.fullmatch, int),
-    (lambda text: _DECIMAL.fullmatch(text) and math.isfinite(float(text)), float),
-)
-"""For each type of a column: whether a text fits it, and the conversion of the text.
-
-Excel writes TRUE, and pandas writes True.
-"""
 _MISSING = ("nan", "nat", "<na>")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
@@ -221,7 +212,12 @@ def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 def _type_of(values: list[str]) -> Any:
     """Return the function that converts the values of a column."""
     filled = [value for value in values if value]
-    for fits, convert in _TYPES:
-        if filled and all(map(fits, filled)):
-            return lambda value: convert(value) if value else None
+    if not filled:
+        return str
+    if all(value.lower() in _TRUTH for value in filled):  # Excel writes TRUE, pandas writes True
+        return lambda value: _TRUTH[value.lower()] if value else None
+    if all(_WHOLE.fullmatch(value) for value in filled):
+        return lambda value: int(value) if value else None
+    if all(_DECIMAL.fullmatch(value) and math.isfinite(float(value)) for value in filled):
+        return lambda value: float(value) if value else None
     return str
