@@ -136,8 +136,8 @@ def train(
         from retrieval.training.trainer import train as train_run
 
     try:
-        begun = interruptible(folder / "recipe.toml", resume)
-        with begun, naming(recipe), tracking(track, checked, say):
+        interruption = interruptible(folder / "recipe.toml", resume)
+        with interruption, naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except Interrupted as error:
         go_on = this_command("--resume", without=ONCE) if error.begun else this_command()

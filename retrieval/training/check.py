@@ -7,7 +7,6 @@ use copies of the model and restore the random generators, so they do not affect
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,8 +59,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     checkpoint.seed_everything(recipe.seed)
     if recipe.learner is not None:
         return _check_learner(recipe)
-    with tempfile.TemporaryDirectory() as folder:
-        run = build_run(Path(folder), recipe)
+    run = build_run(Path(recipe.name), recipe)
     refuse_unanswerable(run)
     lines = _described(recipe, run.dataset, run.splits, run.model)
     if nothing_to_train(run):

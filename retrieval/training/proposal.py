@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import tomllib
 from dataclasses import dataclass
@@ -224,8 +223,7 @@ def expected_seconds(recipe: Recipe) -> float:
     already cached on disk.
     """
     accelerator = make_accelerator(recipe)
-    with tempfile.TemporaryDirectory() as folder:
-        run = build_run(Path(folder), recipe)
+    run = build_run(Path(recipe.name), recipe)
     assert run.objective is not None
     device = accelerator.device
     model, objective = run.model.to(device), run.objective.to(device)

@@ -102,7 +102,6 @@ class Trainer:
         place(run, self.objective, accelerator.device)
         self.monitor = Monitor(self.recipe)
         self._source: tuple[bool, Dataset, RawInputs] | None = None
-        self._batches: TrainBatches | None = None
         self.progress = progress or Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
@@ -139,8 +138,7 @@ class Trainer:
             self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
         _, self.dataset, self.raw = self._source
         augments = self.phase.augment and not self.from_features
-        self.close()
-        self._batches = self.batches = TrainBatches(
+        self.batches = TrainBatches(
             self.dataset,
             run.splits.train,
             run.splits.train_labels,
@@ -166,8 +164,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the processes that load batches, if there are any."""
-        if self._batches is not None:
-            self._batches.close()
+        self.batches.close()
 
     def _begin_phase(self) -> None:
         """Report the length of a phase's warm-up, and write a checkpoint of its start."""
@@ -213,6 +210,7 @@ class Trainer:
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
+                    self.close()
                     self._enter_phase()
                     self._begin_phase()
         return self._finish()

@@ -228,9 +228,11 @@ def _training_items(
     return Subset(dataset, training_side(splits)), splits, recipe.split
 
 
-def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
-    named = list(recipe.evaluate.metrics)
-    return named if PRIMARY in named else [*named, PRIMARY]
+def _evaluated(run: Run, baseline: bool = False) -> Metrics:
+    """Return a run's metrics on the test side, MAP@R always among them."""
+    named = list(run.recipe.evaluate.metrics)
+    metrics = named if PRIMARY in named else [*named, PRIMARY]
+    return evaluate(run, metrics=metrics, baseline=baseline).metrics
 
 
 def _trained(recipe: Recipe, folder: Path) -> Run:
@@ -245,8 +247,7 @@ def _trained(recipe: Recipe, folder: Path) -> Run:
 def _fold(job: Job) -> Metrics:
     recipe = fold_recipe(job)
     try:
-        run = _trained(recipe, job.folder)
-        return {"trained": evaluate(run, metrics=_metrics(recipe)).metrics["trained"]}
+        return _evaluated(_trained(recipe, job.folder))
     except (Diverged, Interrupted):
         raise
     except RetrievalError as error:
@@ -263,9 +264,9 @@ def _seed(job: Job) -> Metrics:
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
         tracker.retrieval_run_start(run)  # for a run that was already trained
-        metrics = evaluate(run, metrics=_metrics(recipe)).metrics["trained"]
-        tracker.log({f"test_{name}": value for name, value in metrics.items()})
-    return {"trained": metrics}
+        metrics = _evaluated(run)
+        tracker.log({f"test_{name}": value for name, value in metrics["trained"].items()})
+    return metrics
 
 
 def _measured(job: Job) -> Metrics:
@@ -283,8 +284,7 @@ def _measured(job: Job) -> Metrics:
     shutil.rmtree(job.folder, ignore_errors=True)
     create_folder(job.folder, recipe)
     run = Run(job.folder, recipe, dataset, splits, model.eval())
-    raw = untrained and recipe.seed == 0
-    rows = evaluate(run, metrics=_metrics(recipe), baseline=raw).metrics
+    rows = _evaluated(run, baseline=untrained and recipe.seed == 0)
     return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 
