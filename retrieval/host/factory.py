@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -434,8 +435,12 @@ class Reading:
 def read_signature(make: Callable[..., Any]) -> Reading:
     """Return the parameters that a class or function takes."""
     reading = Reading()
+    names: dict[str, Any] = {}  # a dataclass has fields whose types its base class's module names
+    for base in reversed(getattr(make, "__mro__", ())):
+        names |= vars(sys.modules[base.__module__])
     for function, signature, supplied in _chain(make):
-        hints = get_type_hints(function, include_extras=True)
+        own = getattr(function, "__globals__", {})
+        hints = get_type_hints(function, names, own, include_extras=True)
         reading.homes.append(function)
         for name, p in signature.parameters.items():
             starred = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)

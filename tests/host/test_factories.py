@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, Protocol
 
 import pytest
@@ -338,6 +340,19 @@ class Stated(Full):
 def gives_anything():
     """Return a loss, without an annotation."""
     return Full()
+
+
+def test_a_dataclass_inherits_fields_with_types_that_only_its_base_class_names():
+    base = ModuleType("base_of_dataclasses")
+    base.dataclass, base.Count = dataclass, Annotated[int, Field(ge=1)]
+    source = "@dataclass\nclass Base:\n    count: 'Count' = 2\n"
+    exec(source, vars(base))
+    sys.modules["base_of_dataclasses"] = base
+    try:
+        derived = dataclass(type("Derived", (base.Base,), {"__module__": __name__}))
+        assert only(derived, count=0) == "[loss] count: should be an integer (≥ 1), not 0."
+    finally:
+        del sys.modules["base_of_dataclasses"]
 
 
 def test_reference_set_and_miner_are_read_from_the_call():
