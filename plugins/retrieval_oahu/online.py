@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import NonNegativeInt
 from retrieval.errors import DataError
 from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
@@ -257,9 +257,8 @@ class RandomTriplets(OnlineLearner):
     Its parameters are keyword-only, and come last in a subclass.
     """
 
-    # A subclass reads these annotations in its own module, which must import the names in them.
-    seeds: Annotated[int, Field(ge=0)] = 5000
-    closure: Annotated[int, Field(ge=0)] = 5000
+    seeds: NonNegativeInt = 5000
+    closure: NonNegativeInt = 5000
     seed: int | None = None
     random_state: int | None = None
 
