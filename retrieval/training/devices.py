@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import Parameter, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from retrieval.model.contracts import TripletIndices
 from retrieval.model.model import Model
@@ -225,6 +226,14 @@ class Devices:
                 parameter.grad *= scale.clamp(max=1)
 
 
+PLAIN = 2**20
+"""Largest number of entries of a matrix (a process's rows × the batch) that is computed at once.
+
+A loss keeps about ten such matrices in memory, 40 MB. Larger matrices are computed in blocks of
+rows. A block is computed twice, which takes more than 1.5 times the processor time.
+"""
+
+
 def divided_loss(
     loss: Any,
     kind: Rows,
@@ -235,7 +244,9 @@ def divided_loss(
 ) -> Tensor:
     """Return the loss of the whole batch, with the gradient of this process's part.
 
-    If `kind` is "anchors", the loss compares this process's R rows with the whole batch.
+    If `kind` is "anchors", the loss compares this process's R rows with the whole batch. If this
+    matrix has more than `PLAIN` entries, it is computed in blocks of rows, which the backward pass
+    recomputes. A block has at most `PLAIN` entries, or R² if that is more.
 
     Args:
         loss: the loss.
@@ -249,13 +260,48 @@ def divided_loss(
         whole = devices.gather(codes), devices.gather(labels)
         value: Tensor = loss(*whole)
         return devices.part(value.detach(), value)
-    whole, first = (codes, labels), 0
-    if kind == "anchors":
-        whole, first = (devices.gather(codes), devices.gather(labels)), devices.rank * len(codes)
-    sums, counts = row_sums(loss, kind, codes, labels, whole, first, indices)
+    if kind == "items":
+        sums, counts = row_sums(loss, kind, codes, labels, (codes, labels), 0, None)
+    else:
+        sums, counts = _by_blocks(loss, codes, labels, indices, devices)
     counts = devices.total(counts)
     names = loss.sub_loss_names()
     means = torch.tensor([is_mean(loss, name) for name in names], device=codes.device)
     over = torch.where(means, counts.clamp(min=1), 1).to(sums.dtype)
     part = (sums / over).sum()
     return devices.part(devices.total(part.detach()), part)
+
+
+def _by_blocks(
+    loss: Any, codes: Tensor, labels: Tensor, indices: TripletIndices | None, devices: Devices
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the loss over this process's anchors, and their numbers of terms."""
+    whole = devices.gather(codes), devices.gather(labels)
+    first, rows = devices.rank * len(codes), len(codes)
+    size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
+
+    def block(codes: Tensor, every: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        return row_sums(loss, "anchors", codes, labels, (every, whole[1]), start, indices)
+
+    if size == rows:
+        return block(codes, whole[0], labels, first)
+    blocks = [
+        checkpoint(
+            block,
+            codes[start : start + size],
+            whole[0],
+            labels[start : start + size],
+            first + start,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the block draws no random numbers
+        )
+        for start in range(0, rows, size)
+    ]
+    sums, counts = (torch.stack(parts).sum(0) for parts in zip(*blocks, strict=True))
+    return sums, counts
+
+
+def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
+    """Return the number of entries per row of the loss's matrices: items, or triplets if more."""
+    triplets = 0 if indices is None else len(indices[0]) // len(every)
+    return max(len(every), triplets)

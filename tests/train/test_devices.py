@@ -61,7 +61,7 @@ def test_recipes_without_steps_are_refused_in_several_processes(make, processes,
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("script", ["loss_process.py", "norm_process.py", "fc_process.py"])
+@pytest.mark.parametrize("script", ["blocks_process.py", "norm_process.py", "fc_process.py"])
 def test_loss_norm_and_classes_of_all_shares_are_those_of_the_whole_batch(processes, world, script):
     processes(world, script)
 
