@@ -69,6 +69,7 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(cli, tmp_path):
     for arguments, says in (
         (("add", "shop", "-o", path), f"with 'retrieval keys rotate shop --output {path}'"),
         (("add", "x", "--expires", "soon", "-o", path), "write 90d, 12h or 30m"),
+        (("add", "x", "--expires", "0d", "-o", path), "Give it a longer time"),
         (("rotate", "shoe", "-o", path), "has no key shoe. It has: shop."),
         (("add", "two words", "-o", path), "created: name: it must have at most 64 characters"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),

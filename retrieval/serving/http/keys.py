@@ -93,8 +93,10 @@ def new_key(
     """Create a key; return the text for its holder and the part to store in the file.
 
     Raises:
-        RetrievalError: the name or an index name is invalid.
+        RetrievalError: the name or an index name is invalid, or the lifetime is 0.
     """
+    if lifetime is not None and not lifetime:
+        raise RetrievalError("A key that is valid for no time is of no use. Give it a longer time.")
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
     now = datetime.now(UTC).replace(microsecond=0)
     try:

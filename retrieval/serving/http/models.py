@@ -419,6 +419,8 @@ class BodyMemory:
         """Read a request's body, which must be of a kind in `limits`; call `release` after use."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
+        if (request.method, media_type) == ("PATCH", "application/merge-patch+json"):
+            media_type = "application/json"
         kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)
         if kind is None or kind not in limits:
             types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)

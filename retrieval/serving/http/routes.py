@@ -46,6 +46,7 @@ from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
 from retrieval.serving.stages import TRAIL, Trail, stage
 from retrieval.serving.store.contract import Item
+from retrieval.serving.store.folder import FORMAT
 from retrieval.serving.store.items import check_id
 
 T = TypeVar("T")
@@ -513,7 +514,7 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         "vector": manifest.vector,
         "distance": manifest.distance.name,
         "rescores": manifest.rescorer is not None,
-        "format": 3,
+        "format": FORMAT,
         "generation": index.generation.number,
         "generations": [
             {"number": entry.number, "state": entry.state, "bundle": entry.bundle}
