@@ -16,7 +16,7 @@ from torch.utils import data as torch_data
 
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
-from retrieval.errors import DataError
+from retrieval.errors import DataError, PluginError
 from retrieval.host.arrays import Array, Floats32, Ints, Pixels
 from retrieval.host.cores import cores
 from retrieval.host.main_script import refuse_unguarded
@@ -322,6 +322,9 @@ class TrainBatches:
             sampler, self.labels, None if columns is None else [columns[i] for i in self.indices]
         )
         self._count = self.batch_sampler.batches(self.items)
+        if not self._count:
+            name = type(getattr(self.batch_sampler, "_fresh", self.batch_sampler)).__name__
+            raise PluginError(f"The sampler {name} draws no batches: there is nothing to train on.")
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
         is_changed = augmentation.active and preprocessing is not None

@@ -185,6 +185,8 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
     if array is not None and array.ndim == 2:
         return ArrayDataset(array.astype(np.float32), labels, kind="features", **further)
     if array is not None and (array.dtype == np.uint8 or not len(array)):
+        if len(array):
+            _image(array[0], f"{name} item 0")
         return ArrayDataset(np.ascontiguousarray(array), labels, **further)
     if listed and all(isinstance(image, str | Path) for image in listed):
         files = [Path(image) for image in listed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import sys
+import traceback
 from pathlib import Path
 
 from retrieval.errors import DataError
@@ -23,7 +24,7 @@ def refuse_unguarded() -> None:
     """Refuse to spawn processes that would run the main script again.
 
     Raises:
-        DataError: the script has no guard, or came from standard input.
+        DataError: the call is not below the script's guard, or the script came from standard input.
     """
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -37,9 +38,18 @@ def refuse_unguarded() -> None:
             f" script. Save it to a file, with its calls below `{GUARD}`. {remedy}"
         )
     try:
-        statements = ast.parse(Path(file).read_bytes()).body
+        nodes = [*ast.walk(ast.parse(Path(file).read_bytes()))]
     except (OSError, SyntaxError, ValueError):  # not a script, such as an archive
         return
-    tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
-    if not any("'__name__'" in ast.dump(test) for test in tests):
-        raise DataError(f"{file} has no `{GUARD}`. {WHY} {remedy}")
+    guards = [n for n in nodes if isinstance(n, ast.If) and "'__name__'" in ast.dump(n.test)]
+    # The lines at which the script's code waits for this call, in any thread.
+    lines = [
+        line
+        for bottom in sys._current_frames().values()
+        for frame, line in traceback.walk_stack(bottom)
+        if frame.f_globals is vars(main)
+    ]
+    bodies = [range(guard.body[0].lineno, (guard.body[-1].end_lineno or 0) + 1) for guard in guards]
+    if lines and not any(line in body for line in lines for body in bodies):
+        fault = "calls this outside" if guards else "has no"
+        raise DataError(f"{file} {fault} `{GUARD}`. {WHY} {remedy}")

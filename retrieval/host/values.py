@@ -11,7 +11,6 @@ import enum
 import inspect
 import json
 import math
-import numbers
 import re
 import types
 from collections.abc import Hashable, Iterator, Mapping
@@ -91,9 +90,8 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         return [_plain(v, (*place, i), faults) for i, v in enumerate(value)]
     if isinstance(value, PurePath):
         return str(value)
+    value = _python_scalar(value)
     scalar = isinstance(value, bool | int | float | str)
-    if isinstance(value, numbers.Number) and not scalar and hasattr(value, "item"):  # NumPy's
-        return _plain(value.item(), place, faults)
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         fault = "holds characters that are not valid Unicode."
     elif isinstance(value, float) and math.isnan(value):
@@ -108,6 +106,12 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         fault = f"is {kind}, which nothing here takes. If it is text, put it in quotes."
     faults[place] = f"{dotted(place)}: {fault}"
     return None
+
+
+def _python_scalar(value: Any) -> Any:
+    """Return a NumPy scalar as Python's; any other value unchanged."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
 
 
 def dotted(place: Place) -> str:
@@ -253,6 +257,7 @@ def shown(value: Any) -> str:
 
 def toml_value(value: Any) -> str:
     """Return a value as TOML on one line; None, which TOML lacks, becomes "none"."""
+    value = _python_scalar(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, enum.Enum):

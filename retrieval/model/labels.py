@@ -179,7 +179,8 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
     names, codes = np.unique(labels, return_inverse=True)
     if len(names) < 2:
         raise ValueError(
-            f"All {len(labels)} items are of one class, {names[0]!r}: {learner} needs at least two."
+            f"All {len(labels)} items are of one class, {names.tolist()[0]!r}: {learner} needs at"
+            " least two."
         )
     if len(names) == len(labels):
         raise ValueError(

@@ -130,7 +130,7 @@ def test_refuses_data(learner, wine):
     broken[3, 3], infinite[3, 3] = np.nan, np.inf
     broken_pairs = np.stack([x[:80], infinite[:80]], axis=1)
     for x_, y_, sentence in [
-        (x, 0 * y, f"of one class, np.int64(0): {type(learner).__name__} needs at least two"),
+        (x, 0 * y, f"of one class, 0: {type(learner).__name__} needs at least two"),
         (x, np.arange(178), "the only one of its class"),
         (x, x[:, 0], "continuous"),
         (broken, y, "NaN"),

@@ -129,6 +129,11 @@ def test_images_and_labels(form, files):
     assert (data.files is not None) == (form == "paths")
 
 
+def test_an_array_with_channels_first_is_refused():
+    with pytest.raises(DataError, match=r"item 0: Pixels must be uint8 of shape \(H, W\) or"):
+        as_dataset((PIXELS.transpose(0, 3, 1, 2), LABELS))
+
+
 def test_vectors_are_features():
     vectors = torch.rand(6, 7)
     for obj in (TensorDataset(vectors, torch.tensor(LABELS)), (vectors, LABELS)):

@@ -186,6 +186,19 @@ def test_another_number_of_batches_is_refused():
         drawn(Short())
 
 
+def test_a_sampler_without_batches_is_refused(tmp_path):
+    table = {**BASE, **CONTRASTIVE, "train": {"epochs": 1}}
+    with pytest.raises(PluginError, match="The sampler list draws no batches"):
+        retrieval.train(table, tmp_path / "run", sampler=[], progress=False)
+
+
+def test_numpy_scalars_replace_numbers_of_the_recipe(tmp_path):
+    table = {**BASE, **CONTRASTIVE, "train": {"epochs": np.int64(3)}}
+    numbers = {"epochs": np.int64(1), "seed": np.int32(2)}
+    run = retrieval.train(table, tmp_path / "run", **numbers, progress=False)
+    assert (run.recipe.train.epochs, run.recipe.seed) == (1, 2)
+
+
 def test_a_run_with_a_sampler_object_is_resumed_only_with_the_object(tmp_path):
     table = {**BASE, **CONTRASTIVE, "train": {"epochs": 1}}
     sampler = of_torch("own generator")

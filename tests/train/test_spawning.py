@@ -66,6 +66,18 @@ def test_only_a_script_that_would_run_again_is_refused(tmp_path):
     assert GUARD in err.splitlines()[-1]
 
 
+def test_the_guard_must_be_around_the_call(tmp_path):
+    body = "        refuse_unguarded()\n        print('fine')\n"
+    out, err = run(tmp_path, f"{BEGIN}def main():\n    {GUARD}\n{body}\nmain()\n")
+    assert out == "fine\n", err
+    out, err = run(tmp_path, f"{BEGIN}{GUARD}\n    pass\nrefuse_unguarded()\n")
+    last = err.splitlines()[-1]
+    assert f"script.py calls this outside `{GUARD}`. Each new process imports" in last
+    threaded = "import threading\nthread = threading.Thread(target=refuse_unguarded)\n"
+    out, err = run(tmp_path, f"{BEGIN}{threaded}{GUARD}\n    thread.start()\n    thread.join()\n")
+    assert not err
+
+
 def test_workers_are_refused_before_a_process_starts(photos, monkeypatch):
     main = sys.modules["__main__"]
     Path("script.py").write_text("import retrieval\n")
@@ -82,7 +94,8 @@ def test_workers_are_refused_before_a_process_starts(photos, monkeypatch):
 def test_a_call_outside_the_guard_does_not_train_again(photos):
     text = "import retrieval\nprint('the script runs;', flush=True)\n"
     text += f"retrieval.train({RECIPE}, 'run', progress=False)\nprint('done')\n"
-    out, err = run(photos, f"{text}{GUARD}\n    pass\n")
+    text = text.replace("\nretrieval.train(", "\nif __name__:\n    retrieval.train(")
+    out, err = run(photos, text)
     # The lines of two processes may be written at the same time
     assert out.count("the script runs;") == 3 and "done" not in out, out
     assert "so put the script's calls below `if __name__ ==" in err
