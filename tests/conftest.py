@@ -271,3 +271,13 @@ def install():
         (folder / f"{module}.py").write_text(code, encoding="utf-8")
 
     return write
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Escape names that are not UTF-8 in logs: a process of xdist could not send them."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
