@@ -338,16 +338,16 @@ class Neighborhoods:
             query, starts = group.queries[i : i + rows], group.starts[i : i + rows]
             t = self._exponents(left[query], right, space)
             near = starts[:, None] + np.arange(group.count)
-            own: Any = np.arange(len(query))[:, None], near
+            same_class: Any = np.arange(len(query))[:, None], near
             if starts[0] == starts[-1]:  # one class, for which a slice is faster
-                own = np.s_[:, starts[0] : starts[0] + group.count]
+                same_class = np.s_[:, starts[0] : starts[0] + group.count]
             if listed is None:
-                radius, weights = self._radius(t[own] / -self.sharpness, skip=query - starts)
+                radius, weights = self._radius(t[same_class] / -self.sharpness, skip=query - starts)
             else:
                 near = listed[i : i + rows]
                 difference = z[query, None] - z[near]
                 radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
-            t[own] = -np.inf
+            t[same_class] = -np.inf
             push = self._push(t, radius + offset, dissimilar)
             if push is None:
                 continue

@@ -439,8 +439,8 @@ def read_signature(make: Callable[..., Any]) -> Reading:
     for base in reversed(getattr(make, "__mro__", ())):
         names |= vars(sys.modules[base.__module__])
     for function, signature, supplied in _chain(make):
-        own = getattr(function, "__globals__", {})
-        hints = get_type_hints(function, names, own, include_extras=True)
+        module = getattr(function, "__globals__", {})
+        hints = get_type_hints(function, names, module, include_extras=True)
         reading.homes.append(function)
         for name, p in signature.parameters.items():
             starred = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)

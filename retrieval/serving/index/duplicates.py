@@ -90,10 +90,10 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
             for item, (ids, distance) in zip(items, answers, strict=True):
                 if copies[item.id]:
                     # A rescorer may give equal items a distance above 0.
-                    own = float(_distances(index.bundle, item, _stacked([item]))[0])
-                    if own <= within:
+                    to_copies = float(_distances(index.bundle, item, _stacked([item]))[0])
+                    if to_copies <= within:
                         ids += copies[item.id]
-                        distance = max(distance, own)
+                        distance = max(distance, to_copies)
                 farthest[item.id] = distance
                 lower = root(item.id)
                 for id in ids:

@@ -158,12 +158,12 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
         place = folder / f"trial-{number:03}"
         values = proposals.next()
         file = place / "values.json"
-        known = saved(file, dict, "Remove its folder; then the same command tries again.")
-        if known is None:
+        searched = saved(file, dict, "Remove its folder; then the same command tries again.")
+        if searched is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(file, values, DataError)
         else:
-            values = known
+            values = searched
         rows = do(jobs_of(space.changed(table, values), place))
         scores = [row["trained"][PRIMARY] if row else None for row in rows]
         finite = [score for score in scores if score is not None]
