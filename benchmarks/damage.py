@@ -23,14 +23,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import as_filter
-from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store import record
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local, identity_of
-from retrieval.serving.store.structure import StructureChoice
+from retrieval.index.index import Index, open_index
+from retrieval.store import record
+from retrieval.store.contract import widths_of
+from retrieval.store.filters import as_filter
+from retrieval.store.folder import create_local, identity_of
+from retrieval.store.structure import StructureChoice
 
 import living_model as living
 from bench import page

@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store import masks, upkeep
-from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.testing import make_bundle
+from retrieval.bundle.bundle import Bundle
+from retrieval.index.index import Index, open_index
+from retrieval.store import masks, upkeep
+from retrieval.store.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.store.folder import create_local
 
 from bench import finish, markdown, page
 from living_model import board_of, run_arguments
+from retrieval_engines.testing import make_bundle
 
 IDS, NUMBERS, K = 400, 8, 10
 CHEAP = "price < 3"

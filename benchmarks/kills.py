@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
+from retrieval.bundle.bundle import Bundle
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import create_local
 
 import living_model as living
 from bench import page

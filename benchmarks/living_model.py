@@ -27,11 +27,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import as_filter
-from retrieval.serving.store import record, structure, upkeep
-from retrieval.serving.store.contract import Generation, Item, widths_of
-from retrieval.serving.store.local import LocalStore
+from retrieval.bundle.bundle import Bundle
+from retrieval.store import record, structure, upkeep
+from retrieval.store.contract import Generation, Item, widths_of
+from retrieval.store.filters import as_filter
+from retrieval.store.local import LocalStore
 
 from bench import RESULTS, arguments, finish, markdown
 from scaled_bundle import make_bundle

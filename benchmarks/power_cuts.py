@@ -25,13 +25,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import view
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.record import Record
+from retrieval.store import view
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.record import Record
 
 import living_model as living
 from bench import page

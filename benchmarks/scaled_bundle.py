@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
-from retrieval.serving.store.testing.small_bundles import save_graph
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
+from retrieval.store.contract import Item
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import StructureChoice
+
+from retrieval_engines.testing.small_bundles import save_graph
 
 
 def make_bundle(folder: Path, width: int, scale: float) -> None:

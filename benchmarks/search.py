@@ -26,11 +26,11 @@ from typing import Any
 
 import faiss
 import numpy as np
+from retrieval.bundle.bundle import Encoded
 from retrieval.data.idx import read_idx
-from retrieval.serving.bundle import Encoded
-from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.index import Index
-from retrieval.serving.store.search import Companion, nearest
+from retrieval.index.index import Index
+from retrieval.store.backends import make_backend
+from retrieval.store.search import Companion, nearest
 
 from bench import FASHION, RAW, arguments, finish, machine_of, markdown, one_thread, page
 from scaled_bundle import make_bundle, make_index

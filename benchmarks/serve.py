@@ -36,7 +36,7 @@ import numpy as np
 import onnxruntime
 import psutil
 from PIL import Image
-from retrieval.serving.bundle import Bundle
+from retrieval.bundle.bundle import Bundle
 
 from bench import WORK, arguments, finish, machine_of, markdown, one_thread, page
 from scaled_bundle import make_bundle, make_index

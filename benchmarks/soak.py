@@ -34,14 +34,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.store.testing.small_bundles import FEATURES, make_bundle
+from retrieval.index.index import Index, create_index
 
 from bench import page
 from living_model import conclude, run_arguments, system, unsound
+from retrieval_engines.testing.small_bundles import FEATURES, make_bundle
 
 IDS = 150
 """Ids of each client, so few that most writes change an existing item."""

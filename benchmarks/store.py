@@ -72,12 +72,12 @@ class Local(System):
     structure = "flat"
 
     def open(self) -> None:
-        from retrieval.serving.bundle import Bundle
-        from retrieval.serving.filters import parse_filter
-        from retrieval.serving.store.contract import Item
-        from retrieval.serving.store.folder import create_local
-        from retrieval.serving.store.local import LocalStore
-        from retrieval.serving.store.structure import StructureChoice
+        from retrieval.bundle.bundle import Bundle
+        from retrieval.store.contract import Item
+        from retrieval.store.filters import parse_filter
+        from retrieval.store.folder import create_local
+        from retrieval.store.local import LocalStore
+        from retrieval.store.structure import StructureChoice
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():

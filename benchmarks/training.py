@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from PIL import Image
 from pytorch_metric_learning import samplers
+from retrieval.base.progress import Meter
 from retrieval.data.augment import built_transforms
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
-from retrieval.serving.progress import Meter
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import Trainer
 from torch import Tensor, nn

@@ -29,11 +29,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.index import Index
-from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.folder import create_local
+from retrieval.bundle.bundle import Bundle, Encoded
+from retrieval.index.index import Index
+from retrieval.store import structure, upkeep
+from retrieval.store.contract import Item
+from retrieval.store.folder import create_local
 
 from bench import page
 from living_model import board_of, conclude, run_arguments, system, unsound

@@ -24,8 +24,9 @@ from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
 from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
 from retrieval.recipe.read import Recipe
-from retrieval.serving.http.openapi import document
-from retrieval.serving.http.routes import Routes
+
+from retrieval_server.openapi import document
+from retrieval_server.routes import Routes
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "generated"
@@ -42,7 +43,7 @@ def hooks() -> str:
         ),
         (
             "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained,"
-            " `app` a `click.Group`.\n"
+            " `app` the command line.\n"
         ),
         "What the host gives to a factory that names it, and a recipe cannot set:\n",
         *(f"- `{name}`: {meaning}" for name, meaning in GIVEN.items()),

@@ -23,28 +23,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.host.cores import limit_threads
-from retrieval.host.lazy import lazy
+from retrieval.base.cores import limit_threads
+from retrieval.base.lazy import lazy
 
 if TYPE_CHECKING:
     import retrieval.errors as errors
     import retrieval.plot as plot
     import retrieval.plugin as plugin
     import retrieval.results as results
+    from retrieval.base.places import StrPath
+    from retrieval.base.runtime import Device
+    from retrieval.bundle.encoder import Encoder
     from retrieval.data.objects import as_dataset
     from retrieval.evaluation.evaluation import evaluate
     from retrieval.evaluation.report.write import report
     from retrieval.host.plugins import create, names
+    from retrieval.index.index import Index
     from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.results import BackboneEncoder, BundleEncoder
     from retrieval.run.check_data import check_data
-    from retrieval.serving.encoder import Encoder
-    from retrieval.serving.files.places import StrPath
-    from retrieval.serving.http.server import serve
-    from retrieval.serving.index.index import Index
-    from retrieval.serving.runtime import Device
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import Run, train
+    from retrieval_server.server import serve
 
     __version__: str
 
@@ -86,9 +86,9 @@ _load, _ = lazy(
         "retrieval.host.plugins": ["create", "names"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
         "retrieval.run.check_data": ["check_data"],
-        "retrieval.serving.encoder": ["Encoder"],
-        "retrieval.serving.http.server": ["serve"],
-        "retrieval.serving.index.index": ["Index"],
+        "retrieval.bundle.encoder": ["Encoder"],
+        "retrieval_server.server": ["serve"],
+        "retrieval.index.index": ["Index"],
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["Run", "train"],
     },
@@ -129,8 +129,8 @@ def load(
         BundleError: the bundle is damaged, or the backbone's weights are random.
         PluginError: the backbone does not exist.
     """
+    from retrieval.base.places import instead, kind_of
     from retrieval.errors import DataError, PluginError
-    from retrieval.serving.files.places import instead, kind_of
 
     path = Path(source)
     kind = kind_of(path)
@@ -165,11 +165,11 @@ if not TYPE_CHECKING:  # a type checker would accept any name, with any type
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from retrieval.host.version import installed_version
+            from retrieval.base.version import installed_version
 
             return installed_version()
         if name == "Index":
-            from retrieval.serving.index import creating
+            from retrieval.index import creating
 
             creating.load_named = load
         return _load(name)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy_names as lazy_names
+from retrieval.base.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
+    from retrieval import store
+    from retrieval.base.csv_table import (
+        CsvTable as CsvTable,
+        is_missing_text as is_missing_text,
+        typed as typed,
+    )
+    from retrieval.base.files import cache_folder as cache_folder, write_bytes as write_bytes
+    from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
     from retrieval.data.counts import Count as Count, Counts as Counts, differing as differing
     from retrieval.data.datasets import (
         ArrayDataset as ArrayDataset,
@@ -42,9 +50,9 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         check_parameters as check_parameters,
         traits as traits,
     )
-    from retrieval.host.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.host.hookspecs import Factories as Factories, hookimpl as hookimpl
-    from retrieval.host.lazy import lazy as lazy, lazy_names as lazy_names
+    from retrieval.images.image_files import find_images as find_images
+    from retrieval.images.images import Preprocessing as Preprocessing, decode as decode
     from retrieval.model.contracts import (
         Backbone as Backbone,
         BatchSampler as BatchSampler,
@@ -94,20 +102,8 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         first_row as first_row,
         summed as summed,
     )
-    from retrieval.serving import store
-    from retrieval.serving.files.csv_table import (
-        CsvTable as CsvTable,
-        is_missing_text as is_missing_text,
-        typed as typed,
-    )
-    from retrieval.serving.image_files import find_images as find_images
-    from retrieval.serving.images import Preprocessing as Preprocessing, decode as decode
-    from retrieval.serving.index.index_backend import IndexBackend as IndexBackend
-    from retrieval.serving.store import testing as testing
+    from retrieval.store.index_backend import IndexBackend as IndexBackend
 
     stores = store
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"},
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"stores": "retrieval.store"})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy_names
+from retrieval.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
+    from retrieval.bundle.bundle import Bundle as Bundle, Encoded as Encoded
+    from retrieval.bundle.encoder import BundleEncoder as BundleEncoder
     from retrieval.data.findings import Findings as Findings
     from retrieval.evaluation.evaluate_run import (
         CandidateStep as CandidateStep,
@@ -15,14 +17,11 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.evaluation.evaluation import Evaluation as Evaluation
     from retrieval.evaluation.verify_run import RunVerification as RunVerification
     from retrieval.export.export_backbone import BackboneEncoder as BackboneEncoder
-    from retrieval.serving.bundle import Bundle as Bundle, Encoded as Encoded
-    from retrieval.serving.encoder import BundleEncoder as BundleEncoder
-    from retrieval.serving.http.server import Serving as Serving
-    from retrieval.serving.index.adding import Added as Added, Summary as Summary
-    from retrieval.serving.index.duplicates import Duplicates as Duplicates
-    from retrieval.serving.index.hits import Hit as Hit, Hits as Hits
-    from retrieval.serving.index.migrating import Migrated as Migrated
-    from retrieval.serving.store.contract import (
+    from retrieval.index.adding import Added as Added, Summary as Summary
+    from retrieval.index.duplicates import Duplicates as Duplicates
+    from retrieval.index.hits import Hit as Hit, Hits as Hits
+    from retrieval.index.migrating import Migrated as Migrated
+    from retrieval.store.contract import (
         Generation as Generation,
         Item as Item,
         Stats as Stats,
@@ -31,5 +30,6 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Comparison as Comparison,
         Contestant as Contestant,
     )
+    from retrieval_server.server import Serving as Serving
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

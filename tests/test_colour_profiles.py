@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 from retrieval.errors import DataError
-from retrieval.serving.images import (
+from retrieval.images.images import (
     Preprocessing,
     decode,
     from_array,

@@ -22,8 +22,9 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.decoding import _ANSWER, Decoders, Undecodable
-from retrieval.serving.images import Preprocessing, decode, full_size
+from retrieval.images.images import Preprocessing, decode, full_size
+
+from retrieval_server.decoding import _ANSWER, Decoders, Undecodable
 
 PREPROCESSING = Preprocessing((24, 32), resize=24)
 
@@ -218,7 +219,7 @@ def test_a_process_that_cannot_start_names_a_python_that_the_user_may_not_run(tm
     python = tmp_path / "python"
     python.write_text("")
     code = (
-        "import multiprocessing, sys; from retrieval.serving.decoding import Decoders; "
+        "import multiprocessing, sys; from retrieval_server.decoding import Decoders; "
         f"sys.executable = {str(python)!r}; multiprocessing.set_executable(sys.executable); "
         "Decoders().decode('png', b'')"
     )
@@ -229,7 +230,7 @@ def test_a_process_that_cannot_start_names_a_python_that_the_user_may_not_run(tm
 def test_the_memory_of_a_process_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
-        "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
+        "import sys; from retrieval_server import decoding; decoding._confine(40_000_000); "
         "job = ('png', sys.stdin.buffer.read(), None, 'it'); "
         "print(decoding._answer(decoding.Limits(), job))"
     )
@@ -271,7 +272,7 @@ def test_a_photo_of_48_megapixels_is_decoded_at_half_its_size(pool):
 
 
 SCRIPT = """
-from retrieval.serving.decoding import Decoders
+from retrieval_server.decoding import Decoders
 print("run")
 pool = Decoders()
 print(pool.pids != [])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_model import export_model
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import load_plugins
+from retrieval.images.images import from_array
 from retrieval.model.model import Model, build_head
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.images import from_array
 from sklearn.datasets import load_digits, load_sample_images
 
 PLUGINS = load_plugins()

@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 from trained_weights import ran, summary
 

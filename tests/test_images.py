@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.client.bodies import image_bytes
 from retrieval.errors import DataError
-from retrieval.serving.image_files import find_images
-from retrieval.serving.images import (
+from retrieval.images.image_files import find_images
+from retrieval.images.images import (
     Limits,
     Preprocessing,
     decode,
@@ -27,6 +26,8 @@ from retrieval.serving.images import (
     to_mode,
     to_png,
 )
+
+from retrieval_server.client.bodies import image_bytes
 
 MODES = ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV"]
 MODES += ["LAB", "I;16", "I;16B"]
@@ -50,7 +51,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 DECODE = """
 import resource, sys
-from retrieval.serving.images import decode
+from retrieval.images.images import decode
 from retrieval.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import PositiveInt
-from retrieval.host.arrays import Bools, Floats
+from retrieval.base.arrays import Bools, Floats
 from scipy.optimize import minimize
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
-from retrieval.host.arrays import Bools, Floats, Ints
+from retrieval.base.arrays import Bools, Floats, Ints
 from retrieval.plugin import LinearMap, Seeded, check_parameters, deviations
 from scipy.linalg import solve_triangular
 from sklearn.utils.validation import check_array

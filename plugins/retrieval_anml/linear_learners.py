@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
-from retrieval.host.arrays import Floats, Ints
+from retrieval.base.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, check_parameters, deviations
 from scipy.optimize import minimize
 from sklearn.base import clone

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
-from retrieval.host.arrays import Array, Floats
+from retrieval.base.arrays import Array, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from retrieval.host.arrays import Floats, Ints
+from retrieval.base.arrays import Floats, Ints
 from scipy.sparse import csr_array, vstack
 from scipy.special import expit
 

@@ -121,7 +121,7 @@ def retrieval_metrics() -> Factories:
 @hookimpl
 def retrieval_indexes() -> Factories:
     """The built-in index back ends."""
-    from retrieval.serving.index.backends import retrieval_indexes as built_in
+    from retrieval.store.backends import retrieval_indexes as built_in
 
     return built_in()
 
@@ -129,7 +129,7 @@ def retrieval_indexes() -> Factories:
 @hookimpl
 def retrieval_stores() -> Factories:
     """The built-in store, a local folder."""
-    from retrieval.serving.store.place import retrieval_stores as built_in
+    from retrieval.store.place import retrieval_stores as built_in
 
     return built_in()
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field, PositiveInt
+from retrieval.base.arrays import Floats64, Ints
 from retrieval.errors import DataError
-from retrieval.host.arrays import Floats64, Ints
 from retrieval.plugin import (
     BatchSampler,
     TrainingItems,

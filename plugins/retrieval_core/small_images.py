@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from retrieval.base.arrays import Floats64, Pixels
 from retrieval.errors import DataError
-from retrieval.host.arrays import Floats64, Pixels
 from retrieval.plugin import (
     ArrayDataset,
     Count,

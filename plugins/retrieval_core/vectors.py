@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from retrieval.base.arrays import Array, Floats32
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Floats32
+from retrieval.index.embedded import in_memory
+from retrieval.index.sources import collect, npz_file
 from retrieval.plugin import ArrayDataset, Dataset, is_missing_text, refuse, sides, usable
-from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.sources import collect, npz_file
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 

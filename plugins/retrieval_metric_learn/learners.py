@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
+from retrieval.base.arrays import Floats, Ints
 from retrieval.errors import MissingDependency
-from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, Seeded
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
-from retrieval.host.arrays import Array, Floats
+from retrieval.base.arrays import Array, Floats
 from retrieval.plugin import Combiner, Subspace, full_precision
 from torch import Tensor, nn
 from torch.nn import functional

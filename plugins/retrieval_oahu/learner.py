@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, NonNegativeInt, PositiveInt
-from retrieval.host.arrays import Array, Floats, Floats64, Ints
+from retrieval.base.arrays import Array, Floats, Floats64, Ints
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 

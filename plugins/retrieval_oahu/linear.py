@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
-from retrieval.host.arrays import Array, Floats, Ints
+from retrieval.base.arrays import Array, Floats, Ints
 from retrieval.plugin import LinearMap
 from scipy.linalg import blas
 from sklearn.utils.validation import check_is_fitted, validate_data

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.host.arrays import Bools, Floats, Ints
+from retrieval.base.arrays import Bools, Floats, Ints
 
 VOTERS = (1, 3, 5, 7, 9)
 """Numbers of neighbours that vote; an item's vote is the mean over these numbers."""

@@ -12,7 +12,7 @@ import math
 from typing import Any, Literal
 
 import numpy as np
-from retrieval.host.arrays import Floats, Floats64
+from retrieval.base.arrays import Floats, Floats64
 from scipy.linalg import blas
 
 # At the largest distance, 2, these divisors make d_sim equal τ and d_dis equal 2.

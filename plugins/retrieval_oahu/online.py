@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import NonNegativeInt
+from retrieval.base.arrays import Floats, Ints
 from retrieval.errors import DataError
-from retrieval.host.arrays import Floats, Ints
 from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes

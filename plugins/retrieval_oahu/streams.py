@@ -16,8 +16,8 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike
+from retrieval.base.arrays import Array, Floats
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Floats
 from retrieval.plugin import read_labels
 
 _TRIES = 20

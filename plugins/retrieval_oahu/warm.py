@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, PositiveInt
-from retrieval.host.arrays import Floats, Ints
+from retrieval.base.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from retrieval.base.arrays import Array
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array
 from retrieval.plugin import Box, Count, Counts, Dataset
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines

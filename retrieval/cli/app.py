@@ -10,13 +10,14 @@ import io
 import os
 import sys
 import traceback
-from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
 
 import click
 
+from retrieval.base.lazy import how_to_have
 from retrieval.cli.common import Group
 from retrieval.errors import PluginError, RetrievalError, printable
-from retrieval.host.lazy import how_to_have
 
 COMMANDS = {
     "demo": "demo:demo",
@@ -33,10 +34,7 @@ COMMANDS = {
     "export": "export:export_command",
     "embed": "index:embed_command",
     "index": "index:index",
-    "search": "serving:search_command",
-    "serve": "serving:serve_command",
-    "keys": "serving:keys",
-    "push": "serving:push_command",
+    "search": "search:search_command",
     "doctor": "doctor:doctor",
 }
 
@@ -46,22 +44,41 @@ class App(Group):
 
     _loaded = False  # whether plugins have been asked for their commands
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.locations: dict[str, str] = {}
+        """Commands of plugins that are imported when they are called, as `MODULE:NAME`."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the built-in commands as `COMMANDS` orders them, then those of plugins by name."""
         try:
             self._add_plugin_commands()
         except RetrievalError as error:  # a broken plugin must not break --help
             click.echo(printable(f"Note: {error}"), err=True)
-        return [*COMMANDS, *sorted(self.commands)]
+        return [*COMMANDS, *self.locations, *sorted(self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command by name."""
         if cmd_name in COMMANDS:
-            module, _, name = COMMANDS[cmd_name].partition(":")
-            built_in: click.Command = getattr(import_module(f"retrieval.cli.{module}"), name)
-            return built_in
-        self._add_plugin_commands()
+            return _imported(f"retrieval.cli.{COMMANDS[cmd_name]}")
+        try:
+            self._add_plugin_commands()
+        except RetrievalError:
+            # `serve` must start beside a broken plugin that it does not need.
+            if cmd_name not in self.locations:
+                raise
+        if cmd_name in self.locations:
+            return _imported(self.locations[cmd_name])
         return super().get_command(ctx, cmd_name)
+
+    def add_location(self, name: str, location: str) -> None:
+        """Add a plugin's command by its location `MODULE:NAME`; a call of it imports the module.
+
+        Raises:
+            PluginError: a command of that name exists already.
+        """
+        self._refuse_clash(name, location.partition(":")[0])
+        self.locations[name] = location
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Add a plugin's command.
@@ -70,16 +87,23 @@ class App(Group):
             PluginError: a command of that name exists already.
         """
         name = name or cmd.name or ""
-        module = getattr(cmd.callback, "__module__", "a plugin")
-        if name in COMMANDS or name in self.commands:
-            clash = "which is built in"
-            if name in self.commands:
-                clash = f"as {getattr(self.commands[name].callback, '__module__', 'another')} does"
-            raise PluginError(
-                f"{module} adds the command '{name}', {clash}. The plugin must give its command"
-                " another name."
-            )
+        self._refuse_clash(name, getattr(cmd.callback, "__module__", "a plugin"))
         super().add_command(cmd, name)
+
+    def _refuse_clash(self, name: str, module: str) -> None:
+        """Raise a PluginError if another command has the name of a module's command."""
+        if name in COMMANDS:
+            clash = "which is built in"
+        elif name in self.locations:
+            clash = f"as {self.locations[name].partition(':')[0]} does"
+        elif name in self.commands:
+            clash = f"as {getattr(self.commands[name].callback, '__module__', 'another')} does"
+        else:
+            return
+        raise PluginError(
+            f"{module} adds the command '{name}', {clash}. The plugin must give its command another"
+            " name."
+        )
 
     def _add_plugin_commands(self) -> None:
         from retrieval.host.plugins import load_plugins
@@ -87,12 +111,19 @@ class App(Group):
         if self._loaded:
             return
         self._loaded = True
-        load_plugins().notify("retrieval_commands", app=self)
+        # Ours first: their commands are there whatever another distribution's plugin does.
+        for bundled in (True, False):
+            load_plugins(bundled=bundled).notify("retrieval_commands", app=self)
+
+
+def _imported(location: str) -> click.Command:
+    found: click.Command = resolve_name(location)
+    return found
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
     if is_set:
-        from retrieval.host.version import installed_version
+        from retrieval.base.version import installed_version
 
         click.echo(f"retrieval, version {installed_version()}")
         ctx.exit()
@@ -122,7 +153,7 @@ def app(ctx: click.Context, debug: bool) -> None:
 
     Start with:  retrieval demo
     """
-    from retrieval.serving.runtime import quiet_threads
+    from retrieval.base.runtime import quiet_threads
 
     quiet_threads()  # before a command imports FAISS or torch
     if ctx.obj is not None:

@@ -30,7 +30,7 @@ class IndexArgument(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the folder's path or the parsed address."""
-        from retrieval.serving.store.address import Address, place_of
+        from retrieval.store.address import Address, place_of
 
         place = place_of(value)
         return place if isinstance(place, Address) else PATH.convert(place, param, ctx)
@@ -129,7 +129,7 @@ def limited(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
     @wraps(function)
     def call(max_pixels: int, max_bytes: int, **arguments: Any) -> Any:
-        from retrieval.serving.images import Limits
+        from retrieval.images.images import Limits
 
         return function(limits=Limits(max_pixels, max_bytes), **arguments)
 

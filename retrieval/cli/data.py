@@ -49,7 +49,7 @@ def show(
     target = output or Path(f"{checked.name}.png")
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} must end in .png, because the picture is a PNG file.")
-    from retrieval.host.files import whole_file
+    from retrieval.base.files import whole_file
 
     # slow to import, so that a wrong path is reported first
     from retrieval.run.check_data import preview
@@ -99,7 +99,7 @@ def check(
     """
     if output is not None and output.suffix.lower() != ".json":
         raise DataError(f"{output} must end in .json, because the findings are written as JSON.")
-    from retrieval.host.files import write_json
+    from retrieval.base.files import write_json
 
     # slow to import, so that a wrong path is reported first
     from retrieval.run.check_data import check_data

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrieval.base.files import whole_file
 from retrieval.cli import say
 from retrieval.cli.common import PATH
 from retrieval.errors import DataError
-from retrieval.host.files import whole_file
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
@@ -34,8 +34,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.evaluation.plot import neighbours
     from retrieval.export.export_run import export
+    from retrieval.index.index import Index
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.index.index import Index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -101,7 +101,7 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     """
     import numpy as np
 
-    from retrieval.serving.images import from_array
+    from retrieval.images.images import from_array
 
     splits = run.splits
     _, first = np.unique(splits.labels[splits.query], return_index=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
+from retrieval.base.cores import cores
+from retrieval.base.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON
-from retrieval.host.cores import cores
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 
 DISTRIBUTION = "embedding-retrieval"
 _SECONDS = 120  # time-out per library; a first import of torch from a slow disk takes long

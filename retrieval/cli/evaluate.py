@@ -77,7 +77,7 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
 
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
     """
-    from retrieval.serving.index.locations import is_embedding
+    from retrieval.index.locations import is_embedding
 
     if is_embedding(run):
         of_runs = {"protocol", *options} - {"metrics"}

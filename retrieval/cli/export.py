@@ -12,7 +12,7 @@ from retrieval.cli.common import PATH, Choice, Number, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 
 if TYPE_CHECKING:
-    from retrieval.serving.bundle import Bundle
+    from retrieval.bundle.bundle import Bundle
 
 OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
 """Options that go with `--model`."""

@@ -32,11 +32,11 @@ from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
 from retrieval.errors import StoreError, listed, one_line
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.adding import Summary
-    from retrieval.serving.index.index import Index
-    from retrieval.serving.index.migrating import Migrated
-    from retrieval.serving.store.address import IndexPlace
-    from retrieval.serving.store.contract import Item, Stats
+    from retrieval.index.adding import Summary
+    from retrieval.index.index import Index
+    from retrieval.index.migrating import Migrated
+    from retrieval.store.address import IndexPlace
+    from retrieval.store.contract import Item, Stats
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
@@ -75,7 +75,7 @@ def _plugins() -> tuple[str, ...]:
 
 def opened_index(path: IndexPlace) -> Index:
     """Open an index with the plugins of the command line."""
-    from retrieval.serving.index.index import open_index
+    from retrieval.index.index import open_index
 
     return open_index(path, plugins=_plugins())
 
@@ -96,10 +96,8 @@ def audited(function: Callable[..., Any]) -> Callable[..., Any]:
         if audit is None:
             function(**arguments)
             return
-        from retrieval.serving.http.access import Caller
-        from retrieval.serving.http.audit import Audit, Change
-        from retrieval.serving.http.problems import new_request_id
-        from retrieval.serving.http.server import default_name
+        from retrieval.index.audit import Audit, Change, new_request_id
+        from retrieval.store.address import index_name
 
         verb, path = str(click.get_current_context().info_name), arguments["path"]
         command = {
@@ -109,10 +107,12 @@ def audited(function: Callable[..., Any]) -> Callable[..., Any]:
         }
         change = Change(
             verb,
-            default_name(str(path)),
-            Caller("", None, platform.node()),
-            new_request_id(),
-            arguments.get("ids", ()),
+            index_name(str(path)),
+            request=new_request_id(),
+            key="",
+            role=None,
+            address=platform.node(),
+            ids=arguments.get("ids", ()),
             command=command,
         )
         with Audit(audit).recording(change):
@@ -223,7 +223,7 @@ def create(
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
     backend_options = _options(parameters)
     folder = bundle or _exported(str(model), images, extra)
-    from retrieval.serving.index.index import create_index
+    from retrieval.index.index import create_index
 
     try:
         summary = create_index(
@@ -242,7 +242,7 @@ def create(
 def _exported(model: str, images: tuple[Path, ...], plugins: tuple[str, ...]) -> Path:
     """Return the bundle of a pretrained model, which is in the cache."""
     from retrieval.export.export_backbone import BackboneEncoder
-    from retrieval.serving.index.locations import is_table
+    from retrieval.index.locations import is_table
 
     # the export verifies on image files and cannot read tables
     photos = [image for image in images if not is_table(image.name)]
@@ -250,7 +250,7 @@ def _exported(model: str, images: tuple[Path, ...], plugins: tuple[str, ...]) ->
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
-    from retrieval.serving.store.structure import MIN_ROWS
+    from retrieval.store.structure import MIN_ROWS
 
     notes = [f"back end {summary.backend}"]
     if backend not in ("auto", summary.backend):
@@ -438,7 +438,7 @@ def check(path: IndexPlace, as_json: bool) -> None:
 
     INDEX is a folder.
     """
-    from retrieval.serving.index.checking import check_index
+    from retrieval.index.checking import check_index
 
     if not isinstance(path, Path):
         raise StoreError(
@@ -463,8 +463,8 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
     """Free the disk space of deleted items of INDEX, and build its search structure."""
-    from retrieval.serving.index.index import open_store
-    from retrieval.serving.progress import Meter
+    from retrieval.base.progress import Meter
+    from retrieval.index.index import open_store
 
     store = open_store(path, _plugins())
     with store, Meter("compacting", store.count(), "items") as meter:
@@ -595,7 +595,7 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
 @audited
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
-    from retrieval.serving.index.checking import restore as copy
+    from retrieval.index.checking import restore as copy
 
     facts: dict[str, Any] = {"snapshot": str(source)}
     if notes := copy(source, path, plugins=_plugins()):
@@ -634,7 +634,7 @@ def embed_command(
     take the folder in place of images. bad.jsonl lists items that cannot be used. To resume after
     an interruption or a kill, run the same command again: finished files are kept.
     """
-    from retrieval.serving.embedding.embedding import embed_sources
+    from retrieval.index.embedding import embed_sources
 
     try:
         done = embed_sources(bundle, list(sources), output=output, **settings)

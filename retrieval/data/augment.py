@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from retrieval.base.arrays import Floats64, Ints, Pixels
 from retrieval.errors import DataError, RetrievalError
-from retrieval.host.arrays import Floats64, Ints, Pixels
+from retrieval.images.images import to_mode
 from retrieval.model.guard import shown
-from retrieval.serving.images import to_mode
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from retrieval.images.images import Preprocessing
     from retrieval.model.contracts import Transform
     from retrieval.recipe.read import Recipe
     from retrieval.recipe.tables import Augmentation
-    from retrieval.serving.images import Preprocessing
 
 _TRIES = 10
 """Number of random boxes that a crop tries, as in torchvision."""

@@ -23,17 +23,17 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from retrieval.base.arrays import Floats32, Ints
+from retrieval.base.files import cache_folder
+from retrieval.base.mapping import FileMap
+from retrieval.base.progress import Meter
 from retrieval.data.loading import inputs
 from retrieval.data.near import digest as checksum
 from retrieval.errors import DataError
-from retrieval.host.arrays import Floats32, Ints
-from retrieval.host.files import cache_folder
-from retrieval.serving.files.mapping import FileMap
-from retrieval.serving.progress import Meter
 
 if TYPE_CHECKING:
+    from retrieval.images.images import Preprocessing
     from retrieval.model.contracts import Dataset
-    from retrieval.serving.images import Preprocessing
 
 
 log = logging.getLogger(__name__)

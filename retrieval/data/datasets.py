@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from retrieval.base.arrays import Array, Ints
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Ints
+from retrieval.images.images import decode, from_array, full_size
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import decode, from_array, full_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retrieval.base.arrays import Ints
+from retrieval.base.progress import Meter, Progress, showing
+from retrieval.bundle.bundle import is_image
+from retrieval.bundle.encoder import Embeddings, as_rows, listed_images
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
 from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
-from retrieval.host.arrays import Ints
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
-from retrieval.serving.bundle import is_image
-from retrieval.serving.encoder import Embeddings, as_rows, listed_images
-from retrieval.serving.progress import Meter, Progress, showing
 
 
 @contextlib.contextmanager

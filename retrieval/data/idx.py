@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval.base.arrays import Pixels
 from retrieval.errors import DataError
-from retrieval.host.arrays import Pixels
 
 _UNSIGNED_BYTE = 0x08
 _MAX_BYTES = 1 << 31

@@ -10,14 +10,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from retrieval.base.arrays import Array, Ints
 from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Ints
 from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
-    from retrieval.serving.images import Preprocessing
+    from retrieval.images.images import Preprocessing
 
 FORMAT = "retrieval inputs 1"
 ITEMS = 512

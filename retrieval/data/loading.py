@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from retrieval.base.arrays import Array, Floats32, Ints, Pixels
+from retrieval.base.cores import cores
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError, PluginError
-from retrieval.host.arrays import Array, Floats32, Ints, Pixels
-from retrieval.host.cores import cores
 from retrieval.host.main_script import refuse_unguarded
-from retrieval.serving.images import from_array
+from retrieval.images.images import from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from retrieval.images.images import Preprocessing
     from retrieval.model.contracts import BatchSampler, Dataset, Transform
     from retrieval.recipe.tables import Augmentation, Sampler
-    from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
 """Largest size of the decoded pixels kept in memory, in bytes."""

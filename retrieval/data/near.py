@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from retrieval.base.arrays import Array, Floats32, Floats64, Ints
+from retrieval.base.progress import Meter
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Floats32, Floats64, Ints
-from retrieval.serving.images import to_mode
-from retrieval.serving.progress import Meter
+from retrieval.images.images import to_mode
 
 SIDE, COLOURS = 16, 4
 """Height and width of a picture's brightness channel, and of each of its two colour channels."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from retrieval.base.arrays import Pixels
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.gate import is_missing
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
-from retrieval.host.arrays import Pixels
 from retrieval.host.python_parts import DICTIONARY
+from retrieval.images.images import as_list, channels_last, decode, from_pixels
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import as_list, channels_last, decode, from_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image

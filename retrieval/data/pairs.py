@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from retrieval.base.arrays import Bools, Ints
+from retrieval.base.csv_table import CsvTable
 from retrieval.data.error_lists import natural, refuse
 from retrieval.errors import DataError
-from retrieval.host.arrays import Bools, Ints
-from retrieval.serving.files.csv_table import CsvTable
 
 COLUMNS = ("first", "second", "same")
 

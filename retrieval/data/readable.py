@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from retrieval.base.cores import cores
+from retrieval.base.files import cache_folder, write_bytes
+from retrieval.base.progress import Meter
 from retrieval.data.cache import files_identity
 from retrieval.errors import DataError
-from retrieval.host.cores import cores
-from retrieval.host.files import cache_folder, write_bytes
-from retrieval.serving.image_files import ImageFiles
-from retrieval.serving.images import decode
-from retrieval.serving.progress import Meter
+from retrieval.images.image_files import ImageFiles
+from retrieval.images.images import decode
 
 log = logging.getLogger(__name__)
 

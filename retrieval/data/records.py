@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval.base.arrays import Pixels
 from retrieval.errors import DataError
-from retrieval.host.arrays import Pixels
 
 SIDE = 32
 _MAX_RECORDS = 1_000_000  # of a file; CIFAR has at most 50,000

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from retrieval.base.arrays import Floats32, Ints
 from retrieval.errors import DataError, PluginError
-from retrieval.host.arrays import Floats32, Ints
 from retrieval.host.hookspecs import Factories, hookimpl
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import BatchSampler, TrainingItems

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from retrieval.base.arrays import Ints
 from retrieval.data.error_lists import natural, refuse, some
 from retrieval.errors import DataError, did_you_mean
-from retrieval.host.arrays import Ints
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset

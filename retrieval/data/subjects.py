@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from retrieval.base.arrays import Array
 from retrieval.data.findings import Subject
 from retrieval.data.near import digest
 from retrieval.data.splits import SIDES, Splits
-from retrieval.host.arrays import Array
-from retrieval.serving.images import Limits, decode, from_array, read_image
-from retrieval.serving.index.locations import Source, Sources
+from retrieval.images.images import Limits, decode, from_array, read_image
+from retrieval.index.locations import Source, Sources
 
 if TYPE_CHECKING:
     from PIL.Image import Image

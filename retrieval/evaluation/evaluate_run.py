@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrieval.base.arrays import Floats, Ints
+from retrieval.base.files import write_json
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, shown
+from retrieval.bundle.merging import measured, spans_of
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
@@ -33,17 +38,12 @@ from retrieval.evaluation.protocol import (
     refuse_side,
     unanswerable,
 )
-from retrieval.host.arrays import Floats, Ints
-from retrieval.host.files import write_json
 from retrieval.run.open import ItemCodes, Run
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.merging import measured, spans_of
-from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
+    from retrieval.bundle.bundle import Bundle
+    from retrieval.bundle.manifest import SubspaceEntry
     from retrieval.model.contracts import Metric
-    from retrieval.serving.bundle import Bundle
-    from retrieval.serving.manifest import SubspaceEntry
 
 Rows = Ints
 
@@ -199,7 +199,7 @@ def _served(
 
     Metrics of the whole ranking are left out, because a server returns only the first results.
     """
-    from retrieval.serving.bundle import Bundle
+    from retrieval.bundle.bundle import Bundle
 
     bundle, itself = Bundle.open(path), gallery is None
     queries = encoded(bundle, run, query)

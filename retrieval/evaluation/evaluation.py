@@ -23,6 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
+from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.runtime import load_faiss
+from retrieval.base.tables import html_table
 from retrieval.errors import DataError
 from retrieval.evaluation.distances import Distance, measuring
 from retrieval.evaluation.neighbors import (
@@ -33,15 +37,11 @@ from retrieval.evaluation.neighbors import (
     group_numbers,
 )
 from retrieval.evaluation.ranking import Ranking
-from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.host.plugins import Plugins, load_plugins
-from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
 from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
 from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
-from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.runtime import load_faiss
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric

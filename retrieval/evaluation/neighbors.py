@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.model.labels import is_missing
-from retrieval.serving.store.search import nearest
+from retrieval.store.search import nearest
 
 Codes = Array | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]

@@ -16,6 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrieval.base.arrays import Array, Ints
+from retrieval.base.cores import cores
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, shown
+from retrieval.bundle.sessions import ahead
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
     DEFAULT_METRICS,
@@ -25,13 +30,8 @@ from retrieval.evaluation.evaluation import (
     resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
-from retrieval.host.arrays import Array, Ints
-from retrieval.host.cores import cores
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.index.embedded import VectorRows
-from retrieval.serving.progress import Progress, shown
-from retrieval.serving.sessions import ahead
-from retrieval.serving.store.search import measured
+from retrieval.index.embedded import VectorRows
+from retrieval.store.search import measured
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192

@@ -23,13 +23,13 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from retrieval.errors import DataError, MissingDependency
+from retrieval.images.images import as_list, decode, from_pixels, to_mode
 from retrieval.model.labels import read_labels
-from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 
 if TYPE_CHECKING:
+    from retrieval.bundle.bundle import ImageLike
+    from retrieval.index.index import Index
     from retrieval.run.open import Run
-    from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.index import Index
 
 __all__ = ["curves", "map", "neighbours"]
 
@@ -85,7 +85,7 @@ def neighbours(
         DataError: there is no query, or more than 50; a query is not an image; a label is missing;
             the index holds vectors, not images.
     """
-    from retrieval.serving.index.index import Index
+    from retrieval.index.index import Index
 
     if not isinstance(index, Index):
         raise DataError(

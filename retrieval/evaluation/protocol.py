@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from retrieval.base.arrays import Bools, Ints
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
     Evaluation,
@@ -19,7 +20,6 @@ from retrieval.evaluation.evaluation import (
     relevant_items,
 )
 from retrieval.evaluation.neighbors import Exclusion, Search
-from retrieval.host.arrays import Bools, Ints
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.evaluation.neighbors import rounded_keys
-from retrieval.host.arrays import Array, Bools, Floats32, Floats64, Ints
-from retrieval.serving.store.search import measured
+from retrieval.store.search import measured
 
 _SMALLEST = 2048  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`

@@ -12,6 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval.base.arrays import Floats64, Ints
+from retrieval.base.csv_table import csv_text
+from retrieval.base.files import whole_file, write_json
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, shown
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
@@ -25,13 +30,8 @@ from retrieval.evaluation.verification import (
     make_folds,
     verification,
 )
-from retrieval.host.arrays import Floats64, Ints
-from retrieval.host.files import whole_file, write_json
 from retrieval.model.model import Model
 from retrieval.run.open import ItemCodes, Run
-from retrieval.serving.files.csv_table import csv_text
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Progress, shown
 
 Rows = Ints
 

@@ -16,16 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retrieval.base.arrays import Floats, Floats32, Pixels
+from retrieval.base.cores import cores
+from retrieval.base.files import cache_folder
+from retrieval.base.places import StrPath, no_such
+from retrieval.base.progress import Meter, Progress, shown
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.bundle_folder import FILE as MANIFEST
+from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
+from retrieval.bundle.sessions import ahead
 from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
 from retrieval.export.export_model import export_model, library_versions, refuse_existing
 from retrieval.export.variants import VariantName
-from retrieval.host.arrays import Floats, Floats32, Pixels
-from retrieval.host.cores import cores
-from retrieval.host.files import cache_folder
 from retrieval.host.plugin_calls import calling
 from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.images.image_files import find_images
+from retrieval.images.images import Preprocessing, decode, from_array
 from retrieval.model.contracts import Backbone
 from retrieval.model.graph import TOLERANCE
 from retrieval.model.guard import check_width
@@ -33,14 +41,6 @@ from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.run.build import differing
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.bundle_folder import FILE as MANIFEST
-from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
-from retrieval.serving.files.places import StrPath, no_such
-from retrieval.serving.image_files import find_images
-from retrieval.serving.images import Preprocessing, decode, from_array
-from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.sessions import ahead
 
 log = logging.getLogger(__name__)
 

@@ -16,25 +16,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from retrieval.errors import BundleError
-from retrieval.export import verify
-from retrieval.export.variants import VariantName, check_drift, make_variant, measure
-from retrieval.host import files
-from retrieval.host.arrays import Array, Floats32
-from retrieval.model.contracts import Combiner
-from retrieval.model.graph import (
-    OPSET,
-    TOLERANCE,
-    Encoder,
-    FeatureEncoder,
-    check_size,
-    ready,
-    session,
-)
-from retrieval.model.model import Model
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.strict_json import problems_of
-from retrieval.serving.manifest import (
+from retrieval.base import files
+from retrieval.base.arrays import Array, Floats32
+from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.runtime import ONNXRUNTIME, installed_packages
+from retrieval.base.strict_json import problems_of
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import (
     FILE,
     DistanceEntry,
     Input,
@@ -46,9 +34,21 @@ from retrieval.serving.manifest import (
     Verified,
     write_manifest,
 )
-from retrieval.serving.probe import WIDEST, probe_of
-from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.runtime import ONNXRUNTIME, installed_packages
+from retrieval.bundle.probe import WIDEST, probe_of
+from retrieval.errors import BundleError
+from retrieval.export import verify
+from retrieval.export.variants import VariantName, check_drift, make_variant, measure
+from retrieval.model.contracts import Combiner
+from retrieval.model.graph import (
+    OPSET,
+    TOLERANCE,
+    Encoder,
+    FeatureEncoder,
+    check_size,
+    ready,
+    session,
+)
+from retrieval.model.model import Model
 
 _LIBRARIES = ("embedding-retrieval", "torch", "onnx", "onnxscript", *ONNXRUNTIME, "numpy")
 """Distributions whose versions the manifest records."""

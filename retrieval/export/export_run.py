@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from retrieval.base.arrays import Array, Ints
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, shown
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.encoder import BundleEncoder
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError, valid_text
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
-from retrieval.host.arrays import Array, Ints
 from retrieval.model.graph import TOLERANCE, ready
 from retrieval.model.model import Model, Normalize, Prefix
 from retrieval.run.open import ItemCodes, Run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.encoder import BundleEncoder
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Progress, shown
 
 MANY = 10_000
 """The codes of at most this many held-out items decide the rescorer's number of candidates."""

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 
+from retrieval.base.arrays import Array, Floats32, Floats64, Ints
+from retrieval.bundle.manifest import Cosine, Recall, Variant
+from retrieval.bundle.merging import merged
 from retrieval.errors import BundleError
-from retrieval.host.arrays import Array, Floats32, Floats64, Ints
 from retrieval.model.contracts import Combiner
 from retrieval.model.graph import first_line, quiet
-from retrieval.serving.manifest import Cosine, Recall, Variant
-from retrieval.serving.merging import merged
 
 VariantName = Literal["fp16", "int8"]
 

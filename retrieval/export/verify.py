@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from retrieval.base.arrays import Array, Floats32, Floats64
+from retrieval.bundle.merging import spans_of
 from retrieval.errors import BundleError
-from retrieval.host.arrays import Array, Floats32, Floats64
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
     Encoder,
@@ -24,7 +25,6 @@ from retrieval.model.graph import (
 )
 from retrieval.model.input_reads import DependsOnInputs
 from retrieval.model.model import Model
-from retrieval.serving.merging import spans_of
 
 RunGraph = Callable[[list[str], dict[str, Array]], Sequence[Any]]
 """Runs a graph on (names of its outputs, inputs by name), like an ONNX Runtime session."""

@@ -14,7 +14,7 @@ and, if it gets a recipe table of its own, one in `COMPONENTS` there and a field
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
@@ -28,6 +28,16 @@ Factories = Mapping[str, Callable[..., Any] | str]
 
 The module of a location is imported when the factory is first needed.
 """
+
+
+class Commands(Protocol):
+    """The command line, to which a plugin adds commands."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command of click."""
+
+    def add_location(self, name: str, location: str) -> None:
+        """Add a command by its location `MODULE:NAME`, which is imported when it is called."""
 
 
 @hookspec
@@ -157,5 +167,9 @@ def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[em
 
 
 @hookspec
-def retrieval_commands(app: click.Group) -> None:
-    """Called when the command line starts; a plugin may add its own commands to `app`."""
+def retrieval_commands(app: Commands) -> None:
+    """Called when a command is looked up that is not built in; a plugin may add its own to `app`.
+
+    `app.add_command(command)` adds a command of click. `app.add_location(NAME, "MODULE:COMMAND")`
+    adds one whose module is imported when the command is called.
+    """

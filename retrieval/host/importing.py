@@ -144,7 +144,7 @@ class FilePlugin:
     def copy(self, folder: Path) -> Path:
         """Copy the plugin into a folder atomically, replacing an earlier copy; return its path."""
         # Imported here because `--help` loads plugins but writes no files.
-        from retrieval.host.files import whole_file, whole_folder
+        from retrieval.base.files import whole_file, whole_folder
 
         target = folder / self.path.name
         if not self.is_folder:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pluggy
 
+from retrieval.base.version import PROJECT
 from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import BUILT_IN, GIVEN, KINDS, SHORT, Factory, Parameter, new_manager
 from retrieval.host.importing import (
@@ -304,13 +305,19 @@ def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
     return [(f"{where}[{i}]", part) for i, part in enumerate(values)]
 
 
-def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = None) -> Plugins:
+def load_plugins(
+    extra: Iterable[str] = (),
+    *,
+    block: Iterable[str] | None = None,
+    bundled: bool | None = None,
+) -> Plugins:
     """Load all installed plugins, then the given files, folders and modules.
 
     Args:
         extra: paths of `.py` files or folders (`x/`), or names of modules.
         block: names of plugins to leave out. The default is the environment variable
             `RETRIEVAL_BLOCK`, a comma-separated list.
+        bundled: load only the installed plugins of this distribution, or only those of others.
 
     Raises:
         PluginError: two distributions claim one name, a plugin cannot be imported, or it misspells
@@ -333,7 +340,7 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
             raise PluginError(f"{source.subject} cannot be registered: {text}.") from error
         sources.append(source)
 
-    for name, (entry, origin) in sorted(_entry_points(blocked).items()):
+    for name, (entry, origin) in sorted(_entry_points(blocked, bundled).items()):
         source = PluginSource(name, origin)
         register(source, import_plugin(source, entry.load))
     for item in extra:
@@ -350,7 +357,9 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     return Plugins(manager, sources)
 
 
-def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
+def _entry_points(
+    blocked: set[str], bundled: bool | None = None
+) -> dict[str, tuple[EntryPoint, str]]:
     """Return each plugin's entry point and distribution; raise `PluginError` on duplicate names."""
     entries: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
@@ -361,6 +370,8 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
             continue
         project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
         if project in seen:  # an editable install may be listed twice
+            continue
+        if bundled is not None and (project == PROJECT) != bundled:
             continue
         seen.add(project)
         for entry in distribution.entry_points:

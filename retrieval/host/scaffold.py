@@ -11,9 +11,9 @@ from typing import Any
 
 import tomli_w
 
+from retrieval.base.files import whole_folder
 from retrieval.errors import PluginError
 from retrieval.host.factory import COMPONENTS, KINDS
-from retrieval.host.files import whole_folder
 from retrieval.host.plugins import installed_plugins
 
 EXAMPLES = {

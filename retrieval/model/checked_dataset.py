@@ -11,12 +11,12 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from retrieval.base.arrays import Array
 from retrieval.errors import DataError, PluginError, valid_text
-from retrieval.host.arrays import Array
 from retrieval.host.plugin_calls import calling
+from retrieval.images.images import check_range, from_array
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import breach, shown
-from retrieval.serving.images import check_range, from_array
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from retrieval.base.arrays import Array
 from retrieval.errors import DataError
-from retrieval.host.arrays import Array
 
 EXACT = 2.0**53
 """Limit up to which float64 represents every whole number exactly."""

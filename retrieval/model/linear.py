@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from retrieval.host.arrays import Floats
+from retrieval.base.arrays import Floats
 from retrieval.model.metric_learner import MetricFunction, MetricLearner, two_vectors
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
-from retrieval.host.arrays import Floats
+from retrieval.base.arrays import Floats
 from retrieval.model.labels import class_codes, learner_labels
 
 MetricFunction = Callable[..., float]

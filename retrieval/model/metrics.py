@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 from pydantic import PositiveInt
 
+from retrieval.base.arrays import Array, Bools, Floats, Floats64, Ints
 from retrieval.errors import RetrievalError, did_you_mean
-from retrieval.host.arrays import Array, Bools, Floats, Floats64, Ints
 from retrieval.host.hookspecs import Factories, hookimpl
 
 if TYPE_CHECKING:

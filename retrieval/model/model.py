@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval.host.arrays import Floats
+from retrieval.base.arrays import Floats
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Backbone, Combiner
-from retrieval.serving.images import Preprocessing
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from retrieval.recipe.section import Section
 from retrieval.recipe.tables import Tables, host_keys
 
 if TYPE_CHECKING:
-    from retrieval.serving.files.places import StrPath
+    from retrieval.base.places import StrPath
 
 
 class Recipe(Tables):

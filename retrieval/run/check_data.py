@@ -16,6 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from retrieval.base.arrays import Floats32
+from retrieval.base.cores import cores
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Meter, Progress, shown
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.sessions import ahead
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
 from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
@@ -23,19 +29,13 @@ from retrieval.data.near import WIDTH, Fingerprint, Rows, fingerprint, near_pair
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
-from retrieval.host.arrays import Floats32
-from retrieval.host.cores import cores
+from retrieval.images.images import decode, few_levels, to_mode
+from retrieval.index.embedded import in_memory
+from retrieval.index.locations import Sources, is_embedding, is_table
+from retrieval.index.parquet import holds_vectors
+from retrieval.index.sources import collect
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, few_levels, to_mode
-from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.locations import Sources, is_embedding, is_table
-from retrieval.serving.index.parquet import holds_vectors
-from retrieval.serving.index.sources import collect
-from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""

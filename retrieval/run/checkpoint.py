@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors, load_file, save_file
 from torch import Tensor
 
+from retrieval.base.files import whole_file
 from retrieval.errors import DataError
-from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
 TRAIN_AGAIN = "Train again, with --replace (in Python replace=True)."

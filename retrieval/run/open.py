@@ -13,13 +13,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from retrieval.base.arrays import Ints
+from retrieval.base.cores import cores
+from retrieval.base.places import StrPath, instead
+from retrieval.base.runtime import installed_packages
 from retrieval.data.encode import encode, evaluating
 from retrieval.data.features import backbone_features
 from retrieval.data.kept import KeptInputs, pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
-from retrieval.host.arrays import Ints
-from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import Absent
 from retrieval.model.contracts import Dataset
@@ -42,8 +44,6 @@ from retrieval.run.folder import (
 )
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
-from retrieval.serving.files.places import StrPath, instead
-from retrieval.serving.runtime import installed_packages
 
 
 @dataclass(repr=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from retrieval.base.places import StrPath
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.allow import require
 from retrieval.host.importing import FilePlugin, is_file_plugin
@@ -24,7 +25,6 @@ from retrieval.run.folder import (
     is_run,
     refuse_other_objects,
 )
-from retrieval.serving.files.places import StrPath
 
 
 @dataclass

@@ -20,6 +20,7 @@ from retrieval.data.splits import Splits
 from retrieval.errors import DataError, RecipeError, listed
 from retrieval.evaluation.protocol import refuse_unanswerable
 from retrieval.host.plugin_calls import calling
+from retrieval.images.images import decode
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
@@ -30,7 +31,6 @@ from retrieval.run import checkpoint
 from retrieval.run.build import build_sampler, code_size
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
-from retrieval.serving.images import decode
 from retrieval.training.comparison import space
 from retrieval.training.learn import (
     NOTHING,

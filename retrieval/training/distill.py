@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from retrieval.base.arrays import Floats32, Ints
+from retrieval.base.csv_table import csv_text
+from retrieval.base.files import make_folder, whole_file, write_json, write_text
+from retrieval.base.places import StrPath, kind_of
+from retrieval.base.progress import Progress, shown
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.data.cache import files_identity
 from retrieval.data.readable import skip_unreadable
 from retrieval.errors import DataError, valid_text
 from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing
 from retrieval.export.export_run import export
-from retrieval.host.arrays import Floats32, Ints
-from retrieval.host.files import make_folder, whole_file, write_json, write_text
+from retrieval.images.image_files import find_images
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
-from retrieval.serving.files.csv_table import csv_text
-from retrieval.serving.files.places import StrPath, kind_of
-from retrieval.serving.image_files import find_images
-from retrieval.serving.progress import Progress, shown
 from retrieval.training.train import Run
 from retrieval.training.trainer import train
 

@@ -11,12 +11,12 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from retrieval.base.arrays import Floats32, Floats64, Ints
+from retrieval.base.files import write_json
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
-from retrieval.host.arrays import Floats32, Floats64, Ints
-from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model

@@ -20,12 +20,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
+from retrieval.base.files import write_text
+from retrieval.base.memory import keep_large_blocks
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.protocol import Protocol
-from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.model.products import CheckedMetric
@@ -35,7 +36,6 @@ from retrieval.run.build import Objective
 from retrieval.run.checkpoint import python_random_kept
 from retrieval.run.open import Run
 from retrieval.run.resume import Standing, changes, standing
-from retrieval.serving.memory import keep_large_blocks
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
 
+from retrieval.base.files import make_folder, write_text
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, shown
 from retrieval.errors import DataError
-from retrieval.host.files import make_folder, write_text
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
+from retrieval.images.images import decode
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.check_data import check_data
 from retrieval.run.open import build_run
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode
-from retrieval.serving.progress import Progress, shown
 from retrieval.training.check import batches_of, spread
 from retrieval.training.process import has_bf16, make_accelerator
 from retrieval.training.step import Step

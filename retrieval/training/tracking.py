@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retrieval.base.files import write_json
 from retrieval.errors import Interrupted, PluginError, RetrievalError, did_you_mean
-from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugin_calls import failure
 from retrieval.host.plugins import Plugins

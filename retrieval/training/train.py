@@ -16,23 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from retrieval.base.arrays import Ints
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Progress, showing, shown
+from retrieval.base.tables import html_table
+from retrieval.bundle.encoder import Embeddings, Encoder
 from retrieval.data.encode import encode_images, index_vectors
 from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
-from retrieval.host.arrays import Ints
 from retrieval.host.main_script import exit_if_imported
-from retrieval.host.tables import html_table
 from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.folder import objects_of
 from retrieval.run.open import ItemCodes, Run as OpenedRun
 from retrieval.run.resume import read_given
-from retrieval.serving.encoder import Embeddings, Encoder
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Progress, showing, shown
 from retrieval.training.process import interruptible
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train as train_run

@@ -19,14 +19,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from retrieval.base.arrays import Ints
+from retrieval.base.files import write_json
+from retrieval.base.progress import Meter
 from retrieval.data.augment import Labels, built_transforms
 from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.protocol import refuse_unanswerable
-from retrieval.host.arrays import Ints
-from retrieval.host.files import write_json
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
@@ -47,7 +48,6 @@ from retrieval.run.folder import (
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
-from retrieval.serving.progress import Meter
 from retrieval.training.check import look_ahead
 from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm

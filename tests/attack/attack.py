@@ -255,8 +255,9 @@ class Attacked:
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
-        from retrieval.serving.http.keys import add_key, new_key
-        from retrieval.serving.index.index import create_index
+        from retrieval.index.index import create_index
+
+        from retrieval_server.keys import add_key, new_key
 
         makers.write_digits(folder / "photos", 200)
         bundle = makers.make_bundle(folder / "bundle")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.decoding import Decoders
-from retrieval.serving.images import FORMATS, Limits, Preprocessing, can_open, decode, format_of
+from retrieval.images.images import FORMATS, Limits, Preprocessing, can_open, decode, format_of
+
+from retrieval_server.decoding import Decoders
 
 SECONDS = 2.0
 PREPROCESSING = Preprocessing((224, 224), resize=256)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.serving.store.folder import create_local
+from retrieval.store.folder import create_local
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

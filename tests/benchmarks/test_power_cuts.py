@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.folder import check_record
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.testing import make_bundle
-from retrieval.serving.store.testing.small_bundles import WIDTH
+from retrieval.store.folder import check_record
+from retrieval.store.local import LocalStore
+
+from retrieval_engines.testing import make_bundle
+from retrieval_engines.testing.small_bundles import WIDTH
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "power_cuts.py"
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
@@ -120,11 +121,11 @@ COMPACT = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import structure, view
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.folder import create_local
+from retrieval.bundle.bundle import Bundle
+from retrieval.store import structure, view
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.local import LocalStore
+from retrieval.store.folder import create_local
 structure.MIN_ROWS = 50
 disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
 marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)

@@ -33,12 +33,12 @@ def test_kills_lose_nothing_acknowledged(tmp_path):
 
 def test_a_loss_is_detected(tmp_path):
     soak: Any = importlib.import_module("soak")
-    living: Any = importlib.import_module("retrieval.serving.index.index")
+    living: Any = importlib.import_module("retrieval.index.index")
     path = soak.make_bundle(tmp_path / "bundle")
     soak.create_index(tmp_path / "i", path, progress=False)
     bundle, record = soak.Bundle.open(path, threads=1), soak.Record()
     values = {f"c/{number}": soak.Value(number, f"label {number}") for number in range(30)}
-    items = importlib.import_module("retrieval.serving.store.contract").Item
+    items = importlib.import_module("retrieval.store.contract").Item
     with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]

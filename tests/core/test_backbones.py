@@ -18,9 +18,9 @@ from PIL import Image
 from refusals import refusal
 from retrieval.errors import DataError, MissingDependency, RecipeError
 from retrieval.host.plugins import create, load_plugins
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Backbone
 from retrieval.model.model import Model
-from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_sample_images
 from torch import nn
 

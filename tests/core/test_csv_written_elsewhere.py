@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import retrieval
 from layouts import picture
+from retrieval.base.csv_table import CsvTable, csv_text, typed
 from retrieval.errors import DataError
-from retrieval.serving.files.csv_table import CsvTable, csv_text, typed
-from retrieval.serving.index.locations import Source
-from retrieval.serving.index.sources import collect
+from retrieval.index.locations import Source
+from retrieval.index.sources import collect
 
 PATHS = [f"photos/{label}/{number}.png" for label in "abc" for number in range(2)]
 Read = Callable[[Path], list[tuple[str, str | None]]]

@@ -14,10 +14,10 @@ from retrieval.data.loading import inputs
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
-from retrieval.serving.images import Preprocessing
 from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
@@ -332,7 +332,7 @@ def test_damaged_feature_files(tmp_path):
 
 
 def test_a_feature_file_that_would_take_too_much_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.serving.index.sources._ARRAY_BYTES", 100_000)
+    monkeypatch.setattr("retrieval.index.sources._ARRAY_BYTES", 100_000)
     file, labels = tmp_path / "vectors.npz", list("ab") * 50
     np.savez_compressed(file, features=np.zeros((100, 1000)), labels=labels)
     refused("features", "would take 800,128 bytes of memory", file=file)

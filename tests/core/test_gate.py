@@ -16,8 +16,8 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import is_missing, usable
 from retrieval.data.splits import sides
 from retrieval.errors import DataError
+from retrieval.index.sources import collect
 from retrieval.run.build import build_dataset
-from retrieval.serving.index.sources import collect
 
 N = 12
 VECTORS = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)

@@ -9,13 +9,14 @@ import pytest
 import retrieval
 import torchvision
 from layouts import picture
-from retrieval.client.push import walk
+from retrieval.base.walk import files_below, leads_nowhere
 from retrieval.data.findings import Findings
 from retrieval.errors import DataError
 from retrieval.export.export_backbone import Photos
-from retrieval.host.walk import files_below, leads_nowhere
-from retrieval.serving.image_files import find_images
-from retrieval.serving.index.sources import collect
+from retrieval.images.image_files import find_images
+from retrieval.index.sources import collect
+
+from retrieval_server.client.push import walk
 
 
 def keys(folder: Path, **values: Any) -> list[str]:

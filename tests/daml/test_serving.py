@@ -11,11 +11,11 @@ import pytest
 import torch
 from discriminator_by_loops import affine, gamma, local_distances
 from numpy.typing import NDArray
+from retrieval.bundle.bundle import Bundle
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
+from retrieval.index.index import create_index, open_index
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import create_index, open_index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 

@@ -14,8 +14,8 @@ from PIL import Image
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import Preprocessing
 from torch import Tensor
 
 PRE = Preprocessing((6, 6), 1, (0.0,), (1.0,))
@@ -239,7 +239,7 @@ import os, sys, numpy as np, torch
 from pathlib import Path
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset
-from retrieval.serving.images import Preprocessing
+from retrieval.images.images import Preprocessing
 
 pixels = np.random.default_rng(0).integers(0, 256, (4000, 6, 6), dtype=np.uint8)
 features = frozen_features(

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.bundle.bundle import Bundle
 from retrieval.data import near
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.findings import Alike, Findings, Subject, spelt_alike
 from retrieval.data.near import fingerprint, near_pairs
 from retrieval.errors import DataError
 from retrieval.run.check_data import PICTURES, check_data
-from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits, load_sample_images
 
 SIZE = 96

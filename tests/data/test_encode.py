@@ -8,8 +8,8 @@ import pytest
 import torch
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import encode
+from retrieval.images.images import Preprocessing
 from retrieval.model.model import Model
-from retrieval.serving.images import Preprocessing
 from torch import Tensor, nn
 
 ITEMS = np.arange(10)

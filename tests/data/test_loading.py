@@ -16,8 +16,8 @@ from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import RawInputs, TrainBatches, inputs
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
+from retrieval.images.images import Preprocessing
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.serving.images import Preprocessing
 from torch import Tensor
 from torchvision.transforms import v2
 

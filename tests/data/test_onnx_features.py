@@ -13,10 +13,10 @@ from retrieval.data.datasets import FileDataset
 from retrieval.data.features import OnnxBackbone, backbone_features, runtime_for
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, PluginError
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.graph import TOLERANCE
 from retrieval.model.model import Model
-from retrieval.serving.images import Preprocessing
 from torch import Tensor, nn
 
 pytest.importorskip("onnxruntime")

@@ -10,8 +10,9 @@ import click
 import pytest
 from retrieval.cli.app import COMMANDS, app
 from retrieval.cli.index import index as index_group
-from retrieval.plugin import testing
 from retrieval.run.open import Run
+
+from retrieval_engines import testing
 
 LEAVES = [
     *(name for name in COMMANDS if name not in ("plugins", "index", "keys", "data")),

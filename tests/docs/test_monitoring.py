@@ -8,8 +8,8 @@ import urllib.request
 import makers
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.stages import STAGES
+from retrieval.base.stages import STAGES
+from retrieval.index.index import Index, create_index
 
 
 def rows(text: str, heading: str) -> list[list[str]]:

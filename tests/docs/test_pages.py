@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import retrieval
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RecipeError
 from retrieval.host.factory import COMPONENTS, KINDS
 from retrieval.model.contracts import Combiner
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import filter_from_json, parse_filter
-from retrieval.serving.http.openapi import document
-from retrieval.serving.http.routes import Routes
+from retrieval.store.filters import filter_from_json, parse_filter
+
+from retrieval_server.openapi import document
+from retrieval_server.routes import Routes
 
 
 def test_python_blocks_compile(python_block):

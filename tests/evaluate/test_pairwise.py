@@ -48,7 +48,7 @@ def test_metrics_equal_those_of_evaluate_for_any_block_size(block):
 
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):
     pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
-    from retrieval.serving.embedding.embedding import embed_sources
+    from retrieval.index.embedding import embed_sources
 
     makers.write_digits(tmp_path / "photos", 150)
     bundle = makers.make_bundle(tmp_path / "bundle")
@@ -82,9 +82,9 @@ WIDE, PART = 2048, 4096
 
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """Write a folder of vectors as `retrieval embed` does."""
-    from retrieval.serving.embedding.embedding import write_part
-    from retrieval.serving.index.embedded import Plan
-    from retrieval.serving.index.locations import PLAN, Source
+    from retrieval.index.embedded import Plan
+    from retrieval.index.embedding import write_part
+    from retrieval.index.locations import PLAN, Source
 
     folder.mkdir()
     sizes = parts * size, size, 1, {"vector": WIDE}, [1, 1]

@@ -13,7 +13,7 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index.index import create_index, open_index
+from retrieval.index.index import create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [

@@ -12,6 +12,7 @@ import makers
 import numpy as np
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
 from retrieval.data.encode import encode
 from retrieval.errors import DataError
 from retrieval.evaluation import verify_run as verification_run
@@ -19,7 +20,6 @@ from retrieval.evaluation.verification import verification
 from retrieval.evaluation.verify_run import verify
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
 from retrieval.training.trainer import train
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")

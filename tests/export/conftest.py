@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.bundle.manifest import Manifest
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
+from retrieval.images.images import Preprocessing, from_array
 from retrieval.model.contracts import Backbone, Combiner, Subspace
 from retrieval.model.model import Model, Normalize, build_head
-from retrieval.serving.images import Preprocessing, from_array
-from retrieval.serving.manifest import Manifest
 from torch import Tensor, nn
 
 

@@ -11,12 +11,12 @@ import torch
 from click.testing import CliRunner
 from exporting import export_backbone
 from PIL import Image
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import read_manifest
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting, export_model
 from retrieval.export.export_backbone import BackboneEncoder
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import read_manifest
 
 SMALL = {"parameters": {"size": 4}, "progress": False}
 """`core.pixels` of 16 features."""

@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import read_manifest
+from retrieval.bundle.probe import input_of, pattern_of, probe_fault
 from retrieval.errors import BundleError
 from retrieval.export import verify
 from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import read_manifest
-from retrieval.serving.probe import input_of, pattern_of, probe_fault
 from torch import nn
 
 

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
 from retrieval.export import verify
 from retrieval.model.graph import Signature, to_onnx
 from retrieval.model.model import Model
-from retrieval.serving.bundle import Bundle
 from torch import nn
 
 

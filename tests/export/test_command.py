@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import read_manifest
 from retrieval.cli.app import app
 from retrieval.export import export_run as runs
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import read_manifest
 
 NETWORK = """
 data.name = "core.digits"

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 from limits import files_of_at_most
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model, whole_folder
 from retrieval.model.model import Model
-from retrieval.serving.bundle import Bundle
 from torch import nn
 
 SCRIPT = """

@@ -10,12 +10,12 @@ import torch
 from click.testing import CliRunner
 from exporting import export_backbone
 from retrieval import train
+from retrieval.bundle.bundle import Bundle
 from retrieval.cli.app import app
 from retrieval.export import verify
 from retrieval.export.export_model import export_model
 from retrieval.export.export_run import export
 from retrieval.model.model import Model, Normalize, build_head
-from retrieval.serving.bundle import Bundle
 from torch import nn
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
 from retrieval.export.variants import measure, row_cosine
 from retrieval.model.model import Model, Normalize, build_head
-from retrieval.serving.bundle import Bundle
 from torch import nn
 
 

@@ -10,7 +10,7 @@ import pytest
 import retrieval
 import torch
 from PIL import Image
-from retrieval.serving.encoder import BundleEncoder
+from retrieval.bundle.encoder import BundleEncoder
 from retrieval.training.distill import _divided
 from sklearn.datasets import load_digits
 from torch import Tensor, nn

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.base.runtime import load_faiss, load_libraries, load_onnxruntime
 from retrieval.recipe.read import Recipe, check_recipe
-from retrieval.serving.index.faiss_backends import gpus_found
-from retrieval.serving.runtime import load_faiss, load_libraries, load_onnxruntime
+from retrieval.store.faiss_backends import gpus_found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

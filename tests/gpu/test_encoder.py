@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_run import export
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.http.server import serve
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
 from retrieval.training.trainer import train
+
+from retrieval_server.server import serve
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from retrieval.errors import StoreError
-from retrieval.serving.index.backends import make_backend
+from retrieval.store.backends import make_backend
 
 LEAST = {"flat": 0.9999, "ivf": 0.9, "ivfpq": 0.5, "cagra": 0.9}
 
@@ -50,7 +50,7 @@ CPU = """
 import sys
 import numpy as np
 from pathlib import Path
-from retrieval.serving.index.backends import make_backend
+from retrieval.store.backends import make_backend
 
 folder = Path(sys.argv[1])
 backend, vectors = make_backend("cagra", {}), np.load(folder / "vectors.npy")

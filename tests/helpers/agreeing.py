@@ -7,9 +7,10 @@ import filter_strategies as strategies
 from hypothesis import strategies as st
 from retrieval.errors import DataError
 from retrieval.plugin import stores
-from retrieval.serving.filters import matches, metadata_text
-from retrieval.serving.store.testing.bench import item, normal, scanned
-from retrieval.serving.store.testing.small_bundles import WIDTH, opened
+from retrieval.store.filters import matches, metadata_text
+
+from retrieval_engines.testing.bench import item, normal, scanned
+from retrieval_engines.testing.small_bundles import WIDTH, opened
 
 NAMES = ["a", "b", "c", *strategies.ODD]
 

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
 from retrieval.host.plugins import load_plugins
+from retrieval.images.images import Preprocessing
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 
 GREY8 = Preprocessing((8, 8), 1, (0.5,), (0.5,))

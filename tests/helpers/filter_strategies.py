@@ -1,7 +1,7 @@
 """Filters and items of every kind, for tests by property."""
 
 from hypothesis import strategies as st
-from retrieval.serving.filters import And, Compare, Exists, In, Not, Or
+from retrieval.store.filters import And, Compare, Exists, In, Not, Or
 
 ODD = [
     *("a.b", "a b", "é", "💥", "[0]", "$", "#-1", "'", "metadata", "id", "label", "and", "Exists"),

@@ -12,9 +12,9 @@ from typing import Any
 
 LOADED = """
 import json, os, sys
-import retrieval.serving.http.server
+import retrieval_server.server
 from retrieval.cli.app import main
-from retrieval.serving.runtime import load_faiss, load_onnxruntime
+from retrieval.base.runtime import load_faiss, load_onnxruntime
 load_faiss(), load_onnxruntime()
 for line in sys.stdin:
     message = json.loads(line)

@@ -10,8 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
-from retrieval.serving.images import Preprocessing
-from retrieval.serving.manifest import (
+from retrieval.bundle.manifest import (
     Cosine,
     DistanceEntry,
     Input,
@@ -25,8 +24,10 @@ from retrieval.serving.manifest import (
     read_manifest,
     write_manifest,
 )
-from retrieval.serving.store.testing.small_bundles import save_graph, write_rescorer
+from retrieval.images.images import Preprocessing
 from sklearn.datasets import load_digits
+
+from retrieval_engines.testing.small_bundles import save_graph, write_rescorer
 
 SIDE = 8
 WIDTH = 16

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.local import LocalStore
+from retrieval.store import structure, upkeep
+from retrieval.store.contract import Item
+from retrieval.store.local import LocalStore
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 

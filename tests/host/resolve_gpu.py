@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME
+from retrieval.base.runtime import FAISS, ONNXRUNTIME
 
 HERE = Path(__file__).parent
 KEPT = HERE / "gpu_resolution.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.host import cores as of_cores
-from retrieval.host.cores import cores, default_threads, limit_threads
+from retrieval.base import cores as of_cores
+from retrieval.base.cores import cores, default_threads, limit_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,12 +107,12 @@ import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs
-from retrieval.host.cores import cores, default_threads
-from retrieval.serving.http.server import Parts
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.images import Preprocessing
-from retrieval.serving.runtime import load_onnxruntime
-from retrieval.serving.sessions import session_options
+from retrieval.base.cores import cores, default_threads
+from retrieval_server.server import Parts
+from retrieval_server.settings import Settings
+from retrieval.images.images import Preprocessing
+from retrieval.base.runtime import load_onnxruntime
+from retrieval.bundle.sessions import session_options
 
 onnxruntime = load_onnxruntime()
 raw = RawInputs(ArrayDataset(np.zeros((4, 8, 8), np.uint8), list("aabb")), Preprocessing((8, 8), 3), budget=0)
@@ -136,7 +136,7 @@ def test_torch_faiss_and_blas_follow_the_quota(tmp_path):
     numbers = result_of(
         f"""
 from pathlib import Path
-from retrieval.host.cores import limit_threads
+from retrieval.base.cores import limit_threads
 limit_threads(Path({str(tmp_path)!r}))
 import faiss, torch, numpy
 from threadpoolctl import threadpool_info
@@ -151,4 +151,4 @@ def test_no_other_module_counts_cores():
     counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     users = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
-    assert users == [ROOT / "retrieval/host/cores.py"]
+    assert users == [ROOT / "retrieval/base/cores.py"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
-from retrieval.cli.serving import serve_command
-from retrieval.serving.http.settings import GRACE_SECONDS
+
+from retrieval_server.commands import serve_command
+from retrieval_server.settings import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 from limits import files_of_at_most
+from retrieval.base import files, locks
+from retrieval.base.files import scratch_folder, whole_folder
+from retrieval.base.locks import hold
 from retrieval.errors import DataError, RetrievalError, StoreError
-from retrieval.host import files
-from retrieval.host.files import scratch_folder, whole_folder
-from retrieval.serving.files import locks
-from retrieval.serving.files.locks import hold
 
 
 def names(folder: Path) -> list[str]:
@@ -120,7 +119,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from retrieval.errors import DataError
-from retrieval.host.files import whole_folder
+from retrieval.base.files import whole_folder
 with whole_folder(Path(sys.argv[1]), replace=False, exists_error=DataError("taken")) as fresh:
     (fresh / "half").write_text("x")
     print("filled", flush=True)
@@ -218,7 +217,7 @@ def test_without_locks_no_folder_counts_as_a_leftover(tmp_path, monkeypatch):
 
 HOLDER = """
 import sys, time
-from retrieval.serving.files.locks import hold
+from retrieval.base.locks import hold
 with hold(sys.argv[1], "building this index"):
     print("held", flush=True)
     time.sleep(60)
@@ -331,7 +330,7 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
 READ_ONLY = """
 import os, sys
 from retrieval.errors import RetrievalError
-from retrieval.serving.files.locks import hold
+from retrieval.base.locks import hold
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
 with hold(sys.argv[1], "x"):

@@ -15,9 +15,12 @@ PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
 FLOORS = [
     {"errors"},
+    {"base"},
     {"host"},
-    {"client"},
-    {"serving"},
+    {"images"},
+    {"bundle"},
+    {"store"},
+    {"index"},
     {"model"},
     {"recipe"},
     {"data"},
@@ -25,24 +28,29 @@ FLOORS = [
     {"evaluation", "export"},
     {"training"},
     {"cli"},
-    {"plot", "plugin", "results"},
+    {"client", "plot", "plugin", "results"},
     {"__init__"},
 ]
 """Floors, lowest first. A module imports only from lower floors and its own folder, which includes
 imports in functions and for type checkers.
 """
 
-PUBLIC = {"retrieval.errors", "retrieval.host.arrays", "retrieval.plugin", "retrieval.results"}
+PUBLIC = {"retrieval.errors", "retrieval.base.arrays", "retrieval.plugin", "retrieval.results"}
+SERVING = {"errors", "base", "host", "images", "bundle", "store", "index"}
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
-MOST_ENTRIES, MOST_INNER = 16, 10
+MOST_ENTRIES, MOST_INNER = 20, 10
+FACES = {"retrieval", "retrieval.client", "retrieval.results"}
+"""Modules of public names, which name the modules of applications as text or for type checkers."""
+APPLICATIONS = {"retrieval_engines", "retrieval_server"}
+"""Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
     "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},
-    "retrieval.serving.index.backends": {"retrieval_indexes"},
-    "retrieval.serving.index.embedded": {"in_memory"},
-    "retrieval.serving.index.sources": {"collect", "npz_file"},
-    "retrieval.serving.store.place": {"retrieval_stores"},
+    "retrieval.store.backends": {"retrieval_indexes"},
+    "retrieval.index.embedded": {"in_memory"},
+    "retrieval.index.sources": {"collect", "npz_file"},
+    "retrieval.store.place": {"retrieval_stores"},
 }
 """Names that plugins import from other modules than `PUBLIC`."""
 
@@ -119,9 +127,9 @@ def test_imports_go_down():
 
 def test_an_upward_import_is_detected(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
-    with (copy / "serving" / "merging.py").open("a") as file:
+    with (copy / "bundle" / "merging.py").open("a") as file:
         file.write("\ndef late() -> None:\n    from retrieval.model.model import Model\n")
-    assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
+    assert rising(copy) == ["retrieval.bundle.merging imports retrieval.model.model"]
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -141,20 +149,21 @@ def plugins() -> set[str]:
     return {path.name for path in PLUGINS.iterdir() if (path / "__init__.py").is_file()}
 
 
-def test_the_host_imports_no_plugin_and_plugins_not_each_other():
+def test_the_rooms_import_no_plugin_and_plugins_not_each_other():
     names = plugins()
     assert {"retrieval_core", "retrieval_pml"} <= names
     for root in (PACKAGE, *(PLUGINS / name for name in names)):
         for module, path in modules(root):
             targets = {target.partition(".")[0] for target, _ in imports(path, PLUGINS)}
-            foreign = targets & ({*names, "plugins"} - {root.name})
+            allowed = {root.name, *(APPLICATIONS if module in FACES else ())}
+            foreign = targets & ({*names, "plugins"} - allowed)
             assert not foreign, f"{module} imports {foreign}"
 
 
 def test_plugins_import_the_face_and_what_is_listed():
     used = {
         (target, name)
-        for plugin in plugins()
+        for plugin in plugins() - APPLICATIONS
         for _, path in modules(PLUGINS / plugin)
         for target, name in imports(path, ROOT)
         if target.startswith("retrieval.") and target not in PUBLIC
@@ -181,7 +190,7 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 def test_import_retrieval_is_light(process):
     modules = loaded(process, "import retrieval; dir(retrieval)")
     assert not modules & HEAVY
-    light = {"errors", "host", "host.cores", "host.lazy"}
+    light = {"errors", "base", "base.cores", "base.lazy"}
     assert {m for m in modules if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
 
 
@@ -204,13 +213,16 @@ for call in calls:
 
 
 def test_the_serving_side_never_imports_the_training_side(process):
-    low = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
-    assert len(low) > 12
+    low = [name for name, _ in modules(PACKAGE) if folder(name) in SERVING]
+    server = [name for name, _ in modules(PLUGINS / "retrieval_server")]
+    low += [name for name in server if not name.endswith(".commands")]  # these are part of `cli`
+    assert len(low) > 90
     names = loaded(process, "\n".join(f"import {name}" for name in low))
     training = {"torch", "torchvision", "pytorch_metric_learning", "sklearn", "accelerate"}
     assert not names & {*training, "matplotlib"}
     assert not {folder(m) for m in names if m.startswith("retrieval.")} & {*TRAINING, "cli"}
-    assert not {m for m in names if m.startswith("retrieval_")}
+    others = plugins() - {"retrieval_server"}
+    assert not {name.partition(".")[0] for name in names} & others
 
 
 def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
@@ -222,10 +234,10 @@ def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
 
 def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process):
     code = """
-from retrieval.serving.index.backends import make_backend
+from retrieval.store.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):
     assert type(make_backend(name, {})) is type(make_backend(f"core.{name}", {})), name
 """
     names = loaded(process, code)
-    assert "retrieval.serving.index.backends" in names
+    assert "retrieval.store.backends" in names
     assert not {m for m in names if m.startswith("retrieval_")} and not names & {"torch", "sklearn"}

@@ -19,7 +19,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME
+from retrieval.base.runtime import FAISS, ONNXRUNTIME
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,10 +208,10 @@ def test_an_editable_install_has_types_and_exposes_only_packages(source, tmp_pat
     checked = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     revealed = re.findall(r'Revealed type is "(.*)"', checked.stdout)
     encoders = "retrieval.export.export_backbone.BackboneEncoder | "
-    encoders += "retrieval.serving.encoder.BundleEncoder"
+    encoders += "retrieval.bundle.encoder.BundleEncoder"
     assert revealed[0] == f"retrieval.training.train.Run | {encoders}"
     assert revealed[1] == "retrieval.training.train.Run"
-    assert revealed[2] == "retrieval.serving.index.index.Index"
+    assert revealed[2] == "retrieval.index.index.Index"
     errors = [line for line in checked.stdout.splitlines() if " error: " in line]
     assert len(errors) == 1 and 'Argument 1 to "train"' in errors[0]
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from retrieval.serving import progress
-from retrieval.serving.progress import Meter
+from retrieval.base import progress
+from retrieval.base.progress import Meter
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_progress_works_without_standard_error(monkeypatch):
 def test_a_terminal_shows_a_bar_and_wipes_it():
     code = """
 import time
-from retrieval.serving.progress import Meter
+from retrieval.base.progress import Meter
 with Meter("encoding", 20, "images") as meter:
     for i in range(20):
         time.sleep(0.06)
@@ -71,7 +71,7 @@ with Meter("encoding", 20, "images") as meter:
 def test_no_other_module_draws_a_bar():
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     users = [path for path in files if "tqdm" in path.read_text(encoding="utf-8")]
-    assert users == [ROOT / "retrieval/serving/progress.py"]
+    assert users == [ROOT / "retrieval/base/progress.py"]
 
 
 def test_a_notebook_shows_a_bar(monkeypatch, capsys):

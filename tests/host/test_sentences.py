@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 import pytest
 from refusals import refusal
+from retrieval.base.places import instead
 from retrieval.cli.common import BYTES, PIXELS
 from retrieval.errors import StoreError, did_you_mean
-from retrieval.serving.files.places import instead
 
 RECIPE = """
 data.name = "core.digits"
@@ -101,7 +101,7 @@ def test_the_sizes_of_a_loss_are_checked(recipe, cli):
 
 def test_an_output_that_is_a_file_is_refused(recipe, cli, tmp_path):
     from retrieval.export.export_model import refuse_existing as refuse_bundle
-    from retrieval.serving.index.creating import refuse_existing as refuse_index
+    from retrieval.index.creating import refuse_existing as refuse_index
 
     file = tmp_path / "file"
     file.touch()
@@ -176,7 +176,7 @@ def test_wrong_sizes_are_refused(text):
 
 
 def test_a_wrong_host_and_a_taken_port_get_their_own_advice():
-    from retrieval.serving.http.server import listen
+    from retrieval_server.server import listen
 
     text = refusal(StoreError, listen, "203.0.113.1", 0, "port")
     assert "use 127.0.0.1" in text and "another port" not in text

@@ -102,7 +102,7 @@ def test_another_thread_can_import_at_any_time(tmp_path, process):
 
 
 # A recipe with arrays uses of serving only how an image is decoded and prepared.
-SERVING = {"retrieval.serving", "retrieval.serving.images"}
+SERVING = {"retrieval.serving", "retrieval.images.images"}
 
 
 def test_a_recipe_loads_little_of_serving(tmp_path, process):

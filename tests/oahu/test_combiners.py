@@ -12,12 +12,12 @@ import numpy as np
 import oahu_loops as loops
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_model import export_model
 from retrieval.host.plugins import load_plugins
+from retrieval.index.index import Index, create_index, open_index
 from retrieval.model.model import Model
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_digits
 
 from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import oahu_loops as loops
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.evaluation.evaluate_run import encoded, evaluate, nearest_in_each
 from retrieval.export.export_run import export
 from retrieval.export.variants import SCORED, measure
 from retrieval.model.contracts import Subspace
 from retrieval.recipe.read import check_recipe
-from retrieval.serving.bundle import Bundle
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 

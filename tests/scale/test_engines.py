@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.plugin import stores
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.testing.small_bundles import opened
+from retrieval.store.contract import Item
+
+from retrieval_engines import RemotePlace
+from retrieval_engines.testing.small_bundles import opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from qdrant_client import QdrantClient
 
-from retrieval_qdrant.store import BATCH_BYTES, QdrantStore
+from retrieval_engines.qdrant.store import BATCH_BYTES, QdrantStore
 
 pytestmark = pytest.mark.scale
 
@@ -20,7 +22,7 @@ COUNT = 1200
 WIDTH = 2048
 
 
-class Memory(stores.RemotePlace):
+class Memory(RemotePlace):
     """An index in Qdrant's in-process mode."""
 
     client: Any = QdrantClient(":memory:")

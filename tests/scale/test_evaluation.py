@@ -13,10 +13,11 @@ from retrieval.evaluation import evaluation, pairwise, verify_run
 from retrieval.evaluation.evaluation import Levels
 from retrieval.evaluation.pairwise import evaluate_vectors
 from retrieval.evaluation.verification import FOLDS, PER_FOLD
-from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.store.testing.small_bundles import make_bundle
+from retrieval.index.embedding import embed_sources
 from retrieval.training.comparison.compare import compare
 from retrieval.training.train import train
+
+from retrieval_engines.testing.small_bundles import make_bundle
 
 pytestmark = pytest.mark.scale
 

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import parquet
 from retrieval import Index
-from retrieval.serving.store.testing.small_bundles import make_bundle
+
+from retrieval_engines.testing.small_bundles import make_bundle
 
 pytestmark = pytest.mark.scale
 

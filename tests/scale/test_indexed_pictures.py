@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval import Index
-from retrieval.serving.bundle import Bundle
+from retrieval.bundle.bundle import Bundle
 
 pytestmark = pytest.mark.scale
 

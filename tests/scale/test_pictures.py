@@ -10,8 +10,8 @@ from retrieval import Index, check_data, evaluate
 from retrieval.data import features, near
 from retrieval.data.loading import RawInputs
 from retrieval.evaluation.report import measured, write
-from retrieval.serving.embedding import embedding
-from retrieval.serving.embedding.embedding import embed_sources
+from retrieval.index import embedding
+from retrieval.index.embedding import embed_sources
 from retrieval.training.train import train
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components

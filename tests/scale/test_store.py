@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from retrieval import Index
-from retrieval.serving.store.search import Companion, nearest
-from retrieval.serving.store.structure import build, load
+from retrieval.store.search import Companion, nearest
+from retrieval.store.structure import build, load
 
 pytestmark = pytest.mark.scale
 

@@ -13,7 +13,7 @@ import httpx
 import makers
 import pytest
 from forking import Forked, Forker
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import wire
-from retrieval.serving.http.keys import add_key, new_key, remove_key
+
+from retrieval_server.keys import add_key, new_key, remove_key
 
 BODY = json.dumps({"vector": [0.25] * 16, "k": 1}).encode()
 

@@ -16,11 +16,12 @@ import pytest
 import wire
 from limits import files_of_at_most
 from retrieval.errors import RetrievalError
-from retrieval.serving.filters import as_filter
-from retrieval.serving.http.access import Caller
-from retrieval.serving.http.audit import Audit, Change
-from retrieval.serving.http.keys import add_key, new_key
-from retrieval.serving.http.problems import RequestError
+from retrieval.index.audit import Audit, Change
+from retrieval.store.filters import as_filter
+
+from retrieval_server.access import Caller
+from retrieval_server.keys import add_key, new_key
+from retrieval_server.problems import RequestError
 
 VECTOR = {"vector": [0.25] * 16}
 

@@ -6,13 +6,14 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from retrieval.base.stages import TRAIL, Trail
 from retrieval.errors import DataError
-from retrieval.serving.http.models import Options, Query, QueryInput
-from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import Index
-from retrieval.serving.stages import TRAIL, Trail
+from retrieval.index.index import Index
+
+from retrieval_server.models import Options, Query, QueryInput
+from retrieval_server.served import Served
+from retrieval_server.settings import Settings
+from retrieval_server.turns import Workers
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import makers
 import numpy as np
 import onnx
 import pytest
+from retrieval.base import runtime
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError, DataError, MissingDependency
-from retrieval.serving import runtime
-from retrieval.serving.bundle import Bundle
 
 
 def copied(bundle: Path, folder: Path) -> Path:
@@ -128,7 +128,7 @@ def test_any_flipped_bit_of_any_file_is_noticed(makers, tmp_path):
 
 
 def test_a_bundle_larger_than_the_memory_is_a_sentence(bundle_path, monkeypatch):
-    monkeypatch.setattr("retrieval.serving.bundle_folder.available_memory", lambda: 100)
+    monkeypatch.setattr("retrieval.bundle.bundle_folder.available_memory", lambda: 100)
     refused("GB of memory, but only 0.0 GB are available on this machine", bundle_path)
 
 

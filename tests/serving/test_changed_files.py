@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.index import migrating
-from retrieval.serving.index.index import create_index, open_index
+from retrieval.index import migrating
+from retrieval.index.embedding import embed_sources
+from retrieval.index.index import create_index, open_index
 
 
 def picture(path, seed):
@@ -67,14 +67,12 @@ def test_the_same_content_in_new_files_is_unchanged(album, index, tmp_path, monk
     stamps = [item.stamp for item in index.scan()]
     shutil.move(album, tmp_path / "old")
     shutil.copytree(tmp_path / "old", album, copy_function=shutil.copyfile)  # new times and inodes
-    monkeypatch.setattr(
-        "retrieval.serving.index.adding.embed", lambda *_, **__: []
-    )  # and not embedded
+    monkeypatch.setattr("retrieval.index.adding.embed", lambda *_, **__: [])  # and not embedded
     assert counts(index.add(album, sync=True, progress=False)) == (0, 0, 3, 0)
     after = [item.stamp for item in index.scan()]
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(album.iterdir())]
     assert [stamp.split()[0] for stamp in after] == [stamp.split()[0] for stamp in stamps] == hashes
-    monkeypatch.setattr("retrieval.serving.index.adding.read_image", None)  # and now not even read
+    monkeypatch.setattr("retrieval.index.adding.read_image", None)  # and now not even read
     assert all(old != new for old, new in zip(stamps, after, strict=True))
     assert counts(index.add(album, progress=False)) == (0, 0, 3, 0)
 

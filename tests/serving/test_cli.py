@@ -11,8 +11,9 @@ from dataclasses import fields
 
 import pytest
 from click.testing import CliRunner
-from retrieval.cli.serving import serve_command
-from retrieval.serving.http.settings import Settings
+
+from retrieval_server.commands import serve_command
+from retrieval_server.settings import Settings
 
 
 @pytest.fixture
@@ -89,8 +90,8 @@ def test_every_fault_of_a_csv_is_listed_at_once(cli, makers, bundle_path, tmp_pa
 
 HANGING = """
 import time
-import retrieval.serving.index.adding as adding
-from retrieval.serving.bundle import Bundle
+import retrieval.index.adding as adding
+from retrieval.bundle.bundle import Bundle
 from retrieval.cli.app import main
 
 adding._SECONDS = 0

@@ -17,8 +17,8 @@ import retrieval
 from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
 from retrieval.errors import DataError, ServerError
-from retrieval.serving.index.index import open_index
-from retrieval.serving.store.folder import FORMAT
+from retrieval.index.index import open_index
+from retrieval.store.folder import FORMAT
 
 WRITE = "--open=admin"
 IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", "..", ".", "%2e%2e"]
@@ -240,7 +240,7 @@ def test_a_push_that_is_impossible_is_one_sentence(served, empty, folder, tmp_pa
 def test_a_client_imports_nothing_heavy(process):
     code = "from retrieval.client import Client; Client('http://a').close()"
     done = process("-c", f"{code}; import sys; print(*sys.modules)")
-    heavy = ["torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"]
+    heavy = ["torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.index", "retrieval.store"]
     assert done.code == 0 and not {*heavy} & {*done.out.split()}, done.err
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from limits import files_of_at_most
 from PIL import Image
+from retrieval.base.files import rename_whole
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError, DataError, StoreError
-from retrieval.host.files import rename_whole
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index import adding
-from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.store.record import FILE as RECORD
+from retrieval.index import adding
+from retrieval.index.index import create_index, open_index
+from retrieval.store.record import FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -95,7 +95,7 @@ def test_an_existing_output_is_refused_then_replaced(makers, folder, bundle_path
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.host.files._exchange", lambda first, second: False)
+    monkeypatch.setattr("retrieval.base.files._exchange", lambda first, second: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.index import create_index
+    from retrieval.index.index import create_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:
@@ -208,7 +208,7 @@ def interrupted(folder, bundle_path, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("retrieval.serving.index.creating.rename_whole", interrupt)
+        patch.setattr("retrieval.index.creating.rename_whole", interrupt)
         with pytest.raises(KeyboardInterrupt):
             create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     return tmp_path / "i"

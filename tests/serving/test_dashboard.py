@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.http.app import Application
-from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.stages import STAGES, Trail
+from retrieval.base.stages import STAGES, Trail
+from retrieval.index.index import Index, create_index
+
+from retrieval_server.app import Application
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -13,8 +13,9 @@ import pytest
 import wire
 import yaml
 from proxy import Proxy
-from retrieval.serving.http.keys import add_key, new_key
-from retrieval.serving.http.settings import HEALTH
+
+from retrieval_server.keys import add_key, new_key
+from retrieval_server.settings import HEALTH
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

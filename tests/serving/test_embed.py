@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
+from retrieval.base.locks import hold
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.embedding import embedding
-from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.files.locks import hold
-from retrieval.serving.index.index import create_index, open_index
+from retrieval.index import embedding
+from retrieval.index.embedding import embed_sources
+from retrieval.index.index import create_index, open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
@@ -164,7 +164,7 @@ def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path,
 
 
 SMALL_PARTS = """
-from retrieval.serving.embedding import embedding
+from retrieval.index import embedding
 embedding._SMALLEST_PART = 30
 from retrieval.cli.app import main
 main()

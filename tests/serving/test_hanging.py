@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import wire
-from retrieval.serving.http.turns import WAITING_PER_WORKER
-from retrieval.serving.index.index import Index, create_index, open_index
+from retrieval.index.index import Index, create_index, open_index
+
+from retrieval_server.turns import WAITING_PER_WORKER
 
 SLEEPY = """
 import os, sys, time
 from pathlib import Path
-from retrieval.serving.index.index import Index
+from retrieval.index.index import Index
 
 FOLDER = Path(sys.argv.pop(1))
 search = Index.search

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import read_manifest, write_manifest
+from retrieval.bundle.probe import coded, probe_fault, probe_of, vector_of
 from retrieval.errors import BundleError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.decoding import Undecodable
-from retrieval.serving.http.readiness import Readiness
-from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
+from retrieval.index.index import create_index, open_index
+
+from retrieval_server.decoding import Undecodable
+from retrieval_server.readiness import Readiness
+from retrieval_server.served import Served
+from retrieval_server.settings import Settings
+from retrieval_server.turns import Workers
 
 OK = dict.fromkeys(("index", "search", "model"), "ok")
 

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
-from retrieval.serving.index.backends import make_backend
+from retrieval.store.backends import make_backend
 
 
 def faiss_files(folder: Path, vectors: np.ndarray) -> list[tuple[bytes, str]]:
@@ -62,8 +62,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from retrieval.errors import StoreError
-from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.index_backend import checked_search
+from retrieval.store.backends import make_backend
+from retrieval.store.index_backend import checked_search
 path = Path(sys.argv[1])
 vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
 for backend in ("flat", "hnsw", "ivf"):
@@ -172,8 +172,8 @@ def graphs() -> dict[str, tuple[bytes, str]]:
 OPENED = """
 import json, os, sys
 from retrieval.errors import BundleError
-from retrieval.serving import sessions
-from retrieval.serving.bundle import Bundle
+from retrieval.bundle import sessions
+from retrieval.bundle.bundle import Bundle
 sessions._MEMORY = 1 << 28
 for folder in sys.argv[1:]:
     reader, writer = os.pipe()

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, PluginError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.index.index_backend import recall_at_10
-from retrieval.serving.store import structure
+from retrieval.index.index import create_index, open_index
+from retrieval.store import structure
+from retrieval.store.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
+from retrieval.store.index_backend import recall_at_10
 
 
 def plain_nearest(query, vectors, distance, k):

@@ -9,8 +9,8 @@ import click
 import numpy as np
 import pytest
 from retrieval.cli.index import index as group
-from retrieval.serving.index.index import open_index
-from retrieval.serving.store.contract import Item
+from retrieval.index.index import open_index
+from retrieval.store.contract import Item
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from retrieval.serving.files import strict_json
-from retrieval.serving.files.strict_json import strict_loads
+from retrieval.base import strict_json
+from retrieval.base.strict_json import strict_loads
 
 TEXTS = [
     b"{}",

@@ -8,8 +8,9 @@ from datetime import timedelta
 
 import pytest
 from retrieval.errors import RetrievalError
-from retrieval.serving.http import keys as module
-from retrieval.serving.http.keys import (
+
+from retrieval_server import keys as module
+from retrieval_server.keys import (
     Keys,
     KeySource,
     add_key,

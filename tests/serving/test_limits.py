@@ -15,11 +15,12 @@ from urllib.parse import quote
 
 import pytest
 import wire
-from retrieval.serving.http.models import Body, BodyMemory, read_form
-from retrieval.serving.http.problems import RequestError
-from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
 from starlette.requests import ClientDisconnect, Request
+
+from retrieval_server.models import Body, BodyMemory, read_form
+from retrieval_server.problems import RequestError
+from retrieval_server.server import KEEP_ALIVE_SECONDS
 
 LIVE = wire.get("/livez")
 

@@ -16,12 +16,13 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import StoreError
-from retrieval.serving.http.models import Options, Query, QueryInput
-from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.store.contract import Item
+from retrieval.index.index import Index, create_index
+from retrieval.store.contract import Item
+
+from retrieval_server.models import Options, Query, QueryInput
+from retrieval_server.served import Served
+from retrieval_server.settings import Settings
+from retrieval_server.turns import Workers
 
 WIDTH = 16
 ONES = {"vector": np.ones(WIDTH, np.float32)}
@@ -30,7 +31,7 @@ ONES = {"vector": np.ones(WIDTH, np.float32)}
 def with_limits(**limits: float) -> list[str]:
     """Return Python's arguments that run the command line with other limits of the server."""
     changes = "; ".join(f"settings.{name} = {value}" for name, value in limits.items())
-    imports = "from retrieval.serving.http import settings"
+    imports = "from retrieval_server import settings"
     return ["-c", f"{imports}; {changes}; from retrieval.cli.app import main; main()"]
 
 

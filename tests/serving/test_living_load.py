@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import create_index
+from retrieval.bundle.bundle import Bundle
+from retrieval.index.index import create_index
 
 ROUNDS = 3
 WRITER = """
 import sys
-from retrieval.serving.index.index import Index
+from retrieval.index.index import Index
 
 index_path, other, extra, rounds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 for number in range(rounds):

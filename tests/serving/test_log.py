@@ -9,9 +9,10 @@ from contextlib import redirect_stderr
 
 import pytest
 import wire
-from retrieval.serving.http.app import _trace_id as trace_id
-from retrieval.serving.http.keys import add_key, new_key
-from retrieval.serving.http.monitoring import start_log
+
+from retrieval_server.app import _trace_id as trace_id
+from retrieval_server.keys import add_key, new_key
+from retrieval_server.monitoring import start_log
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -92,7 +93,7 @@ def test_only_a_valid_traceparent_is_used():
 @pytest.fixture
 def loggers():
     """The server's logger; all changed loggers are restored."""
-    kept = list(map(logging.getLogger, ("retrieval.serving.http", "uvicorn.error", "asyncio")))
+    kept = list(map(logging.getLogger, ("retrieval_server", "uvicorn.error", "asyncio")))
     before = [(logger.handlers, logger.propagate) for logger in kept]
     yield kept[0]
     for logger, (handlers, propagate) in zip(kept, before, strict=True):
@@ -119,11 +120,11 @@ def test_control_characters_are_escaped(form, loggers):
 
 FULL_PIPE = """
 import logging, os
-from retrieval.serving.http import monitoring
+from retrieval_server import monitoring
 monitoring.start_log("json")
 for number in range(50_000):
     fields = {"status": 200, "more": "x" * 100}
-    logging.getLogger("retrieval.serving.http").info("request", extra={"request": fields})
+    logging.getLogger("retrieval_server").info("request", extra={"request": fields})
 print("went on", flush=True)
 os._exit(0)
 """

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import wire
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.http.app import Application
-from retrieval.serving.index.index import Index
-from retrieval.serving.stages import STAGES
+from retrieval.base.stages import STAGES
+from retrieval.index.index import Index
+
+from retrieval_server.app import Application
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 import wire
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
 
 MARK = "zzmarker"
 WATCH = """

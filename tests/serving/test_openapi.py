@@ -5,10 +5,11 @@ import re
 import warnings
 
 import pytest
-from retrieval.serving.http.keys import add_key, new_key
-from retrieval.serving.http.openapi import OPERATIONS, document
-from retrieval.serving.http.routes import Routes
-from retrieval.serving.http.settings import Settings
+
+from retrieval_server.keys import add_key, new_key
+from retrieval_server.openapi import OPERATIONS, document
+from retrieval_server.routes import Routes
+from retrieval_server.settings import Settings
 
 WIDTH = 16
 DOCUMENT = document(Routes)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from browsing import MARKUP, count_is, first_is, fits, keys_of, loaded, search
 from PIL import Image
-from retrieval.serving.http.keys import add_key, new_key
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
+
+from retrieval_server.keys import add_key, new_key
 
 pytestmark = pytest.mark.browser
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index.index import Index, create_index, open_index
-from retrieval.serving.index.sources import collect
+from retrieval.index.index import Index, create_index, open_index
+from retrieval.index.sources import collect
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
@@ -184,7 +184,7 @@ BOMB = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index.sources import collect
+from retrieval.index.sources import collect
 try:
     print(len(collect([sys.argv[1]], sys.argv[3]).items))
 except DataError as fault:
@@ -223,7 +223,7 @@ def test_a_small_table_of_huge_lists_is_refused(tmp_path, monkeypatch):
         collect([tmp_path / "t.parquet"], "features")
     for limit in ("_GROUP_BYTES", "_GROUP_VALUES"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"retrieval.serving.index.parquet.{limit}", 10)
+            patch.setattr(f"retrieval.index.parquet.{limit}", 10)
             with pytest.raises(DataError, match="Write the table with smaller row groups"):
                 collect([tmp_path / "t.parquet"], "features")
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.base.runtime import load_libraries, load_onnxruntime
+from retrieval.bundle import sessions
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.serving import sessions
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.http.readiness import Readiness
-from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.index import open_index
-from retrieval.serving.runtime import load_libraries, load_onnxruntime
+from retrieval.index.index import open_index
+
+from retrieval_server.readiness import Readiness
+from retrieval_server.served import Served
+from retrieval_server.settings import Settings
+from retrieval_server.turns import Workers
 
 GPU = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.bundle import bundle as bundle_module
+from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError
-from retrieval.serving import bundle as bundle_module
-from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.index import create_index, open_index
+from retrieval.index.index import create_index, open_index
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.index import create_index
+from retrieval.index.index import create_index
 
 LIVE = wire.get("/livez")
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import wire
 from retrieval import Index
-from retrieval.serving.index.checking import check_index
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.testing.small_bundles import make_bundle
+from retrieval.index.checking import check_index
+from retrieval.store.contract import Item
+
+from retrieval_engines.testing.small_bundles import make_bundle
 
 pytestmark = pytest.mark.scale
 

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.files.plain import read_beneath
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.turns import Turns, Workers
-from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.stages import TRAIL, Trail
+from retrieval.base.plain import read_beneath
+from retrieval.base.stages import TRAIL, Trail
+from retrieval.index.index import create_index, open_index
 from starlette.requests import ClientDisconnect
+
+from retrieval_server.settings import Settings
+from retrieval_server.turns import Turns, Workers
 
 PATHS = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 IMAGE = "/v1/items/3%2F0003.png/image"

@@ -3,9 +3,10 @@
 import pytest
 import wire
 from retrieval.errors import StoreError
-from retrieval.serving.http.server import named
-from retrieval.serving.index.index import create_index
-from retrieval.serving.store.folder import FORMAT
+from retrieval.index.index import create_index
+from retrieval.store.folder import FORMAT
+
+from retrieval_server.server import named
 
 WIDTH = 16
 

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import parquet
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index import adding
-from retrieval.serving.index.adding import embed
-from retrieval.serving.index.index import create_index, open_index
-from retrieval.serving.index.sources import collect, originals
-from retrieval.serving.store.local import LocalStore
+from retrieval.index import adding
+from retrieval.index.adding import embed
+from retrieval.index.index import create_index, open_index
+from retrieval.index.sources import collect, originals
+from retrieval.store.local import LocalStore
 
 
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):

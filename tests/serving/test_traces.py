@@ -5,9 +5,10 @@ import asyncio
 import httpx
 import pytest
 from retrieval.errors import MissingDependency, StoreError
-from retrieval.serving.http.app import Application
-from retrieval.serving.http.monitoring import traced
-from retrieval.serving.index.index import open_index
+from retrieval.index.index import open_index
+
+from retrieval_server.app import Application
+from retrieval_server.monitoring import traced
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -6,8 +6,8 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import wire
-from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store.contract import Item
+from retrieval.index.index import Index, open_index
+from retrieval.store.contract import Item
 
 WIDTH = 16
 PNG = {"Content-Type": "Image/PNG"}  # upper and lower case are the same

@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import open_index
+from retrieval.bundle.bundle import Bundle
+from retrieval.index.index import open_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,15 +18,15 @@ ROOT = Path(__file__).parents[2]
 WORK = textwrap.dedent("""
     import importlib.util, json, sys
     from pathlib import Path
-    from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.index import create_index
-    from retrieval.serving.index.index import open_index
+    from retrieval.bundle.bundle import Bundle
+    from retrieval.index.index import create_index
+    from retrieval.index.index import open_index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
     create_index(out, bundle, [photos], backend="hnsw", progress=False)
     with open_index(out) as index:
         hits = index.search(index.bundle.encode_image(query), 3)[0]
-    import retrieval.serving.http.app, retrieval.serving.http.server
+    import retrieval_server.app, retrieval_server.server
     assert "torch" not in sys.modules
     assert not any(name.startswith(("retrieval_", "retrieval.host.plugins")) for name in sys.modules)
     assert importlib.util.find_spec("torch") is None
@@ -114,7 +114,7 @@ def test_serve_without_its_extra_names_the_command_to_install_it(index_path, pro
 BESIDE_TORCH = """
 import numpy as np
 import faiss, faiss.contrib.torch_utils
-from retrieval.serving.index.backends import make_backend
+from retrieval.store.backends import make_backend
 rng = np.random.default_rng(0)
 x = rng.standard_normal((500, 16)).astype(np.float32)
 backend = make_backend("hnsw", {})

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import wire
 from PIL import Image
-from retrieval.serving.index.index import Index
+from retrieval.index.index import Index
 
 WIDTH = 16
 _BUSY = "too many changes are waiting"

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import makers
 import pytest
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
+from retrieval.bundle.bundle import Bundle
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import retrieval
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import PluginError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.address import Address, place_of
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.local import LocalPlace
-from retrieval.serving.store.place import find_store, store_place
+from retrieval.store.address import Address, place_of
+from retrieval.store.contract import widths_of
+from retrieval.store.local import LocalPlace
+from retrieval.store.place import find_store, store_place
 
 SHELF = """
 from retrieval.plugin import hookimpl
-from retrieval.serving.store.local import LocalPlace
+from retrieval.store.local import LocalPlace
 
 class Shelf(LocalPlace):
     def __init__(self, address, timeout: int = 1) -> None:
@@ -120,7 +120,7 @@ def test_local_comes_through_the_hook_and_loads_no_plugin(process):
     assert local.make is LocalPlace and find_store("core.local") is local
     code = """
 import sys
-from retrieval.serving.store.place import store_place
+from retrieval.store.place import store_place
 store_place("photos.index"); store_place("core.local:///data/photos.index")
 print([name for name in sys.modules if name.startswith("retrieval_") or name == "torch"])
 """

@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import parse_filter
-from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.merging import merged
-from retrieval.serving.store import masks, search, structure
-from retrieval.serving.store.contract import Candidates, Item, Store, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
-from retrieval.serving.store.testing.bench import normal, some
-from retrieval.serving.store.testing.small_bundles import FEATURES, opened
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.merging import merged
+from retrieval.index.index import Index, open_index
+from retrieval.store import masks, search, structure
+from retrieval.store.contract import Candidates, Item, Store, widths_of
+from retrieval.store.filters import parse_filter
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import StructureChoice
 from sklearn.datasets import load_digits
+
+from retrieval_engines.testing.bench import normal, some
+from retrieval_engines.testing.small_bundles import FEATURES, opened
 
 WIDTH = 16
 

@@ -1,7 +1,7 @@
 """Changes to an item: its metadata take a merge patch, as appendix A of RFC 7396 shows."""
 
 import pytest
-from retrieval.serving.store.contract import Item
+from retrieval.store.contract import Item
 
 
 @pytest.mark.parametrize(

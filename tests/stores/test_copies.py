@@ -4,12 +4,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from retrieval.serving.index.faiss_backends import Cagra, Hnsw, originals_of
-from retrieval.serving.index.index import open_index
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import MIN_ROWS, StructureChoice
+from retrieval.index.index import open_index
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.faiss_backends import Cagra, Hnsw, originals_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import MIN_ROWS, StructureChoice
 
 COUNT, WIDTH = 3_000, 32
 

@@ -5,12 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import COMPANION_MIN_ROWS, StructureChoice
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import COMPANION_MIN_ROWS, StructureChoice
 
 WIDTH = 16
 COUNT = COMPANION_MIN_ROWS + 1
@@ -47,7 +47,7 @@ import os, shutil, sys, threading, time
 from pathlib import Path
 import numpy as np
 from retrieval.errors import StoreError
-from retrieval.serving.store.local import LocalStore
+from retrieval.store.local import LocalStore
 
 folder, pattern, bundle, trials = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 (path,) = (folder / "arrays").glob(pattern)

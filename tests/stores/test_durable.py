@@ -12,14 +12,14 @@ from threading import Event
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import folder, structure
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import check_record
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.record import value
-from retrieval.serving.store.view import BLOCK, Array, View
+from retrieval.store import folder, structure
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import check_record
+from retrieval.store.local import LocalStore
+from retrieval.store.record import value
+from retrieval.store.view import BLOCK, Array, View
 from stored import VECTORS, items
 
 

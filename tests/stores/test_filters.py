@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
-from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
-from retrieval.serving.store import masks
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.testing.small_bundles import WIDTH, opened
+from retrieval.store import masks
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.filters import Compare, Exists, In, matches, parse_filter
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+
+from retrieval_engines.testing.small_bundles import WIDTH, opened
 
 SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2.0**53, 2**53 + 1, 1e300, 5e-324, True, False, None]
 SCALARS += ["7", "shoe", "", "é💥"]

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import wire
 from limits import files_of_at_most
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.checking import restore
-from retrieval.serving.store import structure, upkeep
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
+from retrieval.index.checking import restore
+from retrieval.store import structure, upkeep
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import StructureChoice
 from stored import VECTORS, items
 
 HNSW = StructureChoice("hnsw")
@@ -174,7 +174,7 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
     with LocalStore(disk / "i") as store:
         store.upsert(items(range(1500)), bundle.sha256)
         wait(lambda: store.stats().details["structure"] == "hnsw")
-        with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
+        with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.store"):
             store.delete(numbered(range(500)))  # enough for a compaction
             wait(lambda: caplog.text.count("the disk is full") >= 3)
             assert "tried again in 0.08 seconds" in caplog.text

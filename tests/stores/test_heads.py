@@ -11,14 +11,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import read_manifest, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index import migrating
-from retrieval.serving.index.checking import check_index
-from retrieval.serving.index.index import Index, create_index
-from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.store import local
-from retrieval.serving.store.local import LocalStore
+from retrieval.index import migrating
+from retrieval.index.checking import check_index
+from retrieval.index.index import Index, create_index
+from retrieval.store import local
+from retrieval.store.local import LocalStore
 
 QUIET: dict[str, Any] = {"progress": False}
 COUNT = 60

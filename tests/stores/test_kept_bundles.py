@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from retrieval.base.files import cache_folder
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
-from retrieval.host.files import cache_folder
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import bundles
-from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
+from retrieval.store import bundles
+from retrieval.store.bundles import bundle_pieces, kept_bundle
 
 
 @pytest.fixture(autouse=True)

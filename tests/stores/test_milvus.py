@@ -9,16 +9,18 @@ import pytest
 import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
+from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client, Retries
 from retrieval.errors import ServerError
-from retrieval.plugin import stores, testing
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import parse_filter
-from retrieval.serving.store.testing.bench import item, normal, some
-from retrieval.serving.store.testing.small_bundles import opened
+from retrieval.plugin import stores
+from retrieval.store.filters import parse_filter
+
+from retrieval_engines import testing
+from retrieval_engines.testing.bench import item, normal, some
+from retrieval_engines.testing.small_bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
-from retrieval_milvus.place import MilvusPlace
+from retrieval_engines.milvus.place import MilvusPlace
 
 KILLS = int(os.environ.get("MILVUS_KILLS", "1"))
 """Number of kills of the server, 1 to 3; it needs 3 s to restart. The second kill follows a write,

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from retrieval.plugin import stores
-from retrieval.serving.store.place import store_place
-from retrieval.serving.store.testing.bench import some
-from retrieval.serving.store.testing.small_bundles import opened
+from retrieval.store.place import store_place
+
+from retrieval_engines.testing.bench import some
+from retrieval_engines.testing.small_bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from pymilvus import MilvusClient

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.index import open_index
-from retrieval.serving.store import structure
-from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
+from retrieval.index.index import open_index
+from retrieval.store import structure
+from retrieval.store.contract import widths_of
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import StructureChoice
 from stored import items
 
 KINDS: dict[str, Callable[[Path], None]] = {

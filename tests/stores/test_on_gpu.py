@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from retrieval.base.runtime import load_faiss
 from retrieval.errors import StoreError
-from retrieval.serving.index.faiss_backends import (
+from retrieval.store.faiss_backends import (
     Cagra,
     FaissBackend,
     Flat,
@@ -11,7 +12,6 @@ from retrieval.serving.index.faiss_backends import (
     gpus_found,
     on_the_gpu,
 )
-from retrieval.serving.runtime import load_faiss
 
 VECTORS = np.random.default_rng(0).normal(size=(1500, 16)).astype(np.float32)
 

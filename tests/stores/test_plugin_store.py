@@ -12,15 +12,16 @@ from typing import Any
 import httpx
 import pytest
 import retrieval
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
 from retrieval.host.scaffold import write_package
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.http import readiness
-from retrieval.serving.http.settings import Settings
-from retrieval.serving.index import adding
-from retrieval.serving.index.index import create_index
-from retrieval.serving.store.contract import StoreUnavailable
-from retrieval.serving.store.local import LocalStore
+from retrieval.index import adding
+from retrieval.index.index import create_index
+from retrieval.store.contract import StoreUnavailable
+from retrieval.store.local import LocalStore
+
+from retrieval_server import readiness
+from retrieval_server.settings import Settings
 
 Call = Callable[..., Any]
 

@@ -12,16 +12,18 @@ import pytest
 import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
-from retrieval.plugin import stores, testing
-from retrieval.serving.filters import parse_filter
-from retrieval.serving.store.testing.bench import item, some
-from retrieval.serving.store.testing.small_bundles import WIDTH, opened
+from retrieval.plugin import stores
+from retrieval.store.filters import parse_filter
+
+from retrieval_engines import RemotePlace, testing
+from retrieval_engines.testing.bench import item, some
+from retrieval_engines.testing.small_bundles import WIDTH, opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from qdrant_client import QdrantClient
 
-from retrieval_qdrant.place import QdrantPlace
-from retrieval_qdrant.store import QdrantStore
+from retrieval_engines.qdrant.place import QdrantPlace
+from retrieval_engines.qdrant.store import QdrantStore
 
 NEXT = opened(seed=1, width=WIDTH + 5)
 
@@ -46,7 +48,7 @@ class Memory:
 MEMORY: Any = Memory()
 
 
-class InProcess(stores.RemotePlace):
+class InProcess(RemotePlace):
     """An index in Qdrant's in-process mode."""
 
     def store(self):

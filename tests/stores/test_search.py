@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from retrieval.errors import StoreError
-from retrieval.serving.store import search
-from retrieval.serving.store.search import Companion, nearest
+from retrieval.store import search
+from retrieval.store.search import Companion, nearest
 
 Array = Any
 

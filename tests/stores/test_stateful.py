@@ -16,12 +16,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import matches, parse_filter
-from retrieval.serving.index.index import Index
-from retrieval.serving.store import masks, upkeep
-from retrieval.serving.store.contract import (
+from retrieval.index.index import Index
+from retrieval.store import masks, upkeep
+from retrieval.store.contract import (
     FEATURES,
     VECTOR,
     Generation,
@@ -29,10 +28,12 @@ from retrieval.serving.store.contract import (
     Superseded,
     widths_of,
 )
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.items import served_of
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.testing import make_bundle
+from retrieval.store.filters import matches, parse_filter
+from retrieval.store.folder import create_local
+from retrieval.store.items import served_of
+from retrieval.store.local import LocalStore
+
+from retrieval_engines.testing import make_bundle
 
 NUMBERS, K = 8, 6
 FILTERS = ["price < 3", "label = 'a' or price = 7", "not exists(label)"]

@@ -8,16 +8,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import wire
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import PluginError, StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.faiss_backends import Hnsw
-from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.store import masks, structure, upkeep
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.record import ask
-from retrieval.serving.store.structure import StructureChoice
+from retrieval.index.index import Index, open_index
+from retrieval.store import masks, structure, upkeep
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.faiss_backends import Hnsw
+from retrieval.store.folder import create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.record import ask
+from retrieval.store.structure import StructureChoice
 
 COUNT = 6_000
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.serving.filters import Filter
-from retrieval.serving.store.address import Address
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.local import LocalPlace, LocalStore
-from retrieval.serving.store.testing import StoreSuite
+from retrieval.store.address import Address
+from retrieval.store.contract import Item
+from retrieval.store.filters import Filter
+from retrieval.store.local import LocalPlace, LocalStore
+
+from retrieval_engines.testing import StoreSuite
 
 
 class Forgets(LocalStore):

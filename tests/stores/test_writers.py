@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.store import local, record, upkeep
-from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
-from retrieval.serving.store.folder import check_record, create_local
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import StructureChoice
-from retrieval.serving.store.upkeep import Claim
-from retrieval.serving.store.view import Array
+from retrieval.store import local, record, upkeep
+from retrieval.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.store.folder import check_record, create_local
+from retrieval.store.local import LocalStore
+from retrieval.store.structure import StructureChoice
+from retrieval.store.upkeep import Claim
+from retrieval.store.view import Array
 from stored import VECTORS, items, write
 
 
@@ -255,9 +255,9 @@ FORKED = """
 import os, signal, sys, traceback
 import numpy as np
 from pathlib import Path
-from retrieval.serving.store import structure
-from retrieval.serving.store.contract import Item
-from retrieval.serving.store.local import LocalStore
+from retrieval.store import structure
+from retrieval.store.contract import Item
+from retrieval.store.local import LocalStore
 
 structure.MIN_ROWS = 1000
 vectors = np.random.default_rng(0).normal(size=(25_000, 16)).astype(np.float32)
@@ -304,7 +304,7 @@ BUSY = """
 import os, sys, threading
 from pathlib import Path
 from retrieval.errors import StoreError
-from retrieval.serving.store.local import LocalStore
+from retrieval.store.local import LocalStore
 
 store = LocalStore(Path(sys.argv[1]), upkeep=False)
 inside, go = threading.Event(), threading.Event()

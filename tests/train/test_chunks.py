@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_run import export
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
-from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor

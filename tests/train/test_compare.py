@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from comparing import LOSSES, RECIPE, go
 from refusals import refusal
+from retrieval.base.progress import Meter
 from retrieval.errors import DataError, Interrupted, MissingDependency
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.allow import ALLOW
@@ -31,7 +32,6 @@ from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.serving.progress import Meter
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.bundle.bundle import Bundle
 from retrieval.data.encode import encode
 from retrieval.errors import BundleError, DataError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
 from retrieval.run.open import Run
-from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 from trained_weights import digit_photos, fit, log, ran, summary
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RecipeError
 from retrieval.export.export_run import export
 from retrieval.host.plugins import create
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
-from retrieval.serving.bundle import Bundle
 from retrieval.training.check import run_one_batch
 from retrieval.training.groups import exempt_names, stages
 from retrieval.training.process import make_accelerator

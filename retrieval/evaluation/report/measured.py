@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import Relevance, query_values
 from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
-from retrieval.host.arrays import Bools, Floats64, Ints
 from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
 

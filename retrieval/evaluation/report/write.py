@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
+from retrieval.base.files import write_text
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Meter, Progress, shown
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed, valid_text
 from retrieval.evaluation.evaluation import metric_title
@@ -32,14 +35,11 @@ from retrieval.evaluation.report.measured import (
     thresholds,
 )
 from retrieval.evaluation.verification import roc_curve
-from retrieval.host.files import write_text
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.run.resume import flat
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
 THUMBNAILS = 800

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from retrieval.base.locks import hold
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Meter, Progress, shown
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.host.main_script import exit_if_imported
 from retrieval.recipe.read import Recipe
-from retrieval.serving.files.locks import hold
-from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, recipe_of
 from retrieval.training.comparison.result import Comparison, Contestant

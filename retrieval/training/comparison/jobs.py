@@ -11,14 +11,15 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
+from retrieval.base.arrays import Ints
+from retrieval.base.files import write_json
+from retrieval.base.progress import showing
 from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.allow import answering
-from retrieval.host.arrays import Ints
-from retrieval.host.files import write_json
 from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe, read_table
@@ -28,7 +29,6 @@ from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run
 from retrieval.run.resume import changed_plugins
-from retrieval.serving.progress import showing
 from retrieval.training.comparison.plan import PRIMARY, saved
 from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from retrieval.base.files import write_json
+from retrieval.base.places import StrPath
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
-from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Tables
 from retrieval.run.folder import absolute_paths, is_run, record
 from retrieval.run.open import Run
-from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
 Content = TypeVar("Content")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.host.tables import html_table
+from retrieval.base.tables import html_table
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, Plan
 from retrieval.training.comparison.search import Search, agreement

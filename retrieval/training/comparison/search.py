@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from retrieval.base.files import write_json
 from retrieval.errors import DataError
-from retrieval.host.files import write_json
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space

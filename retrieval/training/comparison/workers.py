@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from retrieval.base.cores import cores
+from retrieval.base.progress import Meter
+from retrieval.base.runtime import quiet_threads
+from retrieval.base.version import installed_version
 from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
-from retrieval.host.cores import cores
 from retrieval.host.main_script import refuse_unguarded
-from retrieval.host.version import installed_version
-from retrieval.serving.progress import Meter
-from retrieval.serving.runtime import quiet_threads
 from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
 
 MOST_CORES = 4

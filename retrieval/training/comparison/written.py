@@ -10,11 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from retrieval.base.csv_table import csv_text
+from retrieval.base.files import write_json, write_text
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.host.files import write_json, write_text
 from retrieval.host.values import toml_value
-from retrieval.serving.files.csv_table import csv_text
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import Mean, number, probability
 

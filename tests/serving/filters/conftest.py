@@ -3,7 +3,7 @@ from typing import Any
 
 import apsw
 import pytest
-from retrieval.serving.filters import Filter, metadata_text, to_sql
+from retrieval.store.filters import Filter, metadata_text, to_sql
 
 TABLE = "create table items (id text primary key, label text, metadata text not null) strict"
 

@@ -8,7 +8,7 @@ import pytest
 from filter_strategies import FILTERS, ITEM, JSON, NAMES
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from retrieval.errors import DataError
-from retrieval.serving.filters import (
+from retrieval.store.filters import (
     And,
     Compare,
     Exists,

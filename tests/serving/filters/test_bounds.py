@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from retrieval.errors import DataError
-from retrieval.serving.filters import (
+from retrieval.store.filters import (
     And,
     Compare,
     Filter,

@@ -1,0 +1,17 @@
+"""Stores on engines beside the index: Milvus and Qdrant, and what another engine's store needs.
+
+`RemotePlace` and `RemoteStore` are the base of both. A store for another engine subclasses them;
+`retrieval_engines.testing` has the test suite that every store must pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from retrieval.base.lazy import lazy_names
+
+if TYPE_CHECKING:  # `lazy_names` reads this list
+    from retrieval_engines.remote import RemotePlace as RemotePlace, RemoteStore as RemoteStore
+    from retrieval_engines.rows import Row as Row
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,233 @@
+"""A store in Qdrant: one point per item, with named vectors per sub-space and a payload."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from qdrant_client import QdrantClient, models
+from qdrant_client.http.exceptions import (
+    ApiException,
+    ResponseHandlingException,
+    UnexpectedResponse,
+)
+from retrieval.plugin import stores
+
+from retrieval_engines.remote import RemoteStore
+from retrieval_engines.rows import Row
+
+Floats = NDArray[np.float32]
+Generation = stores.Generation
+
+Conditions = Sequence[Any]
+
+BATCH_BYTES = 8 << 20  # size of a request that writes points
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+EXACT = 1 << 53  # float64 represents smaller integers exactly
+PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
+NOTES = str(uuid.UUID(int=0))  # id of the point that holds the notes
+RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
+
+
+def point_of(text: str) -> str:
+    """Return an item's point id: the first 128 bits of the SHA-256 of its id.
+
+    `_page` lists items in the order of their point ids.
+    """
+    return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
+
+
+class QdrantStore(RemoteStore):
+    """A store in Qdrant."""
+
+    engine, errors = "Qdrant", (ApiException, ValueError)
+    separator = "~"
+
+    def __init__(
+        self,
+        client: QdrantClient,
+        address: str,
+        name: str,
+        timeout: float = 30.0,
+        exact: bool = True,
+    ) -> None:
+        super().__init__(address, name)
+        self._client, self.timeout = client, timeout
+        self._search_params = models.SearchParams(exact=True) if exact else None
+
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        status = error.status_code if isinstance(error, UnexpectedResponse) else 503
+        away = (
+            isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
+        )
+        return away, f"{text}." + " Try again in a moment." * away
+
+    # Collections
+
+    def _alias(self) -> str | None:
+        aliases = self._ask(self._client.get_aliases).aliases
+        return next(
+            (alias.collection_name for alias in aliases if alias.alias_name == self.name), None
+        )
+
+    def _point(self, number: int | None) -> None:
+        if number is None:
+            gone = models.DeleteAlias(alias_name=self.name)
+            moves: list[Any] = [models.DeleteAliasOperation(delete_alias=gone)]
+        else:
+            named = models.CreateAlias(
+                collection_name=self.collection(number), alias_name=self.name
+            )
+            moves = [models.CreateAliasOperation(create_alias=named)]
+        self._ask(self._client.update_collection_aliases, moves)
+
+    def _make(self, generation: Generation) -> None:
+        vectors = {
+            f"v{space}": models.VectorParams(size=stop - start, distance=models.Distance.EUCLID)
+            for space, (start, stop) in enumerate(generation.spans)
+        }
+        name = self.collection(generation.number)
+        self._remove(name)
+        self._ask(self._client.create_collection, name, vectors_config=vectors)
+        if not generation.number:
+            self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
+
+    def _remove(self, prefix: str) -> None:
+        for collection in self._ask(self._client.get_collections).collections:
+            if collection.name.startswith(prefix):
+                self._ask(self._client.delete_collection, collection.name)
+
+    # The register: the payload of one point of collection 0 has the notes of the index.
+
+    def _note(self, notes: Mapping[str, Any]) -> None:
+        payload = dict(notes)
+        self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
+
+    def _notes(self) -> dict[str, Any]:
+        for register in self._retrieve(0, [NOTES]):
+            return dict(register.payload or {})
+        raise self._lost()
+
+    # Items
+
+    def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
+        self._ask(self._client.upsert, self.collection(number), points, wait=True)
+
+    def _retrieve(
+        self, number: int, points: Sequence[str], arrays: bool = False
+    ) -> list[models.Record]:
+        if not points:
+            return []
+        records: list[models.Record] = self._ask(
+            self._client.retrieve,
+            self.collection(number),
+            points,
+            with_payload=True if arrays else PLAIN,
+            with_vectors=arrays,
+            consistency=models.ReadConsistencyType.ALL,
+        )
+        return records
+
+    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+        for batch in Row.batches(rows, generation, BATCH_BYTES, 20):
+            points = []
+            for payload, vectors in batch:
+                named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
+                points.append(
+                    models.PointStruct(id=point_of(payload["id"]), vector=named, payload=payload)
+                )
+            self._upsert(generation.number, points)
+
+    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
+        points = [point_of(id) for id in ids]
+        self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
+
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
+        return [
+            _row(point)
+            for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)
+        ]
+
+    def _page(
+        self, generation: Generation, conditions: Conditions, after: str | None, limit: int
+    ) -> list[Row]:
+        start = None if after is None else point_of(after)
+        points, _ = self._ask(
+            self._client.scroll,
+            self.collection(generation.number),
+            models.Filter(must=list(conditions)),
+            offset=start,  # Qdrant includes this point, if it exists
+            limit=limit + 1,
+            with_payload=PLAIN,
+            consistency=models.ReadConsistencyType.ALL,
+        )
+        return [_row(point) for point in points if point.id != start][:limit]
+
+    def _count(self, generation: Generation, conditions: Conditions) -> int:
+        name, chosen = self.collection(generation.number), models.Filter(must=list(conditions))
+        return int(self._ask(self._client.count, name, chosen, exact=True).count)
+
+    def _nearest(
+        self,
+        generation: Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        conditions: Conditions,
+    ) -> list[list[str]]:
+        requests = [
+            models.QueryRequest(
+                query=query.tolist(),
+                using=f"v{space}",
+                filter=models.Filter(must=list(conditions)),
+                limit=count,
+                params=self._search_params,
+                with_payload=["id"],
+            )
+            for query in queries
+        ]
+        answers = self._ask(
+            self._client.query_batch_points,
+            self.collection(generation.number),
+            requests,
+            consistency=models.ReadConsistencyType.ALL,
+        )
+        return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
+
+    def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
+        """Return one Qdrant filter that joins conditions.
+
+        It is built from objects, not parsed from text, so no value can act as a condition.
+        """
+        kind = {"and": "must", "or": "should", "not": "must_not"}[joint]
+        return models.Filter.model_validate({kind: list(parts)})
+
+    def _condition(
+        self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
+    ) -> models.Condition | None:
+        if field == "id":
+            points = [point_of(value) for value in values if isinstance(value, str)]
+            return models.HasIdCondition(has_id=points) if op == "=" else None
+        names = [field] if isinstance(field, str) else ["metadata", *field]
+        key = ".".join(f'"{name}"' for name in names)
+        conditions = [_compared(key, op, value) for value in values]
+        return None if None in conditions else self._combined("or", conditions)
+
+
+def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
+    if op == "=" and isinstance(value, bool | str):
+        return models.FieldCondition(key=key, match=models.MatchValue(value=value))
+    if value is None or isinstance(value, str) or abs(value) >= EXACT:
+        return None
+    bounds = {"gte": value, "lte": value} if op == "=" else {RANGES[op]: value}
+    return models.FieldCondition(key=key, range=models.Range(**bounds))
+
+
+def _row(point: models.Record) -> Row:
+    vectors: Any = point.vector if isinstance(point.vector, dict) else {}
+    return Row.joined(point.payload or {}, vectors.get("v0"))

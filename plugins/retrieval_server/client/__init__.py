@@ -1,0 +1,1 @@
+"""Clients of the server, as `retrieval.client`."""

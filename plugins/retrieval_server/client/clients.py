@@ -1,0 +1,371 @@
+"""`AsyncClient` for asyncio, and the blocking `Client`, which runs an `AsyncClient` in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
+
+from retrieval.errors import DataError
+
+from retrieval_server.client import answers
+from retrieval_server.client.bodies import (
+    NewItem,
+    dumps,
+    form_of,
+    id_parameter,
+    json_of,
+    numbers_of,
+    texts_of,
+    without_none,
+)
+from retrieval_server.client.push import Push, PushReport
+from retrieval_server.client.sending import Sender
+
+if TYPE_CHECKING:
+    from retrieval_server.client.bodies import Image
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Filter = str | Mapping[str, Any]
+"""A filter of items as text or JSON: `"price < 20"` or `{"price": {"<": 20}}`."""
+
+
+class SearchOptions(TypedDict, total=False):
+    """Options of a search; docs/http.md describes them."""
+
+    k: int
+    filter: Filter | None
+    candidates: int | None
+    fields: Sequence[str] | None
+    explain: bool
+
+
+class AsyncClient(Sender):
+    """Asynchronous client of a search server.
+
+    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3 or 4).
+    Every method may raise `DataError` for an invalid argument, and `ServerError` if the server
+    refuses the request, fails or cannot be reached.
+
+    Args:
+        url: address of the server, such as "https://search.example.com".
+        key: API key, if the server requires one.
+        index: name of the index, if the server has several.
+        timeout: seconds to wait for a connection or for the next bytes.
+        retries: how failed requests are repeated. `None` means `Retries()`.
+        verify: TLS verification: True, False or an `ssl.SSLContext`.
+
+    Raises:
+        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
+    """
+
+    async def search(
+        self,
+        image: Image | None = None,
+        *,
+        vector: Iterable[float] | None = None,
+        id: str | None = None,
+        **options: Unpack[SearchOptions],
+    ) -> answers.SearchAnswer:
+        """Search for the items nearest to an image, a vector or an item of the index.
+
+        Give one of `image`, `vector` and `id`.
+
+        Args:
+            image: query image.
+            vector: query vector, as wide as the index's vectors.
+            id: id of an item of the index; the item itself is left out of the results.
+            options: `k`, `filter`, `candidates`, `fields` (of the metadata) and `explain`.
+        """
+        if sum(target is not None for target in (image, vector, id)) != 1:
+            raise DataError("Search for exactly one of an image, a vector and an id.")
+        if image is not None:
+            content = await form_of([image], texts_of(**options))
+        else:
+            query = without_none(id=id, vector=numbers_of(vector))
+            content = json_of({**query, **options})
+        return await self._send("POST", "/search", answers.SearchAnswer, **content)
+
+    async def search_batch(
+        self,
+        images: Iterable[Image] = (),
+        *,
+        vectors: Iterable[Iterable[float]] = (),
+        ids: Iterable[str] = (),
+        **options: Unpack[SearchOptions],
+    ) -> answers.BatchAnswer:
+        """Search for the items nearest to several images, vectors or items in one request."""
+        files, named = list(images), [{"id": id} for id in ids]
+        queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
+        if sum(map(bool, (files, queries, named))) != 1:
+            raise DataError("A batch takes a non-empty list of images, of vectors or of ids.")
+        if files:
+            content = await form_of(files, texts_of(**options))
+        else:
+            content = json_of({"queries": queries or named, **options})
+        return await self._send("POST", "/search/batch", answers.BatchAnswer, **content)
+
+    async def put(
+        self,
+        id: str,
+        image: Image | None = None,
+        *,
+        vector: Iterable[float] | None = None,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        keep: str | None = None,
+    ) -> answers.PutAnswer:
+        """Add an item, or replace as a whole the item with the same id.
+
+        Args:
+            id: id of the item.
+            image: image that the server embeds.
+            vector: vector as wide as the index's, instead of an image.
+            label: class label.
+            metadata: a JSON object.
+            keep: the part of the image that the index keeps: "copy" (the default), "thumbnail" or
+                "nothing".
+        """
+        if (image is None) == (vector is None):
+            raise DataError(
+                "An item takes an image or a vector, not both; `patch` changes its label or"
+                " metadata."
+            )
+        if image is not None:
+            content = await form_of([image], texts_of(label=label, metadata=metadata, keep=keep))
+        elif keep is not None:
+            raise DataError("`keep` is about an item's image, but this item has a vector.")
+        else:
+            fields = without_none(vector=numbers_of(vector), label=label, metadata=metadata)
+            content = json_of(fields)
+        return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
+
+    async def patch(
+        self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> answers.PutAnswer:
+        """Change an item's label, or some of its metadata.
+
+        `None` leaves the label or all metadata as they are. Entries of `metadata` are merged into
+        those of the item (RFC 7396); an entry that is `None` is removed.
+        """
+        content = json_of(without_none(label=label, metadata=metadata))
+        return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
+
+    async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
+        """Add or replace several items in one atomic request.
+
+        Args:
+            items: the items, no more than the index's limit `batch`; all have an image or all have
+                a vector.
+        """
+        items = list(items)
+        images = [item.image for item in items if item.image is not None]
+        vectors = [item.vector for item in items if item.vector is not None]
+        if not items or {len(images), len(vectors)} != {0, len(items)}:
+            raise DataError(
+                "Pass at least one item. The items of one request have either an image each or a"
+                " vector each."
+            )
+        described = [item.json() for item in items]
+        if images:
+            content = await form_of(images, {"items": dumps(described)})
+        else:
+            content = json_of({"items": described})
+        return await self._send("POST", "/items", answers.AddAnswer, **content)
+
+    async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
+        """Return an item, optionally with its vector."""
+        options = {"vector": "true"} if vector else {}
+        return await self._send("GET", "/item", answers.ItemAnswer, **id_parameter(id, **options))
+
+    async def items(
+        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+    ) -> AsyncIterator[answers.ItemAnswer]:
+        """Iterate over all items, or those that match `filter`, by id and in pages of `page`."""
+        cursor: str | None = None
+        while True:
+            reply = await self._page(filter, fields, page, cursor)
+            for item in reply.items:
+                yield item
+            if (cursor := reply.cursor) is None:
+                return
+
+    async def _page(
+        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
+    ) -> answers.Page:
+        options = texts_of(filter=filter, fields=fields, limit=limit, cursor=cursor)
+        return await self._send("GET", "/items", answers.Page, params=options)
+
+    async def delete(self, id: str) -> None:
+        """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
+        await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
+
+    async def delete_items(self, filter: Filter) -> int:
+        """Delete all items that match `filter`, and return their number.
+
+        A failed request is not repeated, because it might have deleted some items already.
+        """
+        content = json_of({"filter": filter})
+        done = await self._send("POST", "/delete", answers.Deleted, repeats=False, **content)
+        return done.deleted
+
+    async def image(self, id: str) -> bytes:
+        """Return an item's original, or a PNG of it if browsers cannot show its format."""
+        return await self._send("GET", "/item/image", bytes, **id_parameter(id))
+
+    async def thumbnail(self, id: str) -> bytes:
+        """Return a JPEG of an item's original, at most 256 pixels wide and high."""
+        return await self._send("GET", "/item/thumbnail", bytes, **id_parameter(id))
+
+    async def index(self) -> answers.IndexAnswer:
+        """Return the description of the index."""
+        return await self._send("GET", "/index", answers.IndexAnswer)
+
+    async def snapshot(self, *, seconds: float = 3600.0) -> str:
+        """Make the server write a snapshot, wait for it and return its name."""
+        options: dict[str, Any] = {"repeats": False, "seconds": seconds}
+        return (await self._send("POST", "/snapshots", answers.Snapshot, **options)).snapshot
+
+    async def push(
+        self,
+        folder: str | Path,
+        *,
+        connections: int = 4,
+        batch_size: int = 16,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PushReport:
+        """Upload the images of a folder and return a report.
+
+        An item's id is its path relative to the folder, and its label is the first folder in this
+        path. An image is not sent if the item with its id has the same SHA-256, so an interrupted
+        push can be resumed. The report lists the files that could not be added.
+
+        Args:
+            folder: folder of images, which is searched recursively except for hidden folders.
+            connections: number of concurrent requests; each holds one batch in memory.
+            batch_size: maximum number of images per request; the server may have a lower limit.
+            progress: called after each batch with the numbers of images done and in total.
+        """
+        return await Push(self, Path(folder), batch_size, progress).run(connections)
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return a blocking method of `Client` for a method of `AsyncClient`."""
+
+    def wait(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._run(method(self._client, *args, **named))
+
+    functools.update_wrapper(wait, method)
+    return wait
+
+
+class Client:
+    """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
+
+    Requests run in an event loop in a background thread.
+
+    Args:
+        url: address of the server, such as "https://search.example.com".
+        settings: `key`, `index`, `timeout`, `retries` and `verify` of `AsyncClient`.
+
+    Raises:
+        DataError: an argument is invalid.
+    """
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        self._client = AsyncClient(url, **settings)
+        self._process, self._closed = os.getpid(), False
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, _stop, self._loop)
+        threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, and end the thread; requests of other threads fail."""
+        closed, self._closed = self._closed, True
+        if not closed and self._process == os.getpid():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            _stop(self._loop)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.close()
+
+    search = _blocking(AsyncClient.search)
+    search_batch = _blocking(AsyncClient.search_batch)
+    put = _blocking(AsyncClient.put)
+    patch = _blocking(AsyncClient.patch)
+    add = _blocking(AsyncClient.add)
+    get = _blocking(AsyncClient.get)
+    delete = _blocking(AsyncClient.delete)
+    push = _blocking(AsyncClient.push)
+    delete_items = _blocking(AsyncClient.delete_items)
+    image = _blocking(AsyncClient.image)
+    thumbnail = _blocking(AsyncClient.thumbnail)
+    index = _blocking(AsyncClient.index)
+    snapshot = _blocking(AsyncClient.snapshot)
+
+    def items(
+        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+    ) -> Iterator[answers.ItemAnswer]:
+        """Iterate over the items; see `AsyncClient.items`."""
+        cursor: str | None = None
+        while True:
+            reply = self._run(self._client._page(filter, fields, page, cursor))
+            yield from reply.items
+            if (cursor := reply.cursor) is None:
+                return
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
+        if self._closed or self._process != os.getpid():
+            work.close()
+            why = "is closed" if self._closed else "belongs to the process before the fork"
+            raise DataError(f"The client {why}. Create a new client.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise DataError("The client was closed during the request.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # the loop has ended already
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

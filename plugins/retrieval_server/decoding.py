@@ -1,0 +1,315 @@
+"""Decode untrusted images in processes with a deadline and a memory limit.
+
+An image may make its decoder hang, crash or exhaust memory. In that case, one process is lost, and
+the sender of the image gets an error. An image may even take control of its decoder, so the server
+validates every answer of a decoder process and never unpickles an answer.
+
+Each decoding thread talks to one process over a pair of sockets. Two alternatives were measured:
+with a small image, the pool of the library pebble took twice as long as the search; with a photo,
+multiprocessing's pipes took 0.1 ms more.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+from retrieval.base.arrays import Pixels
+from retrieval.base.memory import return_large_blocks
+from retrieval.errors import DataError
+from retrieval.images.images import (
+    Limits,
+    Preprocessing,
+    can_open,
+    decode,
+    full_size,
+    thumbnail,
+    to_png,
+)
+
+SECONDS = 5.0
+"""Default time limit for one image."""
+_STARTING_SECONDS = 60.0
+_KEPT_BYTES = 8_000_000
+"""Largest freed memory blocks that a process keeps for its next image."""
+_ATTEMPTS = 2
+_ENDING_SECONDS = 1.0
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that the system or a person has ended."""
+_LONGEST_SENTENCE = 4096  # characters
+_ANSWER = struct.Struct("<?III")
+"""Header of an answer: whether the image was decoded, width, height, and number of bytes after it.
+
+The bytes are pixels, a file or an error message.
+"""
+
+Kind = Literal["pixels", "png", "thumbnail"]
+Job = tuple[Kind, bytes, Preprocessing | None, str]
+"""Kind, an image file's content, its preprocessing for "pixels", and its name in messages."""
+
+
+class Decoded(NamedTuple):
+    """One decoded image.
+
+    Attributes:
+        pixels: pixels (C, H, W), uint8, from `Preprocessing`.
+        width: width of the image before preprocessing, after its EXIF rotation.
+        height: height of the image, likewise.
+    """
+
+    pixels: Pixels
+    width: int
+    height: int
+
+
+class Undecodable(Exception):
+    """Raised if no decoder process can be started, or if others kill it."""
+
+
+class Decoders:
+    """A pool of decoder processes, one per thread that decodes at the same time.
+
+    Args:
+        limits: limits on the images to decode.
+        seconds: time limit for one image.
+    """
+
+    def __init__(self, limits: Limits | None = None, seconds: float = SECONDS) -> None:
+        self.limits, self.seconds = limits or Limits(), seconds
+        self._lock, self._closed = threading.Lock(), False
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        # The first process is started now, so that the first image need not wait. If this fails,
+        # decoding the first image reports it.
+        with suppress(Undecodable):
+            self._idle.append(self._start())
+
+    def decode(
+        self,
+        kind: Kind,
+        content: bytes,
+        preprocessing: Preprocessing | None = None,
+        name: str = "the file",
+    ) -> Any:
+        """Decode an image in another process and wait for it.
+
+        Args:
+            kind: "pixels" returns `Decoded`; "png" and "thumbnail" (a small JPEG) return bytes.
+            content: content of the image's file.
+            preprocessing: preprocessing, for kind "pixels".
+            name: name of the image in error messages.
+
+        Raises:
+            DataError: the image cannot be decoded.
+            Undecodable: no process can be started, or others kill it.
+        """
+        if preprocessing is None:
+            # A PNG has up to four channels, and may keep the image's profile of sRGB.
+            longest = 5 * self.limits.pixels + len(content)
+        else:
+            longest = math.prod(preprocessing.shape)
+        longest = max(longest, 4 * _LONGEST_SENTENCE)  # UTF-8 has up to 4 bytes per character
+        for _ in range(_ATTEMPTS):
+            worker = self._take()
+            try:
+                result = worker.ask((kind, content, preprocessing, name), longest)
+            except (OSError, EOFError, ValueError) as fault:
+                if not isinstance(fault, TimeoutError | ValueError):
+                    worker.process.join(_ENDING_SECONDS)  # so that the system has its exit code
+                killed = worker.process.exitcode in _KILLED  # before `_end` kills it
+                self._end(worker)
+                if killed:
+                    continue  # the image may be sound
+                reason = "cannot be decoded: it crashes its decoder"
+                if isinstance(fault, TimeoutError):
+                    reason = f"takes longer than {self.seconds:g} seconds to decode"
+                raise DataError(f"{name} {reason}. Save it as a plain PNG or JPEG.") from None
+            with self._lock:
+                self._idle.append(worker)  # on top, because the next image profits from warm caches
+            if isinstance(result, str):
+                raise DataError(result)
+            return result
+        raise Undecodable("Two decoder processes were killed, perhaps because memory was short.")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running processes."""
+        with self._lock:
+            pids = [worker.process.pid for worker in self._workers]
+        return [pid for pid in pids if pid is not None]
+
+    def close(self) -> None:
+        """Kill every process, even if it is decoding."""
+        self._closed = True
+        with self._lock:
+            workers = list(self._workers)
+        for worker in workers:
+            self._end(worker)
+
+    def _take(self) -> _Worker:
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None:
+                return self._start()
+            if worker.process.is_alive():
+                return worker
+            self._end(worker)  # it was killed while idle
+
+    def _start(self) -> _Worker:
+        if self._closed:
+            raise Undecodable("The server is stopping.")
+        try:
+            worker = _Worker(self.limits, self.seconds)
+        except (OSError, EOFError) as error:
+            advice = ""
+            if "path too long" in str(error):
+                advice = " Set TMPDIR to a shorter folder."
+            elif not os.access(sys.executable, os.X_OK):
+                advice = f" This user may not run {sys.executable}."
+            raise Undecodable(f"A decoder process does not start: {error}.{advice}") from error
+        with self._lock:
+            self._workers.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+
+
+class _Worker:
+    """One decoder process and the socket to it."""
+
+    def __init__(self, limits: Limits, seconds: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # A process starts in milliseconds if it is forked from one that has loaded this module.
+        context.set_forkserver_preload([__name__])
+        self.pipe, theirs = socket.socketpair()
+        self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
+        _start_without_main(self.process)
+        theirs.close()
+        try:
+            self._read(1, _STARTING_SECONDS)
+        except (OSError, EOFError):
+            self.process.kill()
+            self.pipe.close()
+            raise OSError("it does not answer") from None
+        self._seconds = seconds
+
+    def __del__(self) -> None:
+        # The process ends when its socket closes.
+        if hasattr(self, "pipe"):
+            self.pipe.close()
+
+    def ask(self, job: Job, longest: int) -> Decoded | bytes | str:
+        """Send a job and return pixels, a file's bytes, or, as text, an error message.
+
+        Raises:
+            TimeoutError: the process takes too long.
+            OSError, EOFError: the process has ended.
+            ValueError: the answer has more than `longest` bytes, or a wrong number of pixels.
+        """
+        self.pipe.settimeout(self._seconds)
+        self.pipe.sendall(pickle.dumps(job, 5))
+        decoded, width, height, size = _ANSWER.unpack(self._read(_ANSWER.size, self._seconds))
+        if size > longest:
+            raise ValueError
+        answer = self._read(size, self._seconds)
+        if not decoded:
+            text = answer.decode("utf-8", "replace")[:_LONGEST_SENTENCE]
+            return "".join(sign if sign.isprintable() else " " for sign in text)
+        if (preprocessing := job[2]) is None:
+            return bytes(answer)
+        pixels = np.frombuffer(answer, np.uint8).reshape(preprocessing.shape)
+        return Decoded(pixels, width, height)
+
+    def _read(self, size: int, seconds: float) -> bytearray:
+        """Return the next `size` bytes; raises the same errors as `ask`."""
+        end, content, start = monotonic() + seconds, bytearray(size), 0
+        with memoryview(content) as rest:
+            while start < size:
+                self.pipe.settimeout(max(0.001, end - monotonic()))
+                count = self.pipe.recv_into(rest[start:])
+                if not count:
+                    raise EOFError
+                start += count
+        return content
+
+
+_MAIN_LOCK = threading.Lock()
+
+
+def _start_without_main(process: Any) -> None:
+    """Start a process that, unlike multiprocessing's default, does not import the main script."""
+    with _MAIN_LOCK:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+def _serve(pipe: socket.socket, limits: Limits) -> None:
+    """Decode images until the socket closes; runs in the decoder process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    return_large_blocks(_KEPT_BYTES)
+    Image.init()  # loads all decoders before memory is limited
+    can_open("AVIF"), can_open("HEIF")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # discard what libraries print about hostile files
+        os.dup2(nowhere, stream)
+    _confine(limits.memory)
+    with suppress(EOFError, OSError), pipe.makefile("rb") as jobs:
+        pipe.sendall(b"\0")  # ready
+        while True:
+            pipe.sendall(_answer(limits, pickle.load(jobs)))
+
+
+def _answer(limits: Limits, job: Job) -> bytes:
+    """Return the answer to one job in the format that `_Worker.ask` reads."""
+    kind, content, preprocessing, name = job
+    try:
+        if kind == "pixels":
+            assert preprocessing is not None
+            image = decode(content, limits, name)
+            pixels = preprocessing(image)
+            return b"".join((_ANSWER.pack(True, *full_size(image), pixels.nbytes), pixels.data))
+        # Stored items may have larger files than the limit on uploads allows.
+        image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
+        file = to_png(image) if kind == "png" else thumbnail(image)
+        return _ANSWER.pack(True, *image.size, len(file)) + file
+    except DataError as error:
+        sentence = str(error)
+    except MemoryError:
+        memory = "more memory for decoding than the server allows"
+        sentence = f"{name} needs {memory}. Save it smaller."
+    text = sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
+    return _ANSWER.pack(False, 0, 0, len(text)) + text
+
+
+def _confine(memory: int) -> None:
+    """Limit this process's memory to `memory` bytes more than it uses now."""
+    with suppress(OSError, StopIteration):  # macOS has no /proc
+        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
+        resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))

@@ -1,0 +1,566 @@
+"""Read and validate the bodies and URL parameters of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from retrieval.base.arrays import Floats64
+from retrieval.base.memory import give_back
+from retrieval.base.strict_json import strict_loads
+from retrieval.errors import DataError
+from retrieval.store.filters import Filter, as_filter
+from starlette.requests import Request
+
+from retrieval_server.problems import RequestError, busy
+from retrieval_server.settings import (
+    BODY_MEMORY,
+    BODY_SECONDS,
+    JSON_BATCH_VALUES,
+    JSON_VALUES,
+)
+
+MAX_K = 1000
+MAX_CANDIDATES = 10_000
+MAX_PAGE = 1000
+MAX_FIELDS = 100
+MAX_CONDITIONS, MAX_VALUES = 100, 1000
+
+Kind = Literal["form", "json", "image"]
+_KINDS: Mapping[str, Kind] = {
+    "multipart/form-data": "form",
+    "application/json": "json",
+    "image/*": "image",
+    "application/octet-stream": "image",
+}
+
+_FORM_BYTES_BESIDES_IMAGES = 65_536
+_HEADER_LINES_PER_PART = 16
+_RELEASED_BYTES_BEFORE_TRIM = 16_000_000
+_DISCARDED_LIMITS = 4
+"""The rest of a body that is too large is read and discarded, up to this many times the limit.
+
+Many clients read the error response only after they have sent the whole body.
+"""
+
+
+T = TypeVar("T")
+# The first fault ends the reading of a list: an error an element would fill the memory.
+List = Annotated[list[T], Field(fail_fast=True)]
+Vector = Annotated[List[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
+ItemId = Annotated[str, Field(min_length=1, max_length=1000)]
+FilterForm = Annotated[str | dict[str, Any] | None, Field(description="text or an object")]
+Names = Annotated[
+    List[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
+]
+Label = Annotated[str | None, Field(description="text, or null for none")]
+Keep = Literal["copy", "thumbnail", "nothing"]
+
+_VECTOR = "a list of finite numbers"
+
+
+class JsonBody(BaseModel):
+    """A JSON object of a request, or its form fields or URL parameters."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_other(cls, content: object) -> object:
+        if isinstance(content, dict) and not content.keys() <= cls.model_fields.keys():
+            raise PydanticCustomError("extra_forbidden", "")  # instead of an error a member
+        return content
+
+    @classmethod
+    def of(cls, content: object) -> Self:
+        """Validate a parsed JSON value; raise a RequestError 400 if it is invalid."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+        sentences = (_sentence(cls, problem["type"], problem["loc"]) for problem in problems[:3])
+        raise RequestError(400, " ".join(dict.fromkeys(sentences)))
+
+    @classmethod
+    def of_texts(cls, texts: Mapping[str, str]) -> Self:
+        """Validate form fields or URL parameters; see `of`."""
+        return cls.of({name: _FROM_TEXT.get(name, str)(text) for name, text in texts.items()})
+
+
+class Options(JsonBody):
+    """Options of a search."""
+
+    k: Annotated[int, Field(ge=1, le=MAX_K, description="a whole number from 1 to 1000")] = 10
+    filter: FilterForm = None
+    candidates: Annotated[
+        int | None, Field(ge=1, le=MAX_CANDIDATES, description="a whole number from 1 to 10000")
+    ] = None
+    fields: Names = None
+    explain: Annotated[bool, Field(description="true or false")] = False
+
+
+class QueryBody(JsonBody):
+    """One query of a batch."""
+
+    vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
+    id: Annotated[ItemId | None, Field(description="the id of an item")] = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.vector is None) == (self.id is None):
+            raise ValueError  # `_sentence` writes the message
+        return self
+
+    def input(self) -> QueryInput:
+        """Return the vector or item id to search with."""
+        vector = None if self.vector is None else np.array(self.vector, np.float64)
+        return QueryInput(vector=vector, id=self.id)
+
+
+class SearchBody(Options, QueryBody):
+    """A search with a vector or with an item of the index."""
+
+
+class BatchBody(Options):
+    """Several searches."""
+
+    queries: Annotated[List[QueryBody], Field(min_length=1, description="a list of queries")]
+
+
+class ListParameters(JsonBody):
+    """Parameters of a list of items: filter, fields and page."""
+
+    cursor: str | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="a whole number from 1 to 1000")] = (
+        100
+    )
+    filter: FilterForm = None
+    fields: Names = None
+
+
+class ItemFields(JsonBody):
+    """What a client says of an item, beside its image or vector."""
+
+    label: Label = None
+    metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
+
+
+class ItemPatch(JsonBody):
+    """Changes to an item; members that are left out keep their value.
+
+    The metadata are a merge patch (RFC 7396): an entry that is null is removed.
+    """
+
+    label: Label = None
+    metadata: Annotated[
+        dict[str, Any] | None, Field(description="an object, or null for none")
+    ] = {}
+
+
+class ItemForm(ItemFields):
+    """The form fields of an item with an image."""
+
+    keep: Annotated[Keep, Field(description="copy, thumbnail or nothing")] = "copy"
+
+
+class ItemBody(ItemFields):
+    """An item with a vector."""
+
+    vector: Annotated[Vector, Field(description=_VECTOR)]
+
+
+class NamedImage(ItemFields):
+    """One of several items with an image."""
+
+    id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
+
+
+class NamedItem(NamedImage, ItemBody):
+    """One of several items with a vector."""
+
+
+class ImagesForm(JsonBody):
+    """Several items with images."""
+
+    items: Annotated[List[NamedImage], Field(description="a list of items")]
+
+
+class ItemsBody(JsonBody):
+    """Several items with vectors."""
+
+    items: Annotated[List[NamedItem], Field(min_length=1, description="a list of items")]
+
+
+class DeleteBody(JsonBody):
+    """A filter of the items to delete."""
+
+    filter: Annotated[str | dict[str, Any], Field(description="text or an object")]
+
+
+def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
+    """Return the error message for a pydantic error of type `kind` at `place` in a `model`."""
+    where = ""
+    if len(place) > 1 and place[0] in ("queries", "items"):
+        (entry,) = get_args(model.model_fields[str(place[0])].annotation)
+        where, model, place = f'"{place[0]}", entry {place[1]}: ', entry, place[2:]
+    field = model.model_fields.get(str(place[0])) if place else None
+    if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
+        return f'{where}"{place[0]}" must be {field.description}.'
+    names = [
+        f'"{name}" (needed)' if member.is_required() else f'"{name}"'
+        for name, member in model.model_fields.items()
+    ]
+    if issubclass(model, QueryBody):
+        names.append("exactly one of vector, id among them")
+    return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
+
+
+def loads(
+    text: bytes | str, sentence: str = "The request is not JSON.", most: int = JSON_VALUES
+) -> Any:
+    """Parse JSON; raise a RequestError with `sentence` if it is invalid.
+
+    Duplicate keys, more than 64 levels and more than `most` values are refused.
+    """
+    if isinstance(text, bytes) and sum(map(text.count, (b",", b"[", b"{"))) > most:
+        limit = f"{most:,} commas and opening brackets"
+        raise RequestError(413, f"The JSON has too many values; the limit is {limit}.")
+    try:
+        return strict_loads(text, finite=False)
+    except ValueError:
+        raise RequestError(400, sentence) from None
+
+
+def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
+    """Return a filter from its text or its JSON form; raise a RequestError if it is invalid."""
+    try:
+        filter = as_filter(form)
+    except DataError as error:
+        raise RequestError(400, str(error)) from None
+    if filter and (filter.size.conditions > MAX_CONDITIONS or filter.size.values > MAX_VALUES):
+        limits = f"{MAX_CONDITIONS} conditions and {MAX_VALUES:,} values"
+        raise RequestError(400, f"The filter is too large: the limits are {limits}.")
+    return filter
+
+
+# Conversion of form fields and URL parameters. Text that cannot be converted stays text, which the
+# model then refuses.
+
+
+def _filter(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return loads(text, 'The filter is not JSON, though it begins with "{".')
+    return text if text.strip() else None
+
+
+def _names(text: str) -> Any:
+    if text.lstrip().startswith("["):
+        return loads(text, '"fields" is not JSON, though it begins with "[".')
+    return [name.strip() for name in text.split(",")] if text.strip() else []
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else text
+
+
+def truth(text: str) -> bool | str:
+    """Return True or False for "true" or "false", and any other text unchanged."""
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _metadata(text: str) -> Any:
+    return loads(text or "{}", '"metadata" must be a JSON object.')
+
+
+_FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
+    "k": _number,
+    "candidates": _number,
+    "limit": _number,
+    "filter": _filter,
+    "fields": _names,
+    "explain": truth,
+    "metadata": _metadata,
+    "keep": lambda text: text or "copy",
+}
+
+
+# Queries and items
+
+
+class QueryInput(NamedTuple):
+    """Input of one query: an image file's bytes, a vector, or the id of an item."""
+
+    image: bytes | None = None
+    vector: Floats64 | None = None
+    id: str | None = None
+
+
+class Query(NamedTuple):
+    """One or several searches with the same options and filter."""
+
+    inputs: tuple[QueryInput, ...]
+    options: Options
+    filter: Filter | None
+
+
+def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
+    """Parse a body as one search; `parameters` are the options of a search with an image alone."""
+    if body.kind == "image":
+        return _query([QueryInput(body.content)], Options.of_texts(parameters))
+    if body.kind == "form":
+        return _form_query(body, 1, max_bytes)
+    search = SearchBody.of(loads(body.content))
+    return _query([search.input()], search)
+
+
+def batch_of(body: Body, most: int, max_bytes: int) -> Query:
+    """Parse a body as a batch of at most `most` searches."""
+    if body.kind == "form":
+        return _form_query(body, most, max_bytes)
+    batch = BatchBody.of(_entries(body, "queries", most))
+    if len({query.id is None for query in batch.queries}) > 1:
+        sentence = "The queries of one request have either a vector each or the id of an item each."
+        raise RequestError(400, sentence)
+    return _query([query.input() for query in batch.queries], batch)
+
+
+def _form_query(body: Body, most: int, max_bytes: int) -> Query:
+    images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
+    return _query([QueryInput(image) for image in images], Options.of_texts(fields))
+
+
+def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
+    return Query(tuple(inputs), options, filter_of(options.filter))
+
+
+def _entries(body: Body, name: str, most: int) -> Any:
+    """Parse a body, and check the length of its list `name` before the entries are read."""
+    content = loads(body.content, most=JSON_BATCH_VALUES)
+    entries = content.get(name) if isinstance(content, dict) else None
+    if isinstance(entries, list) and len(entries) > most:
+        raise RequestError(400, f"The request has {len(entries):,} {name}; the limit is {most:,}.")
+    return content
+
+
+class NewItem(NamedTuple):
+    """An item to add or replace, with an image or a vector."""
+
+    id: str
+    label: str | None
+    metadata: Mapping[str, Any]
+    image: bytes | None = None
+    vector: Sequence[float] | None = None
+    keep: Keep = "nothing"
+
+
+def changes_of(body: Body) -> dict[str, Any]:
+    """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
+    return ItemPatch.of(loads(body.content)).model_dump(exclude_unset=True)
+
+
+def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
+    """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
+    if body.kind == "json":
+        item = ItemBody.of(loads(body.content))
+        return NewItem(id, item.label, item.metadata, vector=item.vector)
+    (image,), fields = read_form(body, tuple(ItemForm.model_fields), max_bytes)
+    form = ItemForm.of_texts(fields)
+    return NewItem(id, form.label, form.metadata, image, keep=form.keep)
+
+
+def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
+    """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
+    if body.kind == "json":
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, vector=item.vector)
+            for item in ItemsBody.of(_entries(body, "items", most)).items
+        ]
+    else:
+        images, fields = read_form(body, ("items",), max_bytes, most)
+        content = loads(fields.get("items") or "[]", 'The field "items" is not JSON.')
+        items = ImagesForm.of({"items": content}).items
+        if len(items) != len(images):
+            count = f"each of the {len(images)} images, in their order"
+            raise RequestError(400, f'The field "items" must be a list with one item for {count}.')
+        new_items = [
+            NewItem(item.id, item.label, item.metadata, image, keep="copy")
+            for item, image in zip(items, images, strict=True)
+        ]
+    if len({item.id for item in new_items}) < len(new_items):
+        raise RequestError(400, "The request contains an id twice.")
+    return new_items
+
+
+# Bodies
+
+
+class Body(NamedTuple):
+    """The body of a request: its kind, its Content-Type header and its bytes."""
+
+    kind: Kind
+    content_type: str
+    content: bytes
+
+
+class BodyMemory:
+    """Limits the memory of the bodies of all current requests; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.held = self._released = 0
+
+    async def read(self, request: Request, limits: Mapping[Kind, int]) -> Body:
+        """Read a request's body, which must be of a kind in `limits`; call `release` after use."""
+        content_type = request.headers.get("content-type", "")
+        media_type = content_type.partition(";")[0].strip().lower()
+        if (request.method, media_type) == ("PATCH", "application/merge-patch+json"):
+            media_type = "application/json"
+        kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)
+        if kind is None or kind not in limits:
+            types = " or ".join(name for name in _KINDS if _KINDS[name] in limits)
+            raise RequestError(415, f"The Content-Type must be {types}; see /v1/openapi.json.")
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise RequestError(
+                415,
+                "The body is compressed, which this server does not read. Send it without a"
+                " Content-Encoding.",
+                headers={"Accept-Encoding": "identity"},
+            )
+        limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
+        content, received = bytearray(), 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    received += len(chunk)
+                    if received > _DISCARDED_LIMITS * limit:
+                        break
+                    if received <= limit:
+                        if self.held + len(chunk) > BODY_MEMORY:
+                            raise busy("uploads take all its memory", "memory")
+                        self.held += len(chunk)
+                        content += chunk
+            if received > limit:
+                sentence = f"The request is too large; the limit is {limits[kind]:,} bytes."
+                raise RequestError(413, sentence)
+        except BaseException as error:
+            self.release(len(content))
+            if isinstance(error, TimeoutError):
+                sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
+                raise RequestError(408, sentence) from None
+            raise
+        return Body(kind, content_type, bytes(content))
+
+    def release(self, size: int) -> None:
+        """Subtract bytes that are no longer held; after many, return free memory to the system."""
+        self.held -= size
+        self._released += size
+        if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
+            self._released = 0
+            asyncio.get_running_loop().call_later(1.0, give_back)
+
+
+@dataclass
+class _Part:
+    """One part of a form; `options` are the parameters of its header Content-Disposition."""
+
+    options: dict[bytes, bytes] = field(default_factory=dict)
+    header_lines: int = 0
+    content: bytes | bytearray = b""
+
+
+def read_form(
+    body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1
+) -> tuple[list[bytes], dict[str, str]]:
+    """Parse a form; return the files of its field `image`, in order, and its other fields as text.
+
+    Parsing blocks, so call this in a thread if the body is large.
+    """
+    images, fields = list[bytes](), dict[str, str]()
+    for part in _parts(body, max_images + len(names) + 1):
+        name, value = part.options.get(b"name", b"").decode("utf-8", "replace"), part.content
+        if name == "image" and b"filename" in part.options:
+            if len(value) > max_bytes:
+                sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
+                raise RequestError(413, f"{sentence} (--max-bytes).")
+            if len(images) == max_images:
+                limit = "one" if max_images == 1 else f"{max_images:,} at most"
+                sentence = f'Too many files: send {limit}, in the field "image".'
+                raise RequestError(400, sentence)
+            images.append(bytes(value))
+        elif name == "image" or b"filename" in part.options:
+            sentence = 'The form needs a file in its field "image", and takes no other file.'
+            raise RequestError(400, sentence)
+        elif name not in names:
+            known = ", ".join(f'"{entry}"' for entry in ("image", *names))
+            raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+        elif name in fields:
+            raise RequestError(400, f'The form repeats its field "{name}".')
+        elif len(value) > _FORM_BYTES_BESIDES_IMAGES:
+            limit = f"has more than {_FORM_BYTES_BESIDES_IMAGES:,} bytes"
+            raise RequestError(400, f'The field "{name}" of the form {limit}.')
+        else:
+            try:
+                fields[name] = value.decode()
+            except UnicodeError:
+                raise _unreadable(f'its field "{name}" is not text in UTF-8') from None
+    if not images:
+        raise RequestError(400, 'The form needs a file in its field "image".')
+    return images, fields
+
+
+def _parts(body: Body, most: int) -> list[_Part]:
+    """Return the parts of a form; raise a RequestError 400 if it has more than `most`."""
+    parts, ends, header = list[_Part](), list[bool](), [b""]
+
+    def begin() -> None:
+        if len(parts) == most:
+            raise RequestError(400, f"The form has too many parts; the limit is {most:,}.")
+        parts.append(_Part())
+
+    def header_field(data: bytes, start: int, end: int) -> None:
+        header[0] = data[start:end].lower()
+        parts[-1].header_lines += 1
+        if parts[-1].header_lines > _HEADER_LINES_PER_PART:
+            raise _unreadable("a part of it has too many headers")
+
+    def header_value(data: bytes, start: int, end: int) -> None:
+        if header[0] == b"content-disposition":
+            parts[-1].options = parse_options_header(data[start:end])[1]
+
+    def part_data(data: bytes, start: int, end: int) -> None:
+        part = parts[-1]
+        if not part.content:  # most parts come in one piece, which is copied only once
+            part.content = data[start:end]
+            return
+        if isinstance(part.content, bytes):
+            part.content = bytearray(part.content)
+        part.content += data[start:end]
+
+    boundary = parse_options_header(body.content_type)[1].get(b"boundary")
+    if not boundary:
+        raise _unreadable("its boundary is missing")
+    callbacks: Any = {
+        "on_part_begin": begin,
+        "on_header_field": header_field,
+        "on_header_value": header_value,
+        "on_part_data": part_data,
+        "on_end": lambda: ends.append(True),
+    }
+    try:
+        # Each header arrives in one call, because the whole body is passed at once.
+        MultipartParser(boundary, callbacks).write(body.content)
+    except FormParserError as error:
+        raise _unreadable(str(error).rstrip(".")) from None
+    if not ends:
+        raise _unreadable("its end is missing")
+    return parts
+
+
+def _unreadable(reason: str) -> RequestError:
+    return RequestError(400, f"The form cannot be read: {reason}.")

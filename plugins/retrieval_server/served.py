@@ -1,0 +1,525 @@
+"""One index of a server: searches, reads and changes in threads, within the server's limits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval.base.plain import out_of_files, read_beneath
+from retrieval.base.stages import TRAIL, Trail, stage
+from retrieval.bundle.bundle import Bundle, Encoded
+from retrieval.errors import DataError, RetrievalError, StoreError
+from retrieval.index.adding import arrays_of, row_of
+from retrieval.index.audit import Audit, Change
+from retrieval.index.hits import Hit
+from retrieval.index.index import Index
+from retrieval.index.locations import digest_of
+from retrieval.index.queries import encode_vectors
+from retrieval.store import contract
+from retrieval.store.contract import (
+    CODE,
+    FEATURES,
+    VECTOR,
+    Floats,
+    Item,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+)
+
+from retrieval_server.decoding import Decoded
+from retrieval_server.models import NewItem, Query, QueryInput
+from retrieval_server.problems import RequestError, no_item, store_failed
+from retrieval_server.settings import BATCH_BYTES, Settings
+from retrieval_server.turns import Turns, Workers
+
+DAMAGED = (
+    "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
+)
+_UNREADABLE = "The item cannot be read. The server's log says why."
+_NOT_WRITTEN = (
+    "The index cannot be written to at the moment: another process writes to it, it is read-only,"
+    " or its disk fails. The server's log says which."
+)
+_CHANGING = "The index's bundle keeps changing. Try again in a moment."
+_TRIES = 5
+"""Number of attempts at a request while the index or its bundle is being replaced."""
+_BATCH = 32
+_TOGETHER = 16
+"""Largest number of requests' vectors that are searched at once."""
+T = TypeVar("T")
+Finish = Callable[[Query, list[list[Hit]], Index], bytes]
+
+
+@dataclass(eq=False, slots=True)
+class _Vector:
+    """A waiting query of one vector.
+
+    Attributes:
+        query: the query.
+        options: bundle, k and candidates; vectors with equal options can be searched together.
+        hits: the vector's hits, if it was searched together with another request's vector.
+        seconds: duration of that search's stages.
+    """
+
+    query: Query
+    options: tuple[Any, ...]
+    hits: list[Hit] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Served:
+    """One index of a server.
+
+    Attributes:
+        index: the current index.
+        failed: function that repeats the last search that failed because of damage, or `None`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: Index,
+        settings: Settings,
+        workers: Workers,
+        audit: Audit | None = None,
+        reopen: Callable[[], Index] | None = None,
+    ) -> None:
+        self.name, self.settings, self.workers = name, settings, workers
+        self.failed: Callable[[], object] | None = None
+        self.index, self._lock = index, threading.Lock()
+        # Each open index stays open while it has users; the current index has one user more.
+        self._users = Counter({index: 1})
+        self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
+        self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
+
+    @contextmanager
+    def use(self) -> Iterator[Index]:
+        """Context manager that yields the current index and keeps it open; call it in a thread."""
+        with self._lock:
+            index = self.index
+            self._users[index] += 1
+        try:
+            with contract.patience(self.settings.deadline):
+                yield index
+        finally:
+            self._release(index)
+
+    def _release(self, index: Index) -> None:
+        """Count one user less; close the index if it has no users left."""
+        with self._lock:
+            self._users[index] -= 1
+            if self._users[index]:
+                return
+            del self._users[index]
+        index.close()
+
+    def take_up(self) -> str | None:
+        """Open and serve the index that has replaced this one, if any. Call this in a thread.
+
+        Returns:
+            A sentence if that fails; it has the path, so it is only for the log. Else `None`.
+        """
+        changed = self.index.changed()
+        if changed is None or self._reopen is None:
+            return changed
+        try:
+            index = self._reopen()
+        except RetrievalError as error:
+            return (
+                f"{changed} The new index cannot be opened: {error} The server tries again every"
+                " few seconds. If the folder itself is a mount, mount it again to see the new one."
+            )
+        with self._lock:
+            old, self.index = self.index, index
+            self._users[index] = 1
+        self._release(old)
+        self.failed = None
+        return None
+
+    # Searching
+
+    async def search_image(self, parse: Callable[[], Query], finish: Finish) -> bytes:
+        """Parse a query of one image and search with it, in a single thread; see `search`."""
+
+        async def ask() -> bytes:
+            bundle = self.index.bundle
+
+            def work() -> bytes:
+                query = parse()
+                image = query.inputs[0].image or b""
+                pixels = self.workers.decode("pixels", image, bundle).pixels[None]
+                find = partial(_hits, query=query, pixels=pixels)
+                return self._searched(bundle, query, find, finish)
+
+            return await self.workers.images.run(work)
+
+        return await self._again(ask, DAMAGED)
+
+    async def search(self, query: Query, finish: Finish) -> bytes:
+        """Search and return the response, which `finish` builds in the thread of the search."""
+
+        async def ask() -> bytes:
+            bundle = self.index.bundle
+            if _is_plain(query, bundle):
+                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
+                return await self._search_vector(vector, bundle, finish)
+            images = [input.image for input in query.inputs if input.image is not None]
+            decoded = await self.workers.pixels(bundle, images)
+            pixels = np.stack([image.pixels for image in decoded]) if decoded else None
+            find = partial(_hits, query=query, pixels=pixels)
+            search = partial(self._searched, bundle, query, find, finish)
+            return await self.workers.searches.run(search)
+
+        return await self._again(ask, DAMAGED)
+
+    async def _search_vector(self, vector: _Vector, bundle: Bundle, finish: Finish) -> bytes:
+        find = partial(self._together, vector)
+        self._vectors.append(vector)
+        try:
+            search = partial(self._searched, bundle, vector.query, find, finish)
+            return await self.workers.searches.run(search)
+        finally:
+            with suppress(ValueError):  # another request's search has included it
+                self._vectors.remove(vector)
+
+    def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
+        """Return the hits of a vector; search waiting vectors with equal options together with it.
+
+        A search of eight vectors takes at most half the time of eight searches.
+        """
+        trail = TRAIL.get() or Trail()
+        for name, seconds in own.seconds.items():
+            trail.note(name, seconds)
+        if own.hits is None:
+            alike = [vector for vector in self._vectors if vector.options == own.options]
+            batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
+            for vector in batch:
+                with suppress(ValueError):
+                    self._vectors.remove(vector)
+            inputs = tuple(vector.query.inputs[0] for vector in batch)
+            before = dict(trail.seconds)
+            hits = _hits(index, own.query._replace(inputs=inputs), None)
+            for vector, vector_hits in zip(batch, hits, strict=True):
+                vector.hits = vector_hits
+                vector.seconds = {
+                    name: trail.seconds.get(name, 0.0) - before.get(name, 0.0)
+                    for name in ("search", "items")
+                }
+        return [own.hits or []]
+
+    def _searched(
+        self,
+        bundle: Bundle,
+        query: Query,
+        find: Callable[[Index], list[list[Hit]]],
+        finish: Finish,
+    ) -> bytes:
+        """Search the current index and build the response; keep a search that fails for a repeat.
+
+        Raises:
+            Superseded: the index no longer serves `bundle`, which encoded the query.
+        """
+        try:
+            with self.use() as index:
+                if index.bundle is not bundle:
+                    raise Superseded("Another bundle is served.")
+                return finish(query, find(index), index)
+        except StoreError as error:
+            if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
+                self.failed = partial(self._searched, bundle, query, find, finish)
+            raise
+
+    async def read(
+        self,
+        work: Callable[[Index], T],
+        sentence: str = _UNREADABLE,
+        turns: Turns | None = None,
+    ) -> T:
+        """Return `work(index)`, run in a thread; `sentence` is the error if the store fails."""
+
+        def used() -> T:
+            with self.use() as index:
+                return work(index)
+
+        pool = turns or self.workers.searches
+        return await self._again(lambda: pool.run(used), sentence)
+
+    async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
+        """Return `await ask()`; repeat it if the index or its bundle was replaced meanwhile.
+
+        Raises:
+            RequestError: 503 if the index keeps changing, or, with the message `sentence`, if its
+                store fails.
+        """
+        for _ in range(_TRIES):
+            index = self.index
+            try:
+                return await ask()
+            except Superseded:
+                await self.workers.searches.run(self.index.follow)
+            except (StoreError, FileNotFoundError) as error:  # the folder may have been removed
+                temporary = isinstance(error, TooSlow | StoreUnavailable)
+                if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
+                    raise store_failed(error, sentence) from None
+        raise RequestError(503, _CHANGING)
+
+    def _replaced(self, failed: Index) -> bool:
+        """Return whether another index is served now instead of one that failed."""
+        if self.index is not failed:
+            return True
+        return failed.changed() is not None and self.take_up() is None
+
+    # Changing
+
+    async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
+        """Add or replace items atomically; return how many existed already."""
+        images = [new.image for new in new_items if new.image is not None]
+        thumbnails = {
+            new.id: await self.workers.decoded("thumbnail", new.image)
+            for new in new_items
+            if new.image is not None and new.keep == "thumbnail"
+        }
+
+        async def ask() -> int:
+            bundle, widths = self.index.bundle, self.index.generation.widths
+            decoded = await self.workers.pixels(bundle, images)
+            embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
+            items = await self.workers.searches.run(embed)
+
+            def work(index: Index) -> int:
+                with stage("write", len(items)):
+                    replaced = index.store.upsert(items, bundle.sha256)
+                change.count = len(items)
+                return replaced
+
+            return await self._change(work, change, self.workers.changes)
+
+        return await self._again(ask, _NOT_WRITTEN)
+
+    async def patch(self, id: str, changes: Mapping[str, Any], change: Change) -> None:
+        """Change an item's label or metadata."""
+
+        def work(index: Index) -> None:
+            with stage("write", 1):
+                if not index.store.update(id, changes, index.bundle.sha256):
+                    raise no_item()
+            change.count = 1
+
+        turns = self.workers.changes
+        await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
+
+    async def delete(self, change: Change) -> int:
+        """Delete the items of a change and return their number."""
+
+        def work(index: Index) -> int:
+            change.count = index.delete(change.ids, filter=change.filter)
+            return change.count
+
+        turns = self.workers.changes
+        return await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
+
+    async def snapshot(self, target: Path, change: Change) -> None:
+        """Write a snapshot."""
+        sentence = "The snapshot cannot be written. The server's log says why."
+        work, turns = methodcaller("snapshot", target), self.workers.snapshots
+        await self._again(lambda: self._change(work, change, turns), sentence)
+
+    async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
+        """Run a change in the pool `turns` and record it in the audit log."""
+
+        def recorded() -> T:
+            with (
+                self.use() as index,
+                self._audit.recording(change) if self._audit else nullcontext(),
+            ):
+                return work(index)
+
+        return await turns.run(recorded)
+
+    # Pictures
+
+    def shows(self, keep: str, path: Path | None) -> bool:
+        """Return whether responses link to an item's image. Does not access the disk."""
+        return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
+
+    async def picture(self, id: str, small: bool) -> bytes:
+        """Return an item's image: the index's copy, or the file from which the item was indexed."""
+
+        def work(index: Index) -> bytes:
+            item = index.get(id).get(id)
+            if item is None:
+                raise no_item()
+            if item.keep == "thumbnail" and not small:
+                with suppress(RequestError):  # if not the file, show the thumbnail
+                    return self._file(item)
+            kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
+            return kept if kept is not None else self._file(item)
+
+        return await self.read(work, turns=self.workers.pictures)
+
+    def _file(self, item: Item) -> bytes:
+        """Return the content of the file from which an item was indexed."""
+        if item.path is None:
+            raise RequestError(
+                404,
+                f"Item {item.id} was indexed from features, or the index does not keep its image.",
+            )
+        image = f"The image of item {item.id}"
+        try:
+            path = Path(os.path.realpath(item.path))
+            folders = [folder for folder in self._folders if path.is_relative_to(folder)]
+            if not folders:
+                raise RequestError(404, f"{image} is outside the folders that may be shown.")
+            content = read_beneath(folders[0], path.relative_to(folders[0]), BATCH_BYTES + 1)
+        except (OSError, ValueError) as fault:
+            if out_of_files(fault):
+                raise
+            raise RequestError(404, f"{image} is no longer where it was indexed.") from None
+        if len(content) > BATCH_BYTES:
+            raise RequestError(404, f"{image} is too large to be shown.")
+        if item.bytes is not None and len(content) != item.bytes:
+            raise RequestError(404, f"{image} was changed after it was indexed.")
+        return content
+
+
+def _is_plain(query: Query, bundle: Bundle) -> bool:
+    """Return whether a query is one vector that can be searched together with other requests'."""
+    vector, options = query.inputs[0].vector, query.options
+    return (
+        len(query.inputs) == 1
+        and vector is not None
+        and len(vector) == bundle.manifest.vector
+        and np.abs(vector).max() < np.finfo(np.float32).max
+        # Encoding features in a batch would change the last bits of their vectors.
+        and bundle.manifest.input.kind != "features"
+        and query.filter is None
+        and not options.explain
+    )
+
+
+def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
+    """Return the hits of each query, in order; an item is not a hit of its own query."""
+    options, ids = query.options, [input.id for input in query.inputs]
+    by_id = ids[0] is not None  # then one hit more is needed, since the item finds itself
+    encoded = _stored(index, query) if by_id else _encoded(index.bundle, query.inputs, pixels)
+    with stage("search", len(ids)):
+        hits_by_query = index.search(
+            encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
+        )
+    return [
+        [hit for hit in hits if hit.id != id][: options.k]
+        for id, hits in zip(ids, hits_by_query, strict=True)
+    ]
+
+
+def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
+    """Encode images or features as queries; vectors are returned as they are."""
+    if pixels is None:
+        vectors = [query.vector for query in queries if query.vector is not None]
+        if len({len(vector) for vector in vectors}) > 1:
+            raise DataError("The vectors of one request must have the same length.")
+        stacked = np.stack(vectors)
+        if bundle.manifest.input.kind != "features":
+            width, length = bundle.manifest.vector, stacked.shape[1]
+            if length != width:  # `search` would mistake the array for the pixels of an image
+                raise DataError(f"A query vector of this index has {width} numbers, not {length}.")
+            return stacked
+    with stage("encode", len(queries)):
+        return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
+
+
+def _stored(index: Index, query: Query) -> Encoded:
+    """Return the stored vectors of items, as queries."""
+    bundle, ids = index.bundle, [str(input.id) for input in query.inputs]
+    if bundle.manifest.query_vectors:
+        raise DataError(
+            "The bundle of this index encodes queries differently from items: search with the"
+            " item's image."
+        )
+    items = index.get(ids, arrays=True)
+    if index.follow() is not bundle:  # the arrays may belong to the new bundle
+        raise Superseded("Another bundle is served.")
+    for number, id in enumerate(ids, 1):
+        if id not in items or VECTOR not in items[id].arrays:
+            raise no_item(f"Query {number}: there" if len(ids) > 1 else "There")
+    vectors = np.stack([items[id].arrays[VECTOR] for id in ids])
+    codes = None
+    if bundle.manifest.rescorer is not None:
+        codes = np.stack([items[id].arrays[CODE] for id in ids])
+    return Encoded(vectors, vectors, codes, bundle.sha256)
+
+
+# Writing
+
+
+def _embedded(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    new_items: Sequence[NewItem],
+    images: Sequence[Decoded],
+    thumbnails: Mapping[str, bytes],
+) -> list[Item]:
+    """Return the request's items with their arrays."""
+    rows = _rows(bundle, widths, new_items, images)
+    items = [
+        Item(new.id, new.label, new.metadata, keep=new.keep, arrays=arrays)
+        for new, arrays in zip(new_items, rows, strict=True)
+    ]
+    if not images:
+        return items
+    return [
+        replace(
+            item,
+            original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+            stamp=digest_of(new.image or b""),
+            bytes=len(new.image or b""),
+            width=image.width,
+            height=image.height,
+        )
+        for item, new, image in zip(items, new_items, images, strict=True)
+    ]
+
+
+def _rows(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    items: Sequence[NewItem],
+    images: Sequence[Decoded],
+) -> list[dict[str, Floats]]:
+    """Return the arrays that the index stores for each item."""
+    manifest = bundle.manifest
+    if images:
+        inputs: NDArray[Any] = np.stack([image.pixels for image in images])
+    elif manifest.input.kind == "features":
+        inputs = _vectors(items, manifest.input.shape[0], "features")
+    else:
+        inputs = _vectors(items, manifest.vector, "numbers")
+        if set(widths) != {VECTOR}:
+            raise DataError(
+                "This index stores further outputs of the model besides an item's vector. Send the"
+                " image instead, or features if the bundle takes features."
+            )
+        with np.errstate(over="ignore"):
+            return [{VECTOR: row} for row in inputs.astype(np.float32)]
+    with stage("encode", len(inputs)):
+        arrays = arrays_of(bundle, inputs, _BATCH, FEATURES in widths)
+    return [row_of(arrays, row) for row in range(len(inputs))]
+
+
+def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.float64]:
+    for item in items:
+        if (length := len(item.vector or ())) != width:
+            lengths = f"{width} {what}, not {length}"
+            raise DataError(f"A vector of this index has {lengths} (item {item.id[:80]!a}).")
+    return np.array([item.vector for item in items], np.float64)

@@ -1,0 +1,1 @@
+"""What every room stands on: arrays, files, places, locks, progress, memory and runtimes."""

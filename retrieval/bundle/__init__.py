@@ -1,0 +1,1 @@
+"""Bundles: exported models, which run in ONNX Runtime."""

@@ -1,0 +1,95 @@
+"""Encoders from images to embeddings: the base class and the encoder of a bundle."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.base.arrays import Floats32
+from retrieval.base.progress import Progress
+from retrieval.bundle.bundle import Bundle
+from retrieval.images.image_files import find_images
+from retrieval.images.images import as_list
+
+Embeddings = Floats32
+
+log = logging.getLogger(__name__)
+
+
+class Encoder(ABC):
+    """Base class of the encoders that `retrieval.load` returns for a backbone, run or bundle."""
+
+    @abstractmethod
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
+        """Return the embeddings (N, D) of N images, float32, as an index stores them.
+
+        Args:
+            images: one image, a list of images, or a folder. An image is a path, an encoded image's
+                bytes, a Pillow image, pixels (H, W) or (H, W, 3) as uint8 or as real numbers from 0
+                to 1, or, in a list, a tensor of such pixels with channels first. An array (N, H, W)
+                or (N, H, W, 3), or a tensor (N, H, W) or (N, 3, H, W), is N images; (3, H, W) alone
+                is refused, because it may be one colour image or three grey ones. A folder's
+                images, subfolders included, are encoded in the order in which
+                `retrieval.plugin.find_images` lists them. An encoder trained on vectors takes rows
+                (N, F).
+            batch_size: number of items per batch.
+            progress: True shows a bar, False nothing; a function is called with (what, done,
+                total).
+
+        Raises:
+            DataError: an image cannot be used; the message names it.
+        """
+
+    @abstractmethod
+    def exported(self) -> AbstractContextManager[Path]:
+        """Return a context manager that yields a folder with the encoder's bundle."""
+
+
+class BundleEncoder(Encoder):
+    """The encoder of a bundle, run by ONNX Runtime.
+
+    Attributes:
+        path: folder of the bundle.
+        bundle: the opened bundle.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.path, self.bundle = bundle.path, bundle
+
+    def __repr__(self) -> str:
+        return repr(self.bundle).replace("Bundle", "Encoder", 1)
+
+    def encode(self, images: Any, *, batch_size: int = 32, progress: Progress = True) -> Embeddings:
+        """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
+        if self.bundle.manifest.input.kind == "features":
+            return self.bundle.encode(as_rows(images), batch_size=batch_size).vector
+        return self.bundle.encode_images(
+            listed_images(images), batch_size=batch_size, progress=progress
+        )
+
+    def exported(self) -> AbstractContextManager[Path]:
+        """Return a context manager that yields the bundle's folder."""
+        return nullcontext(self.path)
+
+
+def listed_images(images: Any) -> list[Any]:
+    """Return one image, several, or those below a folder as a list; see `Encoder.encode`."""
+    if not isinstance(images, str | os.PathLike) or not Path(images).is_dir():
+        return as_list(images)
+    folder = Path(images)
+    files = find_images(folder)
+    for note in filter(None, [*files.notes(folder), files.dangling(folder)]):
+        log.warning("%s", note)
+    return files.images
+
+
+def as_rows(features: Any) -> Floats32:
+    """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
+    rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
+    return np.atleast_2d(np.asarray(rows, dtype=np.float32))

@@ -1,0 +1,326 @@
+"""The content of a bundle's `manifest.json`, and functions to read, check and write it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from retrieval.base.files import write_text
+from retrieval.base.strict_json import parse_json, problems_of
+from retrieval.bundle.bundle_folder import FILE as FILE, is_plain, manifest_text, opened_whole
+from retrieval.bundle.probe import Probe
+from retrieval.errors import BundleError
+from retrieval.images.images import Preprocessing
+
+FORMAT = 1
+_NUMBERS = 1 << 26
+"""Limit on the numbers in an item's input, and in a vector: 67 million."""
+_RESIZE = 8192
+"""Limit on the shorter side of resized images, in pixels."""
+
+
+def _plain_name(name: str) -> str:
+    """Refuse a file name that could lead outside the folder; manifests may be untrusted."""
+    if not is_plain(name) or name == FILE:
+        raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
+    return name
+
+
+Width = Annotated[int, Field(gt=0, le=_NUMBERS)]
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Entry(BaseModel):
+    """Base class of all manifest entries; refuses unknown keys and non-finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Input(Entry):
+    """The encoder's "input": raw pixels (N, C, H, W), or features (N, F)."""
+
+    kind: Literal["image", "features"]
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[PositiveInt, ...]
+    preprocessing: Preprocessing | None = None
+
+    @field_serializer("shape")
+    def _shape_as_list(self, shape: tuple[int, ...]) -> list[int]:
+        return list(shape)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Input:
+        if math.prod(self.shape) > _NUMBERS:
+            numbers = math.prod(self.shape)
+            raise ValueError(f"one item has {numbers:,} numbers; the limit is {_NUMBERS:,}")
+        resize = None if self.preprocessing is None else self.preprocessing.resize
+        if resize is not None and resize > _RESIZE:
+            limit = f"the limit is {_RESIZE:,}"
+            raise ValueError(f"images are resized to {resize:,} pixels; {limit}")
+        if self.kind == "image":
+            if self.preprocessing is None:
+                raise ValueError("an encoder of images needs its 'preprocessing'")
+            if self.dtype != "uint8" or self.shape != self.preprocessing.shape:
+                raise ValueError(
+                    f"an encoder of images takes uint8 {list(self.preprocessing.shape)} by its"
+                    f" preprocessing, not {self.dtype} {list(self.shape)}"
+                )
+        elif self.preprocessing is not None or self.dtype != "float32" or len(self.shape) != 1:
+            raise ValueError(
+                "an encoder of features takes float32 of shape [F] and has no preprocessing"
+            )
+        return self
+
+
+class DistanceEntry(Entry):
+    """The distance that orders search results.
+
+    If `exact`, the Euclidean distance of the vectors gives the same order as this distance, and the
+    distance that a search reports is measured on the vectors. With `measure` "inner", the reported
+    distance is √(2 − 2 p) of the inner product p.
+    """
+
+    name: str
+    exact: bool
+    measure: Literal["euclidean", "inner"] = "euclidean"
+
+    def __str__(self) -> str:
+        return "Euclidean distance" if self.name == "Euclidean" else f"distance {self.name}"
+
+
+class SubspaceEntry(Entry):
+    """A sub-space: columns `start` to `stop` of the vector, searched for their own candidates.
+
+    `weight` is used if the manifest's `merge` is "score".
+    """
+
+    name: str
+    start: Annotated[int, Field(ge=0)]
+    stop: PositiveInt
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SubspaceEntry:
+        if self.stop <= self.start:
+            columns = f"column {self.stop}, before it starts at {self.start}"
+            raise ValueError(f"sub-space '{self.name}' stops at {columns}")
+        return self
+
+
+class RescorerEntry(Entry):
+    """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
+
+    Attributes:
+        file: name of the graph's file in the bundle.
+        candidates: default number of candidates to rescore.
+        overlap: share of the ten exactly nearest items that are among the candidates, by number of
+            candidates.
+        items: number of real items on which `overlap` was measured; a larger index has a smaller
+            overlap.
+    """
+
+    file: FileName
+    candidates: PositiveInt = 200
+    overlap: dict[str, float] | None = None
+    items: PositiveInt | None = None
+
+
+class SplitEntry(Entry):
+    """An encoder of two graphs, in which the head takes the backbone's features (N, `features`)."""
+
+    backbone: FileName
+    head: FileName
+    features: Width
+
+
+class Cosine(Entry):
+    """Cosine between a variant's vectors and those of the encoder itself, on real items."""
+
+    mean: float
+    min: float
+
+
+class Recall(Entry):
+    """Recall@1 of the encoder (before) and of the variant (after), on the same real items."""
+
+    before: float
+    after: float
+
+
+class Variant(Entry):
+    """The encoder in another precision, with its measured drift."""
+
+    file: FileName
+    cosine: Cosine
+    recall_at_1: Recall | None = None
+
+
+class Verified(Entry):
+    """Difference between torch and ONNX Runtime, measured at export."""
+
+    tolerance: float
+    largest_difference: float
+    items: PositiveInt
+
+
+class FileRecord(Entry):
+    """SHA-256 and size of one file of the bundle."""
+
+    sha256: Sha256
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class Manifest(Entry):
+    """The manifest of a bundle; `docs/bundle.md` explains each key."""
+
+    format: Literal[1] = 1
+    name: str
+    created: str
+    versions: dict[str, str]
+    opset: PositiveInt
+    input: Input
+    vector: Width
+    code: Width | None = None
+    query_vectors: bool = False
+    normalized: bool
+    distance: DistanceEntry
+    subspaces: tuple[SubspaceEntry, ...] = ()
+    merge: Literal["min", "score"] = "min"
+    rescorer: RescorerEntry | None = None
+    encoder: FileName | None = "encoder.onnx"
+    split: SplitEntry | None = None
+    variants: dict[str, Variant] = {}
+    verified: Verified
+    probe: Probe | None = None
+    evaluation: dict[str, float] | None = None
+    files: dict[FileName, FileRecord] = {}
+    checksum: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if (self.encoder is None) == (self.split is None):
+            raise ValueError("a bundle has either an 'encoder' of one graph or a 'split' into two")
+        if self.split is not None and self.input.kind != "image":
+            raise ValueError("an encoder of features has no backbone to be split off")
+        if self.rescorer is not None and self.code is None:
+            raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
+        if not self.distance.exact and self.rescorer is None and not self.subspaces:
+            name = self.distance.name
+            raise ValueError(f"distance '{name}' is not exact, so the bundle needs a rescorer")
+        if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
+            raise ValueError(
+                "distance measure 'inner' is of whole vectors, without sub-spaces or rescorer"
+            )
+        if len({space.name for space in self.subspaces}) < len(self.subspaces):
+            raise ValueError("two sub-spaces have the same name")
+        for space in self.subspaces:
+            if space.stop > self.vector:
+                column = f"column {space.stop} of {self.vector}"
+                raise ValueError(f"sub-space '{space.name}' stops at {column}")
+        return self
+
+    def graphs(self) -> dict[str, str]:
+        """Return the role of each ONNX file, such as "encoder" or "rescorer", by file name."""
+        graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
+        if self.split is not None:
+            graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
+        if self.rescorer is not None:
+            graphs[self.rescorer.file] = "rescorer"
+        for name, variant in self.variants.items():
+            graphs[variant.file] = f"variant '{name}'"
+        return graphs
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Width of each output of the encoder, by name."""
+        widths = {"vector": self.vector}
+        if self.query_vectors:
+            widths["query"] = self.vector
+        if self.rescorer is not None:
+            widths["code"] = self.code or 0
+        return widths
+
+    @property
+    def backbone_sha256(self) -> str | None:
+        """Checksum over the backbone's SHA-256 and `input`. `None` if the encoder is one graph."""
+        if self.split is None:
+            return None
+        graph = self.files[self.split.backbone].sha256
+        return checksum_of({"graph": graph, "input": self.input.model_dump(mode="json")})
+
+
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's parsed JSON without its key "checksum"."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write `manifest.json` with the checksums of all other files; return the written manifest.
+
+    Raises:
+        BundleError: a graph that the manifest names is missing.
+    """
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != FILE and not path.name.startswith("."):
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = FileRecord(sha256=sha256, bytes=path.stat().st_size)
+    for name, purpose in manifest.graphs().items():
+        if name not in files:
+            raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
+    manifest = manifest.model_copy(update={"files": files, "checksum": None})
+    # Older versions refuse unknown keys, so keys without a value are left out.
+    left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}
+    checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
+    manifest = manifest.model_copy(update={"checksum": checksum})
+    write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the checked manifest of a bundle, without checking the other files.
+
+    Raises:
+        BundleError: the folder is not a bundle, or its manifest has another format version, was
+            altered, or has problems; the message lists them.
+    """
+    return opened_whole(folder, lambda: parse_manifest(folder / FILE, manifest_text(folder)))
+
+
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """Parse and check a manifest.
+
+    Raises:
+        BundleError: see `read_manifest`.
+    """
+    content = parse_json(text, path, "bundle", BundleError, frozenset({FORMAT}))
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as fault:
+        raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
+    if manifest.checksum != checksum_of(content):
+        raise BundleError(
+            f"{path} was altered: its checksum differs. Export or copy the bundle again; a manifest"
+            " cannot be edited."
+        )
+    if missing := [name for name in manifest.graphs() if name not in manifest.files]:
+        raise BundleError(f"{path} cannot be used: it has no SHA-256 for {', '.join(missing)}.")
+    return manifest

@@ -1,0 +1,109 @@
+"""Find the image files below a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
+from retrieval.errors import DataError
+from retrieval.images.images import FORMATS, HEAD_BYTES, format_of
+
+_MAX_LISTED = 3
+"""Largest number of file names in a sentence."""
+_UNSUPPORTED = {
+    "JPEG 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
+    "JPEG XL": (b"\0\0\0\x0cJXL ", b"\xff\x0a"),
+    "Photoshop": (b"8BPS",),
+    "SVG": (b"<svg",),
+}
+"""First bytes of files in unsupported formats."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images and other files of a folder.
+
+    Attributes:
+        images: image files, sorted.
+        left_out: other files by reason, such as "not an image".
+        nowhere: broken links, sorted. They may have led to images or folders of images.
+    """
+
+    images: list[Path]
+    left_out: dict[str, list[Path]] = field(default_factory=dict)
+    nowhere: list[Path] = field(default_factory=list)
+
+    def notes(self, folder: Path) -> list[str]:
+        """Return one sentence per reason, with the number of files and the first names."""
+        return [
+            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out"
+            f" ({reason}): {_some(files, folder)}."
+            for reason, files in self.left_out.items()
+        ]
+
+    def dangling(self, folder: Path) -> str:
+        """Return a sentence about the broken links, or "" if there are none."""
+        if not self.nowhere:
+            return ""
+        plural = len(self.nowhere) > 1
+        return (
+            f"{folder}: {len(self.nowhere):,} link{'s lead' if plural else ' leads'} nowhere: "
+            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if plural else 'it'}."
+        )
+
+
+def find_images(folder: Path) -> ImageFiles:
+    """Return the image files below a folder, except hidden files and folders.
+
+    Images are recognised by extension, or else by their first bytes. Links are followed; see
+    `retrieval.base.walk.files_below`.
+
+    Raises:
+        DataError: `folder` is not a folder, contains no image, or a subfolder cannot be read.
+    """
+    images: list[Path] = []
+    nowhere: list[Path] = []
+    left_out: dict[str, list[Path]] = {}
+    for path in sorted(files_below(folder)):
+        if leads_nowhere(path):
+            nowhere.append(path)
+            continue
+        reason = _reason(path)
+        if reason is None:
+            images.append(path)
+        else:
+            left_out.setdefault(reason, []).append(path)
+    files = ImageFiles(images, left_out, nowhere)
+    if not images:
+        seen = " ".join(filter(None, [*files.notes(folder), files.dangling(folder)]))
+        raise DataError(
+            f"{folder} holds no image in a known format ({', '.join(FORMATS)})."
+            f"{f' {seen}' if seen else ''}"
+        )
+    return files
+
+
+def _reason(path: Path) -> str | None:
+    """Return why a file is left out, or `None` for an image."""
+    if not path.is_file():
+        return "not a regular file"
+    if path.suffix.lower() in IMAGE_EXTENSIONS:
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    kind = format_of(head) or next(
+        (name for name, starts in _UNSUPPORTED.items() if head.startswith(starts)), None
+    )
+    if kind is None:
+        return "not an image"
+    return None if kind in FORMATS else f"{kind}, which is not supported"
+
+
+def _some(files: Sequence[Path], folder: Path) -> str:
+    names = [path.relative_to(folder).as_posix() for path in files[:_MAX_LISTED]]
+    return ", ".join(names) + (", …" if len(files) > _MAX_LISTED else "")

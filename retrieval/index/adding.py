@@ -1,0 +1,542 @@
+"""Add items to an index: decode, encode, write.
+
+Items that are unchanged since an earlier call are skipped, so repeating an interrupted call resumes
+it. Migrations and the command `retrieval embed` also use the function `embed`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from retrieval.base.arrays import Array, Floats32
+from retrieval.base.cores import cores
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Meter
+from retrieval.bundle.bundle import Bundle, Encoded
+from retrieval.bundle.sessions import ahead
+from retrieval.errors import DataError, listed
+from retrieval.images.images import (
+    Limits,
+    as_list,
+    decode,
+    from_pixels,
+    full_size,
+    read_image,
+    thumbnail,
+    to_png,
+)
+from retrieval.index.embedded import Vectors
+from retrieval.index.locations import (
+    Original,
+    Source,
+    Sources,
+    digest_of,
+    is_embedding,
+    paths_of,
+    state_of,
+)
+from retrieval.index.parquet import label_text
+from retrieval.index.sources import collect, originals
+from retrieval.store.address import IndexPlace
+from retrieval.store.contract import CODE, FEATURES, VECTOR, Item, Keep, Superseded
+
+if TYPE_CHECKING:
+    from retrieval.index.index import Index
+
+_ITEMS_PER_READ = 1000
+# Encoded items are written when there are this many, when their originals have this many bytes, or
+# when this many seconds have passed. So a killed process loses little work.
+_ROWS = 4096
+_BYTES = 64_000_000
+_SECONDS = 1.0
+_MAX_ATTEMPTS = 5
+_MAX_LISTED = 10  # faults listed in an error message
+
+
+def short_repr(result: Any) -> str:
+    """Return a `repr` of a dataclass without its empty fields, and with floats in four digits."""
+    texts = [
+        f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in vars(result).items()
+        if value not in (None, ())
+    ]
+    return f"{type(result).__name__}({', '.join(texts)})"
+
+
+@dataclass(frozen=True)
+class Added:
+    """Result of adding items.
+
+    Attributes:
+        added: number of new items.
+        changed: number of items whose content, label or metadata was replaced.
+        unchanged: number of items that were already in the index.
+        removed: number of items that `sync` deleted.
+        skipped: one sentence per item that could not be used.
+        repeated: number of repeated items in the sources: the same file, and no other id.
+        left_out: one sentence per reason why files or columns were left out.
+        seconds: duration in seconds.
+    """
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    skipped: tuple[str, ...] = ()
+    repeated: int = 0
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Result of creating an index.
+
+    Attributes:
+        path: folder or address of the index.
+        count: number of items in the index.
+        skipped: one sentence per image that could not be used.
+        repeated: number of repeated items in the sources: the same file, and no other id.
+        resumed: number of items added by an earlier, interrupted run.
+        backend: name of the back end; at an address, name of the store.
+        recall_at_10: measured recall of the back end. `None` if its search is exact.
+        seconds: duration in seconds.
+        left_out: one sentence per reason why files or columns were left out.
+    """
+
+    path: IndexPlace
+    count: int
+    skipped: tuple[str, ...]
+    repeated: int
+    resumed: int
+    backend: str
+    recall_at_10: float | None
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True)
+class Options:
+    """How items are decoded, encoded and kept; see `Index.add`."""
+
+    keep: Keep = "reference"
+    skip_bad: bool = False
+    batch_size: int = 32
+    limits: Limits = field(default_factory=Limits)
+
+
+_OTHERS_ADDED = (
+    "All others are in the index. Repair or remove these, or skip them with --skip-bad"
+    " (in Python skip_bad=True)."
+)
+
+
+def add_sources(
+    index: Index,
+    sources: StrPath | Sequence[StrPath],
+    options: Options,
+    *,
+    sync: bool = False,
+    whole: bool = False,
+) -> Added:
+    """Embed the items of `sources` and add them; see `Index.add`.
+
+    `whole` is True while an index is created. Then an unusable image makes the whole call fail,
+    unless `skip_bad` is set.
+    """
+    began = time.monotonic()
+    named = paths_of(sources)
+    vectors = Vectors(named, index, options.keep) if any(map(is_embedding, named)) else None
+    collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+    refuse_twice(item.key for item in collected.items)
+    writer = _Writer(index, strict=whole and not options.skip_bad)
+    changed = 0
+    for attempt in range(_MAX_ATTEMPTS):
+        try:
+            new, rewritten = _changes(index, collected, options.limits)
+            changed += rewritten
+            if vectors:
+                results = vectors.embedded(new)
+            else:
+                contents = originals(new, collected.features, options.keep)
+                keep_features = FEATURES in index.generation.widths
+                results = embed(
+                    index.bundle,
+                    contents,
+                    options,
+                    keep_features=keep_features,
+                    strict=writer.strict,
+                )
+            writer.take(results, len(new))
+            break
+        except Superseded:
+            # A migration ended meanwhile, so embed the remaining items with the new bundle.
+            if attempt == _MAX_ATTEMPTS - 1:
+                raise
+            index.follow()
+    faults, count = writer.faults, len(collected.items)
+    if whole and faults and len(faults) == count:
+        raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
+    removed = 0
+    if sync and not faults:
+        ids = {item.key for item in collected.items}
+        surplus = [id for id in index if id not in ids]
+        for start in range(0, len(surplus), _ITEMS_PER_READ):
+            removed += index.store.delete(surplus[start : start + _ITEMS_PER_READ])
+    if faults and not options.skip_bad:
+        advice = _OTHERS_ADDED + (" Nothing was removed." if sync else "")
+        raise _unusable(faults, count, advice)
+    return Added(
+        added=writer.added,
+        changed=writer.changed + changed,
+        unchanged=count - writer.added - writer.changed - len(faults) - changed,
+        removed=removed,
+        skipped=tuple(faults),
+        repeated=collected.repeated,
+        left_out=collected.left_out,
+        seconds=time.monotonic() - began,
+    )
+
+
+def add_images(
+    index: Index,
+    images: Any,
+    ids: Sequence[str] | None,
+    labels: Sequence[str | None] | None,
+    metadata: Sequence[Mapping[str, Any]] | None,
+    options: Options,
+) -> Added:
+    """Embed images from memory, or rows of features, and add them; see `Index.add`."""
+    began = time.monotonic()
+    vectors = index.bundle.manifest.input.kind == "features"
+    contents = list(np.atleast_2d(images)) if vectors else as_list(images)
+    count = len(contents)
+    ids = () if ids is None else ids
+    labels = [None] * count if labels is None else labels
+    metadata = [{}] * count if metadata is None else metadata
+    for name, values in {"ids": ids, "labels": labels, "metadata": metadata}.items():
+        if len(values) != count:
+            raise DataError(
+                f"{count:,} {'image needs' if count == 1 else 'images need'} as many {name}, not"
+                f" {len(values):,}: index.add(images=…, {name}=…)."
+            )
+    keep: Keep = "nothing" if options.keep == "reference" else options.keep
+    items = [
+        Item(str(id), label_text(label), dict(facts), keep=keep)
+        for id, label, facts in zip(ids, labels, metadata, strict=True)
+    ]
+    refuse_twice(item.id for item in items)
+    names = [f"images[{number}]" for number in range(count)]
+    originals = (
+        (item, name, _original(name, content))
+        for item, name, content in zip(items, names, contents, strict=True)
+    )
+    options = replace(options, keep=keep)
+    keep_features = FEATURES in index.generation.widths
+    writer = _Writer(index)
+    writer.take(embed(index.bundle, originals, options, keep_features=keep_features), count)
+    if writer.faults and not options.skip_bad:
+        raise _unusable(writer.faults, count, _OTHERS_ADDED)
+    return Added(
+        added=writer.added,
+        changed=writer.changed,
+        skipped=tuple(writer.faults),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _original(name: str, content: Any) -> Original:
+    """Convert an image or a row of features in memory to what `embed` takes."""
+    if isinstance(content, str | os.PathLike):
+        return Path(content)
+    if isinstance(content, np.ndarray) and content.ndim == 1:
+        return content.astype(np.float32)
+    try:
+        picture = from_pixels(content) if isinstance(content, np.ndarray) else content
+        if isinstance(picture, bytes):
+            return picture
+        if isinstance(picture, Image.Image):
+            return to_png(picture)
+    except DataError as fault:
+        return DataError(f"{name}: {fault}")
+    return DataError(
+        f"{name}: an image is a path, bytes, a Pillow image, pixels or a tensor, not an object of"
+        f" type {type(content).__name__}."
+    )
+
+
+def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
+    """Return the error that lists the first of `faults` among `count` items."""
+    lines = [
+        f"{len(faults):,} of {count:,} items cannot be used:",
+        *(f"  - {fault}" for fault in faults[:_MAX_LISTED]),
+    ]
+    if len(faults) > _MAX_LISTED:
+        lines.append(f"  … and {len(faults) - _MAX_LISTED:,} more")
+    return DataError("\n".join([*lines, advice]))
+
+
+def refuse_twice(ids: Iterable[str]) -> None:
+    """Raise a `DataError` if several items have the same id."""
+    counts = Counter(ids)
+    twice = [f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1]
+    if twice:
+        raise DataError(
+            listed("The list of items", twice)
+            + "\nGive every item an id of its own in the column 'key' or 'id' of a CSV manifest, or"
+            " add the folders one by one."
+        )
+
+
+def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Source], int]:
+    """Compare items with those in the index; write items of the same content again if need be.
+
+    Returns:
+        The items to embed; and the number of others whose label, metadata or path changed.
+    """
+    items = sources.items
+    # A migration may have skipped an item. Such an item has no arrays, and must be embedded even if
+    # its file is unchanged. Generation 1 comes from no migration, so all its items have arrays.
+    arrays = index.generation.number > 1
+    new: list[Source] = []
+    changed = 0
+    for start in range(0, len(items), _ITEMS_PER_READ):
+        page = items[start : start + _ITEMS_PER_READ]
+        stored = index.store.get([item.key for item in page], arrays=arrays)
+        rewritten: dict[str, tuple[Source, str]] = {}
+        for item in page:
+            known = stored.get(item.key)
+            if known is None or (arrays and not known.arrays):
+                new.append(item)
+                continue
+            stamp = _stamp(item, known, sources.features, limits)
+            if _digest(stamp) != _digest(known.stamp):
+                new.append(item)
+                continue
+            details = (item.label, item.metadata, _path(item, known))
+            other = details != (known.label, dict(known.metadata), known.path)
+            changed += other
+            if other or stamp != known.stamp:
+                rewritten[item.key] = item, stamp
+        if rewritten:
+            _rewrite(index, rewritten)
+    return new, changed
+
+
+def _stamp(source: Source, known: Item, features: Floats32 | None, limits: Limits) -> str:
+    """Return the stamp of an item's content, or "unreadable"; `known` is the item as stored."""
+    if features is not None:
+        return digest_of(features[source.row].tobytes())
+    if source.recorded is not None:
+        if known.stamp and _digest(known.stamp) == _digest(source.recorded):
+            return known.stamp  # it may have a later state of the file
+        return source.recorded
+    assert source.path is not None
+    now = state_of(source.path)
+    if known.stamp and known.stamp.endswith(f" {now}"):
+        return known.stamp
+    try:  # a copy of the same content has another state
+        content = read_image(source.path, limits, source.name)
+    except DataError:
+        return "unreadable"
+    return f"{digest_of(content)} {now}"
+
+
+def _digest(stamp: str | None) -> str:
+    """Return the hash in an item's stamp."""
+    return (stamp or "").partition(" ")[0]
+
+
+def _path(source: Source, known: Item) -> Path | None:
+    """Return the new path of an item whose file may have moved; `known` is the item as stored."""
+    return None if known.path is None or source.row is not None else source.path
+
+
+def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
+    """Update labels, metadata, paths and stamps of items, by id, whose content is unchanged."""
+    items = []
+    for id, item in index.store.get(rewritten, arrays=True).items():
+        source, stamp = rewritten[id]
+        if _digest(item.stamp) == _digest(stamp):  # else another process has just replaced it
+            items.append(
+                replace(
+                    item,
+                    label=source.label,
+                    metadata=source.metadata,
+                    path=_path(source, item),
+                    stamp=stamp,
+                    original=index.store.original(id),
+                )
+            )
+    index.store.upsert(items, index.bundle.sha256)
+
+
+class _Writer:
+    """Writes encoded items to the index about once a second; `strict` fails for unusable items."""
+
+    def __init__(self, index: Index, strict: bool = False) -> None:
+        self.strict, self._index = strict, index
+        self.added = self.changed = 0
+        self.faults: list[str] = []
+
+    def take(self, results: Iterable[list[Result]], count: int) -> None:
+        """Write the `count` items that `embed` yields; collect the faults of unusable items."""
+        self.faults = []
+        self._clear()
+        bundle = self._index.bundle.sha256
+        with Meter("encoding", count, "items") as meter:
+            for batch in results:
+                for item, fault in batch:
+                    if fault is not None:
+                        self.faults.append(fault)
+                        if not self.strict:
+                            meter.say(f"skipped: {fault}")
+                    elif item.arrays:
+                        self._waiting.append(item)
+                        self._bytes += len(item.original or b"")
+                meter.update(len(batch))
+                late = time.monotonic() - self._since > _SECONDS
+                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
+                    self._write(bundle)
+        if self.strict and self.faults:
+            raise _unusable(
+                self.faults,
+                count,
+                "Repair or remove them, or skip them with --skip-bad (in Python skip_bad=True)."
+                " No index was created.",
+            )
+        self._write(bundle)
+
+    def _write(self, bundle: str) -> None:
+        if self._waiting:
+            changed = self._index.store.upsert(self._waiting, bundle)
+            self.changed += changed
+            self.added += len(self._waiting) - changed
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: list[Item] = []
+        self._bytes = 0
+        self._since = time.monotonic()
+
+
+Result = tuple[Item, str | None]
+"""An item with its arrays and None, or an item without arrays and why it cannot be used."""
+_Decoded = tuple[Item, str | None, Any]
+"""An item, why it cannot be used (or None), and the encoder's input."""
+
+
+def embed(
+    bundle: Bundle,
+    items: Iterable[tuple[Item, str, Original]],
+    options: Options,
+    *,
+    keep_features: bool = False,
+    strict: bool = False,
+) -> Iterator[list[Result]]:
+    """Decode and encode items; yield them in order, in batches.
+
+    The items have their arrays, and the size in bytes and pixels of their originals. Threads decode
+    about two batches ahead of the encoder.
+
+    Args:
+        bundle: the bundle that encodes the items.
+        items: triples of an item, its name for error messages, and its original.
+        options: if `keep` is "copy" or "thumbnail", `Item.original` is set.
+        keep_features: also return the backbone's features.
+        strict: after the first item that cannot be used, only decode the remaining items, which
+            finds every fault; these items have no arrays.
+
+    Raises:
+        DataError: the encoder returns NaN or infinity.
+    """
+
+    def decoded(entry: tuple[Item, str, Original]) -> _Decoded:
+        item, name, original = entry
+        try:
+            item, inputs = _decode_item(bundle, item, name, original, options)
+        except DataError as fault:
+            return item, str(fault), None
+        return item, None, inputs
+
+    if bundle.manifest.input.kind == "features":
+        entries: Iterator[_Decoded] = map(decoded, items)
+    else:
+        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch_size)
+    failed = False
+    while batch := list(islice(entries, options.batch_size)):
+        inputs = [inputs for _, fault, inputs in batch if fault is None]
+        failed = failed or (strict and len(inputs) < len(batch))
+        arrays: dict[str, Floats32] = {}
+        if inputs and not failed:
+            arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
+        rows = iter(range(len(inputs)))
+        yield [
+            (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
+            for item, fault, _ in batch
+        ]
+        del batch, inputs  # the next batch is read without this one in memory
+
+
+def _decode_item(
+    bundle: Bundle, item: Item, name: str, original: Original, options: Options
+) -> tuple[Item, Array]:
+    """Decode an original; return the item with the original's sizes, and the encoder's input."""
+    if isinstance(original, DataError):
+        raise original
+    if isinstance(original, np.ndarray):
+        return replace(item, stamp=digest_of(original.tobytes())), original
+    content = original
+    if not isinstance(content, bytes):
+        content = read_image(content, options.limits, name)
+    image = decode(content, options.limits, name)
+    preprocessing = bundle.manifest.input.preprocessing
+    assert preprocessing is not None
+    kept = None
+    try:
+        inputs = preprocessing(image)
+        if options.keep in ("copy", "thumbnail"):
+            kept = content if options.keep == "copy" else thumbnail(image)
+    except DataError as fault:
+        raise DataError(f"{name}: {fault}") from fault
+    width, height = full_size(image)
+    stamp = digest_of(content)
+    if isinstance(original, Path) and item.stamp:
+        stamp += f" {item.stamp}"
+    item = replace(item, original=kept, bytes=len(content), width=width, height=height)
+    return replace(item, stamp=stamp), inputs
+
+
+def arrays_of(
+    bundle: Bundle, inputs: Array, batch_size: int, keep_features: bool
+) -> dict[str, Floats32]:
+    """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""
+    if not keep_features:
+        return by_name(bundle.encode(inputs, batch_size=batch_size))
+    features = bundle.features(inputs, batch_size=batch_size)
+    return by_name(bundle.encode_features(features, batch_size=batch_size), features)
+
+
+def by_name(encoded: Encoded, features: Floats32 | None = None) -> dict[str, Floats32]:
+    """Return encoded arrays (n, width) and optional features (n, F) by name."""
+    arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def row_of(arrays: Mapping[str, Floats32], row: int) -> dict[str, Floats32]:
+    """Return the row `row` of each array."""
+    return {name: values[row] for name, values in arrays.items()}

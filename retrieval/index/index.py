@@ -1,0 +1,521 @@
+"""An index: items in a store, and the bundle (an exported model) that embeds and searches them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, overload
+
+import numpy as np
+from PIL.Image import Image
+
+from retrieval.base.arrays import Array, Floats32
+from retrieval.base.places import StrPath, instead, kind_of
+from retrieval.base.progress import Progress, showing
+from retrieval.base.runtime import Device
+from retrieval.base.stages import stage
+from retrieval.bundle.bundle import Bundle, Encoded
+from retrieval.bundle.merging import measured, measured_alone, merged
+from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.images.images import Limits
+from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
+from retrieval.index.creating import create
+from retrieval.index.duplicates import duplicates
+from retrieval.index.hits import Hit, Hits
+from retrieval.index.migrating import migrate, rollback
+from retrieval.index.queries import encode_queries
+from retrieval.store.address import Address, IndexPlace, folder_of, place_of
+from retrieval.store.contract import (
+    CODE,
+    MARGIN,
+    VECTOR,
+    Candidates,
+    Generation,
+    Item,
+    Keep,
+    Stats,
+    Store,
+    Superseded,
+)
+from retrieval.store.filters import FilterLike, as_filter
+from retrieval.store.items import own, served_of
+from retrieval.store.place import store_place
+
+_MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
+_QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
+
+
+class NoSuchItem(DataError, KeyError):
+    """An index has no item with this id; also a KeyError, as users expect of `index[id]`."""
+
+    __str__ = Exception.__str__
+
+
+class Index:
+    """An index of images or vectors that can be changed while it is searched.
+
+    `Index.open` and `Index.create` return an index. Its methods are thread-safe. All arrays that
+    one bundle (an exported model) computed for the items form a generation. One generation is
+    served: it is searched and written to. As in a dictionary, `index[id]` is an item, `id in index`
+    says whether there is one, `len(index)` counts them, and a loop over the index gives the ids.
+
+    Attributes:
+        path: folder or address of the index.
+        store: store that keeps the items.
+        identity: id that the index received when it was created; copies and snapshots keep it.
+        generation: the served generation.
+        bundle: bundle of this generation; encodes queries and may rescore candidates.
+        summary: result of `Index.create`. `None` if the index was only opened.
+    """
+
+    summary: Summary | None = None
+
+    create = classmethod(create)
+    duplicates = duplicates
+    migrate = migrate
+    rollback = rollback
+
+    def __init__(
+        self, path: IndexPlace, store: Store, threads: int | None = None, device: Device = "auto"
+    ) -> None:
+        self.path = path
+        self.store = store
+        self._threads, self._device = threads, device
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self.identity = store.identity()
+            self.generation = served_of(store.generations())
+            self.bundle = self._bundle_of(self.generation)
+        except BaseException:
+            store.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        path: StrPath | Address,
+        *,
+        threads: int | None = None,
+        device: Device = "auto",
+        plugins: Iterable[str] = (),
+    ) -> Self:
+        """Open an index.
+
+        Args:
+            path: folder of the index, or an address in a plugin's store, such as
+                `milvus://host:19530/photos`.
+            threads: threads per call of the encoder. `None` uses `OMP_NUM_THREADS`, or one per
+                core.
+            device: where the encoder runs: "auto", "cpu" or "cuda".
+            plugins: files or modules to load as plugins besides the installed ones.
+
+        Raises:
+            StoreError: the index is missing, damaged or of another format.
+            BundleError: the bundle of the index cannot be used.
+            PluginError: the plugin of the store is missing.
+        """
+        place = place_of(path)
+        return cls(place, open_store(place, plugins), threads, device)
+
+    def follow(self) -> Bundle:
+        """Return the bundle of the generation that is served now; open it if it has changed."""
+        with self._lock:
+            served = served_of(self.store.generations())
+            if served.number != self.generation.number:
+                self.bundle, self.generation = self._bundle_of(served), served
+            return self.bundle
+
+    def _bundle_of(self, generation: Generation) -> Bundle:
+        folder, variant = self.store.bundle(generation), generation.variant
+        bundle = Bundle.open(folder, variant=variant, threads=self._threads, device=self._device)
+        if bundle.sha256 != generation.bundle:
+            raise StoreError(
+                f"The index {self.path} is damaged: its bundle is not the one that embedded its"
+                " items."
+            )
+        return bundle
+
+    def __len__(self) -> int:
+        return self.store.count()
+
+    def __contains__(self, id: object) -> bool:
+        return isinstance(id, str) and id in self.get(id)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of all items, sorted."""
+        after = None
+        while page := self.scan(after=after):
+            yield from (item.id for item in page)
+            after = page[-1].id
+
+    def __getitem__(self, id: str) -> Item:
+        """Return an item by id.
+
+        Raises:
+            NoSuchItem: the item does not exist; also a `KeyError`.
+            StoreError: the index is closed or damaged.
+        """
+        return self._item(id)
+
+    def _item(self, id: str, arrays: bool = False) -> Item:
+        item = self.get([id], arrays=arrays).get(id)
+        if item is None:
+            raise NoSuchItem(f"The index {self.path} has no item {id!r}.")
+        return item
+
+    def __repr__(self) -> str:
+        manifest = self.bundle.manifest
+        return (
+            f"Index {self.path}: {len(self):,} items, vectors of {manifest.vector},"
+            f" {manifest.distance}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store; later searches raise a `StoreError`."""
+        self._closed = True
+        self.store.close()
+
+    def changed(self) -> str | None:
+        """Return a sentence that says how the index was replaced or removed, or `None`."""
+        return self.store.changed()
+
+    # Searching
+
+    @overload
+    def search(
+        self,
+        queries: StrPath | bytes | Image,
+        k: int = 10,
+        *,
+        candidates: int | None = None,
+        filter: FilterLike = None,
+    ) -> Hits: ...
+    @overload
+    def search(
+        self,
+        queries: Encoded | list[Any],
+        k: int = 10,
+        *,
+        candidates: int | None = None,
+        filter: FilterLike = None,
+    ) -> list[Hits]: ...
+    @overload
+    def search(
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
+    ) -> list[Any]: ...
+    def search(
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
+    ) -> list[Any]:
+        """Return the nearest items of a query, nearest first; ties are ordered by id.
+
+        A bundle may have a rescorer, a model that computes the distance of a query and a candidate.
+        Without a rescorer, distances are computed from the stored vectors. They are Euclidean
+        unless the bundle defines another distance. If the vectors have sub-spaces, the distances in
+        the sub-spaces are merged as in `retrieval.bundle.merging`.
+
+        Args:
+            queries: one query or several. One query returns one list of hits:
+
+                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
+                  pixels as for `add`;
+                - a vector: F features if the bundle takes features, otherwise the P numbers that
+                  the encoder returns for an image.
+
+                Several queries return a list with one list of hits per query: a list of images or
+                of vectors, an array (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
+            k: number of hits; fewer if the index has fewer items.
+            candidates: number of candidates per sub-space that are rescored. Defaults to the number
+                that the bundle defines.
+            filter: search only items that match this filter: text such as
+                `price < 20 and label in ('shoe', 'boot')`, or JSON. See
+                `retrieval.store.filters`.
+
+        Raises:
+            DataError: an image cannot be decoded; a vector has another width or holds NaN; a list
+                mixes images and vectors; k is below 1; or the bundle has a rescorer, which compares
+                codes, and a query is a vector, which has no code. For a list, the message names the
+                item.
+            StoreError: the index is closed.
+        """
+        k = at_least_one("k", k)
+        if candidates is not None:
+            candidates = at_least_one("The number of candidates", candidates)
+        if self._closed:  # before the queries are encoded
+            raise StoreError(
+                f"The index {self.path} was closed. Open it again with retrieval.Index.open."
+            )
+        filter = as_filter(filter)
+        attempts = 0
+        while True:
+            bundle = self.bundle
+            encoded, is_single = encode_queries(bundle, queries)
+            query, code = _query_arrays(bundle, encoded)
+            rescorer = bundle.manifest.rescorer
+            # If the bundle's distance is not the store's, their orders may differ: request more.
+            minimum = k if measured_alone(bundle) else k + MARGIN
+            count = max(minimum, candidates or (rescorer.candidates if rescorer else 0))
+            hits: list[Hits] = []
+            try:
+                for start in range(0, len(query), _QUERIES_PER_BLOCK):
+                    block = query[start : start + _QUERIES_PER_BLOCK]
+                    proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
+                    for row, group in enumerate(proposed, start):
+                        query_code = None if code is None else code[row]
+                        hits.append(self._ranked(bundle, query[row], query_code, group, k, count))
+                return hits[0] if is_single else hits
+            except Superseded:
+                attempts += 1
+                self.follow()
+                # `Encoded` no longer holds the images, so the new bundle cannot encode them.
+                if isinstance(queries, Encoded) or attempts == _MAX_ATTEMPTS:
+                    raise
+
+    def _ranked(
+        self,
+        bundle: Bundle,
+        query: Floats32,
+        code: Floats32 | None,
+        group: Candidates,
+        k: int,
+        count: int,
+    ) -> Hits:
+        """Return the k hits among a query's candidates, by the distance that `bundle` defines.
+
+        `count` is the number of candidates to rescore; the store may propose a few more.
+        """
+        if group.distances is not None:
+            if measured_alone(bundle):
+                return self._hits(group.items, group.distances[:k].tolist())
+            rows = sorted(range(len(group.items)), key=lambda row: group.items[row].id)
+            group = _selected(group, rows)
+        elif not (measured_alone(bundle) or bundle.manifest.subspaces):
+            group = _cut(group, query, count)
+        if not group.items:
+            return self._hits([], [])
+        codes = None if code is None else group.arrays[CODE]
+        hit_count = min(k, len(group.items))
+        distances = measured(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
+        order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
+        nearest = [group.items[row] for row in order.tolist()]
+        return self._hits(nearest, distances[order].tolist())
+
+    def _hits(self, items: Sequence[Item], distances: Sequence[float]) -> Hits:
+        """Return one hit per distance; items beyond the number of distances are ignored."""
+        pairs = zip(items, distances, strict=False)
+        hits = (
+            Hit(item.id, item.label, distance, own(item.metadata), item.path, item.keep)
+            for item, distance in pairs
+        )
+        return Hits(hits, self.store.original)
+
+    # Items
+
+    def add(
+        self,
+        sources: StrPath | Sequence[StrPath] = (),
+        *,
+        images: Any = None,
+        ids: Sequence[str] | None = None,
+        labels: Sequence[str | None] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        keep: Keep = "reference",
+        sync: bool = False,
+        skip_bad: bool = False,
+        batch_size: int = 32,
+        limits: Limits | None = None,
+        progress: Progress = True,
+    ) -> Added:
+        """Embed images or features and add them; skip items that have not changed.
+
+        Embedded items are written about once a second, so repeating an interrupted call resumes it.
+
+        Args:
+            sources: one or more files, folders, CSV manifests, Parquet tables or
+                `.npz` features; see `retrieval.index.sources.collect`.
+            images: one or more images in memory instead of `sources`, in the forms that
+                `retrieval.Encoder.encode` accepts. If the index's bundle takes features, an array
+                of N rows of F features. An item whose id already exists is replaced.
+            ids: one id per image in `images`.
+            labels: one label per image in `images`.
+            metadata: one JSON object per image in `images`.
+            keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
+                "nothing". Images in memory have no file, so "reference" keeps nothing of them.
+            sync: delete items that are not in `sources`.
+            skip_bad: skip images that cannot be used. If False, the other images are still added,
+                and then an error lists those that cannot be used.
+            batch_size: number of items per batch.
+            limits: largest images to decode.
+            progress: True shows a progress bar. A function is called with (what, done, total)
+                instead.
+
+        Raises:
+            DataError: there are no items, an id is used twice, or images cannot be used.
+            StoreError: the index is read-only or has another writer, or the disk fails.
+        """
+        batch_size = at_least_one("batch_size", batch_size)
+        options = Options(keep, skip_bad, batch_size, limits or Limits())
+        with showing(progress):
+            if images is not None:
+                return add_images(self, images, ids, labels, metadata, options)
+            return add_sources(self, sources, options, sync=sync)
+
+    def upsert(self, items: Sequence[Item]) -> int:
+        """Add or replace embedded items; return how many were replaced.
+
+        Raises:
+            DataError: some items cannot be stored. The message lists them, and nothing is stored.
+            StoreError: the index is read-only or has another writer, or the disk fails.
+        """
+        with stage("write", len(items)):
+            return self.store.upsert(items, self.bundle.sha256)
+
+    def delete(self, ids: str | Iterable[str] = (), *, filter: FilterLike = None) -> int:
+        """Delete items by id, or all that match a filter; return how many were deleted.
+
+        Unknown ids are ignored.
+
+        Raises:
+            DataError: the filter is invalid or uses a field that no item has ever had.
+            StoreError: the index is read-only or has another writer, or the disk fails.
+        """
+        filter = as_filter(filter)
+        with stage("write"):
+            return self.store.delete([ids] if isinstance(ids, str) else ids, filter=filter)
+
+    def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; unknown ids are left out.
+
+        Args:
+            ids: one or more ids.
+            arrays: also read the items' vectors.
+
+        Raises:
+            StoreError: the index is closed or damaged.
+        """
+        return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
+
+    def vector(self, id: str) -> Floats32:
+        """Return the stored vector (P,) of an item.
+
+        Raises:
+            DataError: the item does not exist, or the served generation has no vector for it.
+        """
+        item = self._item(id, arrays=True)
+        if not item.arrays:
+            raise DataError(
+                f"The served generation of {self.path} has no vector for the item '{id}': it could"
+                " not be embedded when the index was migrated. Add it again."
+            )
+        return np.array(item.vector)
+
+    def scan(
+        self, filter: FilterLike = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
+        """Return up to `limit` matching items with ids after `after`, sorted by id."""
+        return self.store.scan(as_filter(filter), after=after, limit=limit)
+
+    def count(self, filter: FilterLike = None) -> int:
+        """Return the number of matching items."""
+        return self.store.count(as_filter(filter))
+
+    def stats(self) -> Stats:
+        """Return the number of items, the generations and the size of the index."""
+        return self.store.stats()
+
+    # The index as a whole
+
+    def drop_old(self) -> int:
+        """Delete all generations except the served one; return how many."""
+        old = [known for known in self.store.generations() if known.state != "served"]
+        for generation in old:
+            self.store.drop(generation)
+        return len(old)
+
+    def snapshot(self, target: StrPath) -> Path:
+        """Write a consistent copy of the index to a new folder; return the folder.
+
+        Raises:
+            StoreError: the target already exists, or the disk fails.
+        """
+        self.store.snapshot(folder_of(target))
+        return Path(target)
+
+
+open_index = Index.open
+
+
+def create_index(
+    output: StrPath | Address,
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath] = (),
+    **options: Any,
+) -> Summary:
+    """Create an index, close it and return its summary; see `Index.create`."""
+    with Index.create(output, sources, model=bundle, **options) as index:
+        assert index.summary is not None
+        return index.summary
+
+
+def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
+    """Open the store of an index without its bundle.
+
+    Raises:
+        StoreError: the index is missing, damaged or of another format.
+    """
+    if isinstance(place, Path) and kind_of(place) != "index":
+        missing = "" if place.is_dir() else ": there is no such folder"
+        raise StoreError(f"{place} is not an index{missing}.{instead(place, 'index')}")
+    return store_place(place, plugins).open()
+
+
+def _query_arrays(bundle: Bundle, queries: Encoded | Array) -> tuple[Floats32, Floats32 | None]:
+    """Return query vectors (Q, P), and codes (Q, C) if the bundle has a rescorer.
+
+    NaN and infinity pass; the store refuses them.
+    """
+    rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
+    if isinstance(queries, Encoded):
+        if queries.bundle not in ("", bundle.sha256):
+            raise Superseded(
+                "The queries were encoded with another bundle than the one that the index serves."
+                " Encode them again."
+            )
+        query, code = queries.query, queries.code
+    else:
+        query, code = np.atleast_2d(np.asarray(queries)), None
+        if query.dtype.kind not in "fiu":
+            raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
+    if query.ndim != 2 or query.shape[1] != width:
+        raise DataError(f"A query vector of this index has {width} numbers, not {query.shape[-1]}.")
+    if query.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            query = query.astype(np.float32)
+    query = np.ascontiguousarray(query)
+    if rescores and code is None:
+        raise DataError(
+            "The rescorer of this index needs the code of each query, which a vector lacks. Pass an"
+            " image, or features if the bundle takes features."
+        )
+    return query, code if rescores else None
+
+
+def _cut(proposed: Candidates, query: Floats32, count: int) -> Candidates:
+    """Return the `count` nearest candidates by Euclidean distance, still sorted by id."""
+    if len(proposed.items) <= count:
+        return proposed
+    distances = merged(query, proposed.arrays[VECTOR], count, (), "min")
+    return _selected(proposed, sorted(np.argsort(distances, kind="stable")[:count].tolist()))
+
+
+def _selected(proposed: Candidates, rows: list[int]) -> Candidates:
+    """Return the candidates in the given rows, without the store's distances."""
+    arrays = {name: array[rows] for name, array in proposed.arrays.items()}
+    return Candidates([proposed.items[row] for row in rows], arrays)

@@ -1,0 +1,291 @@
+"""Move an index to another bundle (an exported model) while it is searched.
+
+A generation holds the arrays of all items from one bundle. A new generation is filled while the old
+one is searched: all items are embedded again, or another head is applied to their stored features.
+Then the new generation is served.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrieval.base.places import StrPath
+from retrieval.base.progress import Meter, Progress, showing
+from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.manifest import SplitEntry, write_manifest
+from retrieval.errors import BundleError, DataError, StoreError, listed
+from retrieval.index.adding import Options, by_name, embed, row_of
+from retrieval.index.locations import Original
+from retrieval.store.items import (
+    FEATURES,
+    Floats,
+    Generation,
+    Item,
+    served_of,
+    widths_of,
+)
+
+if TYPE_CHECKING:
+    from retrieval.index.index import Index
+
+_BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
+_ITEMS = 512  # items embedded and written at a time, so a killed process loses at most these
+_ROWS = 4096  # items at a time if only a head runs
+_BATCH = 1024  # batch size of a head
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """Result of a migration.
+
+    Attributes:
+        generation: the generation that is served now.
+        embedded: number of items that this call embedded.
+        skipped: one sentence per item that could not be embedded and so cannot be searched.
+        from_features: number of items embedded from stored features instead of their originals.
+    """
+
+    generation: Generation
+    embedded: int
+    skipped: tuple[str, ...] = ()
+    from_features: int = 0
+
+
+def migrate(
+    index: Index, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
+) -> Migrated:
+    """Embed all items with another bundle, then serve it.
+
+    Searches and writes continue meanwhile, and every answer comes from a single bundle. The old
+    generation stays for `rollback` until `drop_old`. Repeating an interrupted call resumes it.
+
+    If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
+    head is applied to them, and no original is opened. A bundle that takes features of the same
+    width is such a head too: the new generation joins it to the index's backbone, so queries
+    are still images. Nothing checks that this head was trained on features of this backbone. In
+    all other cases the originals are read and embedded again.
+
+    Args:
+        bundle: a bundle, or its folder.
+        skip_bad: leave out items whose original is missing or cannot be used. If False, an
+            error lists them, and the old generation stays served. If only stored features are
+            needed, items without any are always left out.
+        progress: see `add`.
+
+    Raises:
+        DataError: an item's original is missing or cannot be used.
+        BundleError: the bundle takes features, but the index stores none of that width.
+        StoreError: the index is read-only or has another writer, or the disk fails.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    index.follow()
+    with tempfile.TemporaryDirectory() as folder:
+        if opened.manifest.input.kind == "features":
+            opened = _bundle_to_serve(index, opened, Path(folder))
+        has_features = opened.manifest.input.kind == "features" or opened.backbone_sha256
+        keep = has_features and FEATURES in index.generation.widths
+        widths = widths_of(opened, features=opened.features_width if keep else None)
+        generation = index.store.begin(opened, widths)
+    with showing(progress):
+        return _complete(index, opened, generation, skip_bad)
+
+
+def rollback(index: Index, *, progress: Progress = True) -> Migrated:
+    """Serve the previous generation again.
+
+    Items that were added meanwhile are embedded with the previous bundle first.
+    """
+    kept = [generation for generation in index.store.generations() if generation.state == "kept"]
+    if not kept:
+        raise StoreError(f"The index {index.path} keeps no older generation to go back to.")
+    newest = max(kept, key=lambda generation: generation.number)
+    index.follow()
+    opened = Bundle.open(index.store.bundle(newest), variant=newest.variant)
+    with showing(progress):
+        return _complete(index, opened, newest, skip_bad=False)
+
+
+def _bundle_to_serve(index: Index, head: Bundle, folder: Path) -> Bundle:
+    """Return the bundle to serve after a migration to `head`, a bundle that takes features.
+
+    If the index's bundle takes images, its backbone is joined to `head`, and the new bundle is
+    written to `folder`. Otherwise this is `head` itself.
+    """
+    width = index.generation.widths.get(FEATURES)
+    if width is None:
+        raise BundleError(
+            f"The bundle {head.path} takes features, and the index {index.path} keeps none. Migrate"
+            " to a bundle that takes images, or create the index again with --keep-features (in"
+            " Python keep_features=True)."
+        )
+    if head.manifest.input.shape != (width,):
+        raise BundleError(
+            f"The bundle {head.path} takes {head.manifest.input.shape[0]:,} features, and the index"
+            f" {index.path} keeps {width:,} features per item."
+        )
+    if index.bundle.manifest.input.kind == "features":
+        return head
+    return Bundle.open(join_backbone(index.bundle, head, folder))
+
+
+def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
+    """Embed the items that a generation lacks, then serve it."""
+    if generation.state == "served":
+        return Migrated(generation, 0)
+    store, source = index.store, index.generation
+    by_head = FEATURES in source.widths and applies(bundle, index.bundle)
+    embed_items = _by_head if by_head else _by_originals
+    count = 0
+    faults: list[str] = []
+    with Meter("embedding", len(index), "items") as meter:
+        while True:
+            items = store.pending(generation, _ROWS if by_head else _ITEMS)
+            if not items:
+                if store.switch(generation):
+                    break
+                continue
+            embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
+            if wrong:
+                # An original is missing if its item was deleted or written meanwhile. Such an item
+                # is not, or once more, pending.
+                stored = store.get(wrong)
+                before = {item.id: replace(item, arrays={}) for item in items}
+                wrong = {id: why for id, why in wrong.items() if stored.get(id) == before[id]}
+            served = served_of(store.generations())
+            if by_head and served.number != source.number:
+                # The features that `pending` returned may come from another backbone.
+                raise StoreError(
+                    "Another generation is served by now: another migration has ended. Run the"
+                    " command again."
+                )
+            # An item without features was left out of an earlier generation already.
+            if wrong and not skip_bad and not by_head:
+                raise DataError(
+                    listed("Some items cannot be embedded again", list(wrong.values()))
+                    + "\nThe index is served as before. Repair their originals and repeat the"
+                    " command, which resumes; or leave the items out with --skip-bad (in Python"
+                    " skip_bad=True)."
+                )
+            kept = {item.id for item in embedded}
+            store.embed(generation, embedded, [item.id for item in items if item.id not in kept])
+            faults += wrong.values()
+            count += len(embedded)
+            meter.update(len(items))
+    index.follow()
+    return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
+
+
+def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
+    return by_name(bundle.encode_features(features, batch_size=_BATCH))
+
+
+def _by_head(
+    index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
+) -> tuple[list[Item], dict[str, str]]:
+    """Apply the head `bundle` to the features of items; return the same as `_by_originals`."""
+    usable = [item for item in items if FEATURES in item.arrays]
+    faults = _no_features(item for item in items if FEATURES not in item.arrays)
+    if not usable:
+        return [], faults
+    features = np.stack([item.arrays[FEATURES] for item in usable])
+    arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
+    embedded = [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)]
+    return embedded, faults
+
+
+def _no_features(items: Iterable[Item]) -> dict[str, str]:
+    sentence = "the index keeps no features of this item for the new bundle."
+    return {item.id: f"{item.id}: {sentence}" for item in items}
+
+
+def _by_originals(
+    index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
+) -> tuple[list[Item], dict[str, str]]:
+    """Embed items from their originals.
+
+    Returns:
+        The embedded items with their new arrays; and, by id, why other items cannot be embedded.
+    """
+    if bundle.manifest.input.kind == "features":
+        return [], _no_features(items)
+    batches = embed(bundle, _originals(index, items), Options(), keep_features=keep_features)
+    results = [result for batch in batches for result in batch]
+    arrays = {item.id: item.arrays for item, fault in results if fault is None}
+    return (
+        [replace(item, arrays=arrays[item.id]) for item in items if item.id in arrays],
+        {item.id: fault for item, fault in results if fault is not None},
+    )
+
+
+def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str, Original]]:
+    """Yield each item with its id and its original, or an error if that is missing."""
+    for item in items:
+        original: Original | None = item.path
+        if item.keep == "copy":
+            original = index.store.original(item.id)
+        elif item.path is not None and not item.path.is_file():
+            original = DataError(f"{item.id}: its file {item.path} is gone.")
+        if original is None:
+            original = DataError(f"{item.id}: the index keeps no original of this item.")
+        yield item, item.id, original
+
+
+def applies(head: Bundle, kept: Bundle) -> bool:
+    """Return whether a head may be applied to the features that the bundle `kept` computed.
+
+    The two bundles must have the same backbone or take the same features.
+    """
+    if kept.manifest.input.kind == "features":
+        return head.manifest.input == kept.manifest.input
+    return head.backbone_sha256 is not None and head.backbone_sha256 == kept.backbone_sha256
+
+
+def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
+    """Write a bundle that applies the backbone of one bundle, then the bundle `head`.
+
+    The same two bundles always give the same result. The new manifest is that of `head`, but with
+    the input of `backbone`, a new split, and no variants or probe. Its `verified` still describes
+    the comparison of `head` with torch.
+
+    `backbone` is split into backbone and head, and `head` takes features. The new bundle and a copy
+    of each old one are written to the empty `folder`. Returns the folder of the new bundle.
+
+    Raises:
+        BundleError: the widths differ, or a bundle has changed since it was opened.
+    """
+    split, manifest = backbone.manifest.split, head.manifest
+    width = backbone.features_width
+    assert split is not None
+    backbone.copy(folder / "backbone")
+    head.copy(folder / "head")
+    target = folder / "bundle"
+    target.mkdir()
+    (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
+    encoder = manifest.variants[head.variant].file if head.variant else manifest.encoder
+    assert encoder is not None  # a bundle of features is never split
+    (folder / "head" / encoder).rename(target / _HEAD)
+    rescorer = manifest.rescorer
+    if rescorer is not None:
+        (folder / "head" / rescorer.file).rename(target / _RESCORER)
+        rescorer = rescorer.model_copy(update={"file": _RESCORER})
+    write_manifest(
+        target,
+        manifest.model_copy(
+            update={
+                "input": backbone.manifest.input,
+                "encoder": None,
+                "split": SplitEntry(backbone=_BACKBONE, head=_HEAD, features=width),
+                "rescorer": rescorer,
+                "opset": max(manifest.opset, backbone.manifest.opset),
+                "variants": {},
+                "probe": None,
+            }
+        ),
+    )
+    return target

@@ -1,0 +1,316 @@
+"""Collect items from files, folders and tables, with their originals (the content to embed)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from retrieval.base.arrays import Array, Floats32
+from retrieval.base.csv_table import CsvTable, is_missing_text, typed
+from retrieval.base.places import no_such
+from retrieval.base.walk import own_name
+from retrieval.errors import DataError, listed
+from retrieval.images.image_files import find_images
+from retrieval.index.locations import Original, Source, Sources, is_table, shown
+from retrieval.index.parquet import (
+    ITEM_CHARACTERS,
+    MAX_WIDTH,
+    Table,
+    label_text,
+    refuse_many,
+)
+from retrieval.store.items import Item, Keep
+
+_ARRAY_BYTES = 1 << 30
+_MAX_COMPRESSION = 16
+"""An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
+
+
+def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
+    """Return the items of files, folders and tables.
+
+    - A folder is searched for images. An image in a subfolder gets the name of the top-level
+      subfolder as its label; an image directly in the folder gets the folder's name.
+    - A CSV file must have a column `path` (relative to the CSV file). It may have `label`, and
+      `key` or `id`. Other columns become metadata (see `retrieval.base.csv_table`).
+    - A Parquet table of images must have a column `path`; a table of features must have a list
+      column `features` or `vector`. Both may have `label`, and `key` or `id`. Other columns become
+      metadata: NaN and infinity become null, times and decimal numbers become text.
+    - An `.npz` file must have an array `features` (or `vectors`). It may have `labels` and `keys`.
+
+    `kind` is the input of the bundle, "image" or "features".
+
+    Raises:
+        DataError: a source does not exist or does not fit the bundle.
+    """
+    if not sources:
+        raise DataError(
+            "There is nothing to index: name image files, folders, a CSV file, a Parquet table or"
+            " an .npz file of features."
+        )
+    places = [_place(source, kind) for source in sources]
+    if kind == "features":
+        return _features([place.absolute() for place in places])
+    folders = {place for place in places if place.is_dir()}
+    items: list[Source] = []
+    left_out: list[str] = []
+    for source, place in zip(sources, places, strict=True):
+        if place in folders:
+            images, notes = _folder(place, prefix=len(folders) > 1)
+            items += images
+            left_out += notes
+        elif place.name.lower().endswith(".csv"):
+            items += _listed(place, _csv(place))
+        elif is_table(place.name):
+            with Table(place.absolute(), "image") as table:
+                items += _listed(place, [item for block, _ in table.sources() for item in block])
+            left_out += table.left_out
+        else:
+            items.append(Source(shown(source), None, place.absolute()))
+    unique: list[Source] = []
+    seen: set[object] = set()
+    for item in items:
+        # A table may name a file under several ids, and each is an item. A file that folders or
+        # tables without ids name again is the same item.
+        identity = (item.path, item.key)
+        if (identity if item.has_id else item.path) not in seen:
+            unique.append(item)
+        seen.update((item.path, identity))
+    return Sources(unique, None, len(items) - len(unique), tuple(left_out))
+
+
+def _place(source: object, kind: str) -> Path:
+    """Return the path of a source that exists and fits the bundle's input."""
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(
+            "A source to index is the path of a file or a folder, not an object of type"
+            f" {type(source).__name__}."
+        )
+    text, place = os.fsdecode(source), Path(os.fsdecode(source))
+    if not place.exists():
+        raise DataError(no_such(shown(text)))
+    npz = place.name.lower().endswith(".npz")
+    if kind == "features" and not npz and not is_table(place.name):
+        raise DataError(
+            f"{shown(text)} is not an .npz file or a Parquet table; this bundle takes features, not"
+            " images."
+        )
+    if kind != "features" and npz:
+        raise DataError(f"{shown(text)} holds features; this bundle takes images.")
+    return place
+
+
+def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
+    """Return the images of a folder as items, and notes on other files.
+
+    If `prefix` is True, ids begin with the folder's name.
+    """
+    files, root_name = find_images(folder), shown(own_name(folder))
+    items = []
+    # Broken links (`nowhere`) stay in, so that they are reported when they are read.
+    for path in sorted([*files.images, *files.nowhere]):
+        inside = shown(path.relative_to(folder))
+        label = inside.partition("/")[0] if "/" in inside else root_name
+        key = f"{root_name}/{inside}" if prefix else inside
+        items.append(Source(key, label, path.absolute()))
+    return items, files.notes(folder)
+
+
+def _csv(manifest: Path) -> list[Source]:
+    name, folder = shown(manifest), manifest.absolute().parent
+    table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
+    table.files(folder)
+    problems = table.problems
+    id = next((name for name in ("key", "id") if name in table.columns), None)
+    rows: list[tuple[int, dict[str, str]]] = []
+    for line, row in table.rows:
+        if not row["path"] or "\0" in row["path"]:
+            problems.append((line, "'path' is empty or is not a path."))
+        elif sum(map(len, row.values())) > ITEM_CHARACTERS:
+            problems.append((line, f"has more than {ITEM_CHARACTERS:,} characters."))
+        else:
+            rows.append((line, row))
+    paths = [(folder / row["path"]).absolute() for _, row in rows]
+    if problems:
+        # Without other problems, missing files are not an error here: they are unusable images,
+        # which `skip_bad` may skip.
+        problems += [
+            (line, f"{shown(path)} does not exist.")
+            for (line, _), path in zip(rows, paths, strict=True)
+            if not path.exists()
+        ]
+        lines = [f"line {line}: {problem}" for line, problem in sorted(problems)]
+        raise DataError(listed(name, lines))
+    reserved = {"path", "label", id}
+    further = typed([{name: row[name] for name in row if name not in reserved} for _, row in rows])
+    return [
+        Source(
+            (row[id] if id else "") or row["path"],
+            None if is_missing_text(row.get("label", "")) else row["label"],
+            path,
+            metadata,
+            has_id=bool(id and row[id]),
+        )
+        for (_, row), path, metadata in zip(rows, paths, further, strict=True)
+    ]
+
+
+def _listed(path: Path, items: list[Source]) -> list[Source]:
+    """Return a table's items; raise a `DataError` if there are none."""
+    if not items:
+        raise DataError(f"{shown(path)} lists no item.")
+    return items
+
+
+def _features(places: list[Path]) -> Sources:
+    """Return the items of Parquet tables and `.npz` files; their features are a memory map."""
+    items: list[Source] = []
+    left_out: list[str] = []
+    unique = dict.fromkeys(places)
+    count = width = 0
+    with tempfile.TemporaryFile() as file:
+        for place in unique:
+            for sources, features in _blocks(place, count, left_out):
+                numbers = features.shape[1]
+                if numbers > MAX_WIDTH:
+                    raise DataError(
+                        f"{shown(place)} holds vectors of {numbers:,} numbers; at most"
+                        f" {MAX_WIDTH:,} are allowed."
+                    )
+                if width not in (0, numbers):
+                    raise DataError(
+                        f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file"
+                        f" of {width:,}. All vectors of an index have the same width."
+                    )
+                width = numbers
+                count += len(features)
+                items += sources
+                file.write(np.ascontiguousarray(features, "<f4").tobytes())
+        _listed(places[0], items)
+        file.flush()
+        array = np.memmap(file, "<f4", "r", shape=(count, width))
+        return Sources(items, array, len(places) - len(unique), tuple(left_out))
+
+
+def _blocks(
+    place: Path, first: int, left_out: list[str]
+) -> Iterator[tuple[list[Source], Floats32]]:
+    """Yield the items of a file and their features (n, F) in blocks; extend `left_out`."""
+    if is_table(place.name):
+        with Table(place, "features") as table:
+            left_out += table.left_out
+            yield from table.sources(first)
+    else:
+        yield _npz(place, first)
+
+
+@contextmanager
+def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, Array]]:
+    """Context manager that opens an `.npz` file, to read the arrays `names`; nothing is unpickled.
+
+    Raises:
+        DataError: the file or an array cannot be read, or would take too much memory.
+    """
+    try:
+        # Open the file here, because np.load does not close a damaged file.
+        with path.open("rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if isinstance(file, np.ndarray):
+                raise DataError(
+                    f"{path} is a single array; save it with np.savez(path, features=array)."
+                )
+            _refuse_huge(path, file.zip, names)
+            yield file
+    except DataError:
+        raise
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
+    except Exception as fault:  # zipfile, zlib and NumPy raise errors of many classes
+        reason = " ".join(str(fault).split()).rstrip(".") or type(fault).__name__
+        if "allow_pickle" in reason:
+            reason = "Python objects are never read; write text as np.array(…, dtype=str)"
+        raise DataError(
+            f"{path} is damaged, or not an .npz file of plain arrays: {reason}."
+        ) from None
+
+
+def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
+    """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
+    with npz_file(path, ("features", "vectors", "labels", "keys")) as file:
+        name = next((name for name in ("features", "vectors") if name in file), None)
+        if name is None:
+            raise DataError(
+                f"{path} needs an array 'features' (it has: {', '.join(file) or 'none'})."
+            )
+        features = np.asarray(file[name])  # of an entry that is no array, NumPy returns the bytes
+        columns = {key: np.asarray(file[key]) for key in ("labels", "keys") if key in file}
+    if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.size:
+        raise DataError(
+            f"{path}: '{name}' must be numbers of shape (N, F), not {features.dtype}"
+            f" {features.shape}."
+        )
+    count = len(features)
+    refuse_many(path, count)
+    for key, values in columns.items():
+        if values.shape != (count,) or values.dtype.kind not in "iuUb":
+            raise DataError(
+                f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
+                f" {values.shape}."
+            )
+    keys = columns.get("keys", [f"{path.stem}/{row}" for row in range(count)])
+    labels = columns.get("labels", np.full(count, "")).tolist()
+    items = [
+        Source(
+            str(key),
+            None if is_missing_text(str(label)) else label_text(label),
+            path,
+            row=first + row,
+        )
+        for row, (key, label) in enumerate(zip(keys, labels, strict=True))
+    ]
+    with np.errstate(over="ignore"):
+        return items, features.astype(np.float32, copy=False)
+
+
+def _refuse_huge(path: Path, archive: zipfile.ZipFile, names: Collection[str]) -> None:
+    """Raise a `DataError` if an array is large and compressed so well that it may be an attack."""
+    largest = max(_ARRAY_BYTES, _MAX_COMPRESSION * path.stat().st_size)
+    for entry in archive.infolist():
+        if entry.filename.removesuffix(".npy") in names and entry.file_size > largest:
+            raise DataError(
+                f"{path}: '{entry.filename}' would take {entry.file_size:,} bytes of memory, more"
+                f" than {_MAX_COMPRESSION} times the file's size. Save it with np.savez, which does"
+                " not compress."
+            )
+
+
+def originals(
+    sources: Iterable[Source], features: Floats32 | None, keep: Keep = "reference"
+) -> Iterator[tuple[Item, str, Original]]:
+    """Yield items with their names and originals, for `retrieval.index.adding.embed`.
+
+    `features` (N, F) are indexed by `Source.row`; `None` for images.
+    """
+    for source in sources:
+        # Take the state of a file before its content is read, so that a change meanwhile is
+        # noticed.
+        item = source.item(keep)
+        yield item, source.name, _original(source, features)
+
+
+def _original(source: Source, features: Floats32 | None) -> Original:
+    if features is None:
+        assert source.path is not None  # only items of a folder of embeddings lack a path
+        return source.path
+    row: Floats32 = features[source.row]
+    if np.isfinite(row).all():
+        return row
+    return DataError(
+        f"{source.name}: the vector of {source.key} holds NaN, infinity or a number beyond float32."
+    )

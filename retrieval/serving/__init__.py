@@ -1,1 +1,0 @@
-"""The parts that run without torch: images, bundles, indexes and the search service."""

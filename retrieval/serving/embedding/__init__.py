@@ -1,1 +1,0 @@
-"""Embed sources into a folder of Parquet files."""

@@ -1,0 +1,395 @@
+"""The contract of a store, which keeps the items of an index in a folder or a database engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+
+from retrieval.bundle.bundle import Bundle
+from retrieval.errors import StoreError
+from retrieval.store.address import Address
+from retrieval.store.filters import Filter
+from retrieval.store.items import (
+    CODE as CODE,
+    FEATURES as FEATURES,
+    VECTOR as VECTOR,
+    Candidates as Candidates,
+    Floats as Floats,
+    Generation as Generation,
+    Item as Item,
+    Keep as Keep,
+    Stats as Stats,
+    patience as patience,
+    spans_of as spans_of,
+    stop_at as stop_at,
+    widths_of as widths_of,
+)
+
+Capability = Literal["atomic", "ordered", "filters"]
+"""A promise that not every engine can keep; see `Store.capabilities`."""
+
+MARGIN = 8
+"""Extra candidates per query: items beyond the requested number may be as near as the last."""
+
+
+class Superseded(StoreError):
+    """The index serves another bundle by now; encode items and queries again with that bundle."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached now; try again in a moment.
+
+    A write in progress may or may not have been applied. It is safe to repeat it.
+    """
+
+
+class TooSlow(StoreError):
+    """A call exceeded the time limit of `patience`; request less. Nothing is damaged."""
+
+
+class Store(ABC):
+    """Keeps items and their arrays, and proposes the items nearest to a query.
+
+    The arrays of all items under one bundle (an exported model) are a generation. One generation is
+    served: it is searched and written to.
+
+    All methods are thread-safe, and any process may write; writes are serialized. **When a method
+    that writes returns, its changes survive a power cut, and every search that begins afterwards
+    sees them.** A call that raises changes nothing. A closed store raises `StoreError` from every
+    method but `close`. A store that cannot be reached raises `StoreUnavailable`, and works again
+    without being reopened once the connection is back.
+
+    Attributes:
+        capabilities: further promises that this store keeps:
+
+            - "atomic": a call that writes becomes visible as a whole, and a call that reads sees
+              one consistent state;
+            - "ordered": `scan` sorts items by the code points of their ids;
+            - "filters": the store evaluates every filter; without this capability, some filters
+              raise `DataError`.
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    # Items
+
+    @abstractmethod
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; an item whose id already exists is replaced as a whole.
+
+        Args:
+            items: items with all arrays of the served generation; their ids must be unique.
+            bundle: SHA-256 of the manifest of the bundle that embedded the items.
+
+        Returns:
+            The number of items that were replaced.
+
+        Raises:
+            DataError: some items are invalid (duplicate id, wrong array width, NaN, metadata that
+                is not JSON); the message names each of them.
+            Superseded: the index serves another bundle.
+            StoreError: the store is read-only, another process writes to it for too long, or the
+                disk fails.
+        """
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change the label or metadata of one item, and keep everything else of the item.
+
+        This implementation reads the item and then writes it, so what another process changes in
+        between is lost. A store that can exclude this overrides the method.
+
+        Args:
+            id: id of the item.
+            changes: a new "label", or a merge patch of the "metadata"; see `Item.changed`.
+            bundle: SHA-256 of the manifest of the served bundle.
+
+        Returns:
+            Whether an item has this id.
+
+        Raises:
+            DataError, Superseded, StoreError: see `upsert`.
+        """
+        item = self.get([id], arrays=True).get(id)
+        if item is not None:
+            self.upsert([replace(item.changed(changes), original=self.original(id))], bundle)
+        return item is not None
+
+    @abstractmethod
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
+        """Delete items by id and all that match a filter; return how many were deleted.
+
+        Unknown ids are ignored.
+
+        Raises:
+            DataError: no item has ever had a field that `where` names.
+            StoreError: see `upsert`.
+        """
+
+    @abstractmethod
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; unknown ids are left out.
+
+        Args:
+            ids: ids of the requested items.
+            arrays: whether to read the arrays of the served generation. An item that could not be
+                embedded for this generation has no arrays.
+        """
+
+    @abstractmethod
+    def original(self, id: str) -> bytes | None:
+        """Return the stored bytes of an item's original, or None."""
+
+    @abstractmethod
+    def scan(
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
+        """Return a page of items without arrays.
+
+        Args:
+            filter: filter that items must match.
+            after: id of the last item of the previous page; None starts at the first item.
+            limit: most items to return.
+
+        Raises:
+            DataError: no item has ever had a field that `where` names, or `after` cannot be an id
+                (it holds NUL or half of a surrogate pair).
+        """
+
+    @abstractmethod
+    def count(self, filter: Filter | None = None) -> int:
+        """Return the number of items, or of those that match a filter."""
+
+    @abstractmethod
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest items of each query, with arrays.
+
+        The index computes the distances of the proposed items and sorts them. An approximate store
+        may miss some items.
+
+        Args:
+            queries: (Q, P), finite.
+            count: number of nearest items, by Euclidean distance. If the vectors have sub-spaces
+                (column ranges that are searched separately), the number for each of them.
+            bundle: SHA-256 of the manifest of the bundle that encoded the queries.
+            filter: filter that items must match.
+
+        Returns:
+            One list per query: the items that are among the `count` nearest in at least one
+            sub-space.
+
+        Raises:
+            Superseded: the index serves another bundle.
+            DataError: no item has ever had a field that `where` names, or the queries have the
+                wrong width or hold NaN.
+            StoreError: the index is damaged.
+        """
+
+    def propose(
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+    ) -> list[Candidates]:
+        """Propose the items of `search` and a few more, with their arrays stacked.
+
+        A store may override this to compute distances itself or to read arrays lazily.
+        """
+        answers = []
+        for items in self.search(queries, count + MARGIN, bundle, filter=filter):
+            items.sort(key=lambda item: item.id)
+            names = items[0].arrays if items else ()
+            arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
+            answers.append(Candidates(items, arrays))
+        return answers
+
+    # Generations
+
+    @abstractmethod
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations, oldest first; exactly one is served."""
+
+    @abstractmethod
+    def bundle(self, generation: Generation) -> Path:
+        """Return a local folder that holds a generation's bundle.
+
+        The store keeps the bundle's files beside the items. A remote store fetches them into the
+        user's cache (`retrieval.plugin.stores.kept_bundle`).
+
+        Raises:
+            StoreError: the generation was dropped.
+        """
+
+    @abstractmethod
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation beside the served one.
+
+        If a generation of this bundle, variant and widths exists, it is returned instead.
+
+        Args:
+            bundle: bundle opened with the variant that embeds the items; the store copies it.
+            widths: width of each array of an item, by name; see `widths_of`.
+        """
+
+    @abstractmethod
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return up to `limit` items for which a generation has no arrays yet.
+
+        The items have the features that the served generation stores, and no other arrays.
+        """
+
+    @abstractmethod
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
+        """Add the arrays of pending items to a generation.
+
+        Items that were written after `pending` returned them are skipped.
+
+        Args:
+            generation: a generation that is being built.
+            items: items that `pending` returned, with the arrays of this generation.
+            left_out: ids of items that cannot be embedded; the generation has no arrays for them.
+                Each item of the last `pending` must be in `items` or here.
+
+        Raises:
+            DataError: an array is invalid (see `upsert`), an item was not pending, or a pending
+                item is neither in `items` nor in `left_out`.
+            StoreError: the generation was dropped.
+        """
+
+    @abstractmethod
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation from now on, and keep the previous one.
+
+        Returns:
+            True on success. False if items are still pending; then nothing changes.
+        """
+
+    @abstractmethod
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation that is not served."""
+
+    # The whole
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Return the id that the index received when it was created; snapshots share it."""
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Free the space of deleted items and rebuild search structures.
+
+        Args:
+            report: called with the number of items done and the total.
+
+        Raises:
+            StoreError: the store has nothing to compact, or it cannot be written to.
+        """
+        raise StoreError(
+            "This store frees the space of deleted items itself: there is nothing to compact."
+        )
+
+    @abstractmethod
+    def snapshot(self, target: Path) -> None:
+        """Write a copy to a new folder, while searches and writes go on.
+
+        The copy is an index in a folder. It holds the served generation. An "atomic" store copies
+        one consistent state.
+
+        Raises:
+            StoreError: `target` exists, or the disk fails.
+        """
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return the number of items, the generations and the size of the store."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the index, for people to read.
+
+        The key "fields" lists the names of metadata fields; other keys depend on the store.
+        """
+        return {}
+
+    def changed(self) -> str | None:
+        """Return a sentence that says how this index was replaced or removed, or None."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the store. A running call of another thread ends first, or raises `StoreError`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StorePlace(ABC):
+    """The location of an index, which need not exist yet.
+
+    A plugin registers one class per scheme of an address. The parameters of the constructor other
+    than `address` and `plugins` are the options that an address may have after `?`. Each parameter
+    needs a type, a default and a line under `Args:`. The constructor connects to nothing and writes
+    nothing. Tokens come from the environment, never from the address.
+
+    The store keeps everything that an index needs, including its bundles (`Store.bundle`), so that
+    any process on any machine can open the index by its address alone.
+
+    Args:
+        address: the address of the index.
+
+    Attributes:
+        address: the address of the index; messages and logs show it.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether the index exists.
+
+        Raises:
+            StoreUnavailable: the engine cannot be reached.
+        """
+
+    @abstractmethod
+    def create(
+        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
+    ) -> Store:
+        """Create an empty index that serves this bundle, and open it.
+
+        When this method returns, the index survives a power cut. A call that fails leaves nothing.
+
+        Args:
+            bundle: bundle opened with the variant that embeds the items; the index copies it.
+            widths: width of each array of an item, by name; see `widths_of`.
+            identity: unique id of the index; None creates a new id.
+
+        Raises:
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index exists already, or it cannot be written.
+        """
+
+    @abstractmethod
+    def open(self) -> Store:
+        """Open the index.
+
+        Raises:
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index is missing, damaged or of another format.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Delete the index with all its contents, if it exists.
+
+        Raises:
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index cannot be deleted.
+        """

@@ -1,0 +1,412 @@
+"""What a store keeps (items and generations), checks of items, and the deadline of store calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from json.encoder import encode_basestring
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.bundle.bundle import Bundle
+from retrieval.errors import DataError, did_you_mean, listed, printable
+from retrieval.store.filters import Filter, fields, metadata_text
+
+Floats = NDArray[np.float32]
+
+Keep = Literal["reference", "copy", "thumbnail", "nothing"]
+"""What an index keeps of an original (the file or bytes that an item was embedded from).
+
+"reference" keeps its path, "copy" all its bytes, "thumbnail" a small JPEG.
+"""
+
+VECTOR, CODE, FEATURES = "vector", "code", "features"
+
+ID_CHARACTERS = 1000
+TEXT_BYTES = 1_000_000
+ORIGINAL_BYTES = 100_000_000
+
+_KEEPS = get_args(Keep)
+_EXACT = 1 << 53  # float64 represents every whole number up to here exactly
+_INT64_LIMIT = 1 << 63
+_MAX_SHOWN = 20  # field names in an error message
+_CONTAINERS = (dict, list)
+_CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call
+
+
+_DEADLINE: ContextVar[float] = ContextVar("stop", default=inf)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Context manager in which store calls raise `TooSlow` once `seconds` have passed."""
+    token = _DEADLINE.set(min(stop_at(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _DEADLINE.reset(token)
+
+
+def stop_at() -> float:
+    """Return the deadline of store calls on the `time.monotonic` clock; infinity without one."""
+    return _DEADLINE.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of an index: an id, an optional label and metadata, and its vectors.
+
+    Attributes:
+        id: text of 1 to 1,000 characters, unique in the index.
+        label: class label, or None.
+        metadata: a JSON object.
+        path: absolute path of the file that the item was embedded from (its original). None if it
+            was embedded from bytes or features.
+        stamp: SHA-256 of the original that was embedded and, if that is a file, its size, times and
+            inode, separated by spaces.
+        keep: what the index keeps of the original.
+        original: bytes of the original to store with the item. Set only while the item is written;
+            `Store.original` reads the bytes.
+        bytes: size of the original in bytes.
+        width: width of the original image in pixels, after EXIF rotation.
+        height: height of the original image in pixels, after EXIF rotation.
+        arrays: float32 arrays by name. "vector" (P,) is searched. "code" (C,) is the input of the
+            bundle's rescorer, if it has one. "features" (F,) is the backbone's output, if the index
+            stores it.
+    """
+
+    id: str
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    stamp: str | None = None
+    keep: Keep = "reference"
+    original: bytes | None = None
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    arrays: Mapping[str, Floats] = field(default_factory=dict)
+
+    @property
+    def vector(self) -> Floats:
+        """Vector (P,) of an item that was read with its arrays."""
+        if not self.arrays:
+            raise DataError(
+                f"The item '{self.id}' was read without its vector. Call index.vector(id), or"
+                " index.get(ids, arrays=True)."
+            )
+        return self.arrays[VECTOR]
+
+    def changed(self, changes: Mapping[str, Any]) -> Item:
+        """Return the item with another label, and with a merge patch applied to its metadata."""
+        metadata = _merged(self.metadata, changes.get("metadata", {})) or {}
+        return replace(self, **{**changes, "metadata": metadata})
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """Apply a merge patch (RFC 7396): objects are merged, and null removes an entry."""
+    if not isinstance(patch, Mapping):
+        return patch
+    content = dict(value) if isinstance(value, Mapping) else {}
+    for name, entry in patch.items():
+        if entry is None:
+            content.pop(name, None)
+        else:
+            content[name] = _merged(content.get(name), entry)
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Items that a store proposes for one query.
+
+    The store may share the items between answers, so copy an item's metadata before passing it on.
+
+    Attributes:
+        items: items sorted by id or, if `distances` are set, by distance and then id.
+        arrays: arrays (n, width) of these items by name; may be read lazily.
+        distances: Euclidean distances (n,), float64, exactly as `serving.merging.merged` computes
+            them. None if the store did not measure them. A store must not measure vectors that
+            have several sub-spaces.
+    """
+
+    items: Sequence[Item]
+    arrays: Mapping[str, Floats]
+    distances: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The arrays of all items of an index, computed with one bundle (an exported model).
+
+    Attributes:
+        number: number of the generation; each new generation has a higher one.
+        bundle: SHA-256 of the bundle's manifest.
+        variant: variant of the bundle's encoder that computed the arrays. None for the encoder
+            itself.
+        widths: width of each array of an item, by name.
+        spans: half-open column range `(start, stop)` of each sub-space, a part of the vector that
+            is searched on its own.
+        state: "served" (searched and written to), "building" (items are still being embedded) or
+            "kept" (for `rollback`).
+    """
+
+    number: int
+    bundle: str
+    variant: str | None
+    widths: Mapping[str, int]
+    spans: tuple[tuple[int, int], ...]
+    state: Literal["served", "building", "kept"]
+
+
+def served_of(generations: Iterable[Generation]) -> Generation:
+    """Return the generation that is served."""
+    return next(generation for generation in generations if generation.state == "served")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Size and state of a store.
+
+    Attributes:
+        count: number of items.
+        generations: all generations, oldest first.
+        bytes: disk space in bytes, or None if the store does not know it.
+        details: further facts that depend on the kind of store, such as its structure.
+    """
+
+    count: int
+    generations: tuple[Generation, ...]
+    bytes: int | None
+    details: Mapping[str, Any]
+
+
+def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
+    """Return the width, by name, of each array that an index stores per item.
+
+    Args:
+        bundle: the bundle that embeds the items.
+        features: width of the backbone's features, which let the index migrate to another head.
+            None if the index does not store them.
+    """
+    manifest = bundle.manifest
+    codes = {CODE: manifest.code} if bundle.has_code and manifest.code else {}
+    return {VECTOR: manifest.vector, **codes, **({FEATURES: features} if features else {})}
+
+
+def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
+    """Return the column range of each sub-space of a bundle's vectors.
+
+    A bundle without sub-spaces gets one range of all columns.
+    """
+    manifest = bundle.manifest
+    spans = tuple((space.start, space.stop) for space in manifest.subspaces)
+    return spans or ((0, manifest.vector),)
+
+
+def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
+    """Check items; return the metadata of each as JSON text.
+
+    Args:
+        items: items to be stored.
+        widths: width of each array that an item must have, by name.
+
+    Raises:
+        DataError: some items are invalid; the message names each of them.
+    """
+    problems, texts, seen = [], [], set()
+    faulty = {name: width for name, width in widths.items() if not _are_valid(items, name, width)}
+    for number, item in enumerate(items):
+        text, faults = _problems(item, faulty)
+        texts.append(text)
+        name = f"item {number}"
+        if isinstance(item.id, str):
+            if item.id in seen:
+                faults.append("repeats the id of an earlier item of this call")
+            seen.add(item.id)
+            name = f"{name} ({printable(item.id)[:80]!r})" if faults else name
+        problems += [f"{name} {fault}." for fault in faults]
+    if problems:
+        raise DataError(listed("The list of items", problems))
+    return texts
+
+
+def check_embedded(
+    items: Sequence[Item],
+    left_out: Iterable[str],
+    pending: Iterable[str],
+    widths: Mapping[str, int],
+) -> None:
+    """Raise a `DataError` unless items are valid and, with those left out, are the pending ones."""
+    checked(items, widths)
+    embedded, expected = {item.id for item in items}, set(pending)
+    faults = [f"{id} was not pending." for id in sorted(embedded - expected)]
+    missing = expected - embedded - set(left_out)
+    faults += [f"{id} is neither embedded nor left out." for id in sorted(missing)]
+    if faults:
+        raise DataError(listed("The list of embedded items", faults))
+
+
+def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
+    """Return whether the array `name` of all items is valid, checked for many items at a time."""
+    for start in range(0, len(items), _CHECKED_AT_ONCE):
+        try:
+            rows = [item.arrays[name] for item in items[start : start + _CHECKED_AT_ONCE]]
+            stacked = np.array(rows)
+            if stacked.shape != (len(rows), width) or not _is_finite(stacked):
+                return False
+        except (KeyError, ValueError, TypeError, AttributeError):
+            return False
+    return True
+
+
+def _is_finite(array: Any) -> bool:
+    """Return whether an array has only real numbers that are finite as float32."""
+    with np.errstate(over="ignore"):
+        return array.dtype.kind in "fiu" and bool(
+            np.isfinite(array.astype(np.float32, copy=False)).all()
+        )
+
+
+def own(value: Any) -> Any:
+    """Return a deep copy of a JSON value."""
+    if isinstance(value, dict):
+        copy = dict(value)  # most objects are flat
+        for name, entry in value.items():
+            if isinstance(entry, _CONTAINERS):
+                copy[name] = own(entry)
+        return copy
+    return [own(entry) for entry in value] if isinstance(value, list) else value
+
+
+def check_id(id: object) -> str | None:
+    """Return what is wrong with an id, as the end of "The item …", or None if it is valid."""
+    if not isinstance(id, str) or not id:
+        return "has no id: an id is text of at least one character"
+    if len(id) > ID_CHARACTERS:
+        return f"has an id of {len(id):,} characters; {ID_CHARACTERS:,} are allowed"
+    return f"has an id that {fault}" if (fault := _text_fault(id)) else None
+
+
+def usable(ids: Iterable[object]) -> list[str]:
+    """Return the ids that can be looked up: those without NUL and without half a surrogate pair.
+
+    No item has any of the other ids. SQLite would cut an id at NUL and find another item.
+    """
+    return [id for id in ids if isinstance(id, str) and not _text_fault(id)]
+
+
+def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
+    """Return an item's metadata as JSON and its problems, each as the end of "The item …"."""
+    faults = [fault] if (fault := check_id(item.id)) else []
+    for name, entry in (("label", item.label), ("stamp", item.stamp)):
+        if entry is not None and not isinstance(entry, str):
+            faults.append(f"has a {name} that is not text, but {type(entry).__name__}")
+        elif entry is not None and (fault := _text_fault(entry)):
+            faults.append(f"has a {name} that {fault}")
+    text = ""
+    try:
+        text = _as_json(item.metadata)
+        if "\\u0000" in text or _text_fault(text):
+            # This raises an error that names the faulty field. It accepts "u0000" after an escaped
+            # backslash, which is valid.
+            metadata_text(item.metadata)
+    except (DataError, TypeError, ValueError, AttributeError) as fault:
+        faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
+    if (  # A character has at most four bytes, so short text need not be encoded.
+        4 * (len(text) + len(str(item.label))) > TEXT_BYTES
+        and len(f"{text}{item.label}".encode("utf-8", "replace")) > TEXT_BYTES
+    ):
+        faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
+    if item.keep not in _KEEPS:
+        faults.append(f"has keep = {item.keep!r}; it must be one of {', '.join(_KEEPS)}")
+    original = item.original
+    if original is not None and not (
+        isinstance(original, bytes) and len(original) <= ORIGINAL_BYTES
+    ):
+        faults.append(f"has an original that is not bytes, or has more than {ORIGINAL_BYTES:,}")
+    if item.path is not None and (not isinstance(item.path, Path) or "\0" in str(item.path)):
+        faults.append("has a path that no file can have")
+    for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
+        if size is not None and not (isinstance(size, int) and 0 <= size < _INT64_LIMIT):
+            faults.append(f"has {name} = {size!r}; it must be a whole number from 0 to 2⁶³ - 1")
+    for name, width in widths.items():
+        array = item.arrays.get(name)
+        if array is None or getattr(array, "shape", None) != (width,) or not _is_finite(array):
+            shape = getattr(array, "shape", "none")
+            faults.append(
+                f"needs as its {name} {width} numbers, none NaN, infinite or beyond float32; its"
+                f" shape is {shape}"
+            )
+    return text, faults
+
+
+def _as_json(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as JSON; an object of only strings and numbers needs no validation."""
+    parts = []
+    for name, entry in metadata.items():
+        kind = type(entry)
+        if type(name) is not str:
+            return metadata_text(metadata)
+        if kind is str:
+            text = encode_basestring(entry)
+        elif (kind is int and -_EXACT < entry < _EXACT) or (kind is float and isfinite(entry)):
+            text = repr(entry)
+        else:
+            return metadata_text(metadata)
+        parts.append(f"{encode_basestring(name)}: {text}")
+    return f"{{{', '.join(parts)}}}"
+
+
+def _text_fault(text: str) -> str | None:
+    """Return why SQLite or UTF-8 cannot hold `text`, as the end of a sentence, or None."""
+    if "\0" in text:
+        return "holds the character NUL"
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text: it holds half of a surrogate pair"
+    return None
+
+
+def check_queries(queries: Floats, generation: Generation) -> None:
+    """Raise a `DataError` unless queries (Q, P) are finite and P is the generation's width."""
+    width = generation.widths[VECTOR]
+    if queries.ndim != 2 or queries.shape[1] != width:
+        raise DataError(
+            f"The queries have the shape {queries.shape}; this index needs one row of {width}"
+            " numbers per query."
+        )
+    if not np.isfinite(queries).all():
+        raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
+
+
+def refuse_fields(filter: Filter | None, known: Iterable[str]) -> None:
+    """Raise a `DataError` if a filter names a metadata field that is not among the `known` ones."""
+    names = set(known)
+    for name in sorted(fields(filter)) if filter is not None else ():
+        if name not in names:
+            raise no_field(name, sorted(names))
+
+
+def no_field(name: str, known: Sequence[str]) -> DataError:
+    """Return the error for a filter on a field that no item has ever had.
+
+    Args:
+        name: the unknown field.
+        known: metadata fields that an item has or had; the message lists some of them.
+    """
+    names = ["id", "label", *known]
+    return DataError(
+        f"No item of this index has a field '{name}' (fields that items have or had:"
+        f" {', '.join(names[:_MAX_SHOWN])}).{did_you_mean(name, names)}"
+    )

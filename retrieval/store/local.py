@@ -1,0 +1,695 @@
+"""The local store: one folder, written and read by any number of processes.
+
+A generation holds the arrays of all items under one bundle, in one append-only file per array
+(`view.py`). A SQLite database, the record, holds the items (`record.py`). A write appends rows,
+then commits items, number of rows and checksums in one transaction. A delete masks a row. Searches
+read a consistent view and never wait for a writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast, get_args
+
+import apsw
+import numpy as np
+
+from retrieval.base.stages import stage
+from retrieval.bundle.bundle import Bundle
+from retrieval.errors import DataError, StoreError, printable
+from retrieval.store.address import Address
+from retrieval.store.backends import make_backend
+from retrieval.store.contract import (
+    MARGIN,
+    Capability,
+    Store,
+    StorePlace,
+    StoreUnavailable,
+    Superseded,
+    stop_at,
+)
+from retrieval.store.filters import Filter
+from retrieval.store.folder import (
+    INDEX,
+    add_generation,
+    bytes_of,
+    create_local,
+    identity_of,
+    index_text,
+    write_snapshot,
+)
+from retrieval.store.index_backend import recall_at_10
+from retrieval.store.items import (
+    CODE,
+    FEATURES,
+    VECTOR,
+    Candidates,
+    Floats,
+    Generation,
+    Item,
+    Stats,
+    check_embedded,
+    check_queries,
+    checked,
+    own,
+    usable,
+)
+from retrieval.store.masks import Masks, sql_of
+from retrieval.store.record import (
+    COLUMNS,
+    FILE,
+    Record,
+    all_of,
+    ask,
+    from_row,
+    insert,
+    is_writable,
+    last_number,
+    numbers_of,
+    remove,
+    served,
+    upto_of,
+    value,
+)
+from retrieval.store.structure import Mask, Numbers, StructureChoice
+from retrieval.store.upkeep import BUNDLES, Upkeep, tidy
+from retrieval.store.view import (
+    Distances,
+    View,
+    Views,
+    append_rows,
+    dropped_error,
+    restore_rows,
+)
+
+_FIELDS = 1000  # maximum number of field names that `settings` returns
+_ROWS = 8192  # number of items whose arrays are stacked at a time
+_CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
+_UPDATE_SECONDS = 30.0  # an update is repeated for this long while others change the item
+_ITEM_BYTES = 1000  # estimated memory of an item without its metadata
+
+
+class LocalStore(Store):
+    """The store of an index in a local folder.
+
+    Args:
+        folder: folder of the index.
+        plugins: files or modules of index back ends that are not installed.
+        upkeep: whether a background thread compacts and builds structures after writes.
+
+    Raises:
+        StoreError: the index is missing, damaged or of another format.
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
+
+    def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
+        self.folder, self._plugins, self._background = folder, plugins, upkeep
+        self._pending: dict[int, dict[str, int]] = {}
+        self._tidied = False
+        identity_of(folder)  # raises if this version cannot read the format
+        self._start()
+        try:
+            self.record.check()
+            with self.record.reading() as connection:
+                restore_rows(connection, folder)
+                served(connection)
+                known = value(connection, "select value from state where key = 'index'")
+            if hashlib.sha256(index_text(folder)).hexdigest() != known:
+                raise StoreError(
+                    f"The index {folder} is damaged: {INDEX} was altered. Restore a snapshot."
+                )
+        except BaseException:
+            self.record.close()
+            raise
+        _STORES.add(self)
+
+    def _start(self) -> None:
+        """Create the connections, locks and caches of this process."""
+        self.record = Record(self.folder, read_only=not is_writable(self.folder))
+        self.views = Views(self.record, self._plugins)
+        self.masks = Masks()
+        self.upkeep = Upkeep(self.views, background=self._background)
+        self._items, self._bytes = dict[int, Item](), 0
+
+    # Items
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; see `Store`."""
+        return cast(int, self._upsert(items, bundle))
+
+    def _upsert(
+        self, items: Sequence[Item], bundle: str, expected: list[int] | None = None
+    ) -> int | None:
+        """Add items; return how many were replaced.
+
+        With `expected`, write nothing and return None unless the items with these ids have exactly
+        these numbers. Each write gives an item a new number.
+        """
+        self._begin_to_write()
+        with self.record.reading() as connection:
+            known = self._served_with(connection, bundle)
+        texts = checked(items, known.widths)
+        if not items:
+            return 0
+        with self.record.writing() as (connection, seq):
+            generation = self._served_with(connection, bundle)
+            if generation.number != known.number:
+                texts = checked(items, generation.widths)
+            old = numbers_of(connection, [item.id for item in items])
+            if expected not in (None, old):
+                return None
+            remove(connection, seq, old)
+            numbers = np.array(insert(connection, items, texts))
+            self._append(connection, generation, numbers, items)
+        self.upkeep.wake()
+        return len(old)
+
+    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
+        """Change one item; repeat this if others have written to it meanwhile. See `Store`."""
+        end = min(time.monotonic() + _UPDATE_SECONDS, stop_at())
+        while True:
+            with self.views.moment() as (connection, view):
+                numbers = numbers_of(connection, [id])
+                if not numbers:
+                    return False
+                if view.generation.bundle != bundle:
+                    raise self._superseded("Try again.")
+                row = ask(connection, f"select {COLUMNS} from items where n = ?", numbers)
+                (item,) = _with_arrays(connection, row, view)
+            changed = replace(item.changed(changes), original=self.original(id))
+            if self._upsert([changed], bundle, numbers) is not None:
+                return True
+            if time.monotonic() > end:
+                raise StoreUnavailable(f"Others keep changing an item of {self.folder}. Try again.")
+
+    def _append(
+        self,
+        connection: apsw.Connection,
+        generation: Generation,
+        numbers: Numbers,
+        items: Sequence[Item],
+    ) -> None:
+        """Append the arrays of items to a generation."""
+
+        def chunks(name: str) -> Iterator[Floats]:
+            for start in range(0, len(items), _ROWS):
+                chunk = items[start : start + _ROWS]
+                yield np.array([item.arrays[name] for item in chunk], np.float32)
+
+        arrays = {name: chunks(name) for name in generation.widths}
+        append_rows(connection, self.folder, generation, numbers, arrays)
+
+    def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
+        """Return the served generation; raise `Superseded` if it has another bundle."""
+        generation = served(connection)
+        if generation.bundle != bundle:
+            raise self._superseded("Embed the items again.")
+        return generation
+
+    def _superseded(self, advice: str) -> Superseded:
+        return Superseded(f"The index {self.folder} is now served with another bundle. {advice}")
+
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
+        """Delete items; see `Store`."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, seq):
+            numbers = set(numbers_of(connection, ids))
+            if filter is not None:
+                condition, values = sql_of(connection, filter)
+                sql = f"select n from items where {condition}"
+                numbers |= {n for (n,) in ask(connection, sql, values)}
+            remove(connection, seq, sorted(numbers))
+        self.upkeep.wake()
+        return len(numbers)
+
+    def _begin_to_write(self) -> None:
+        """Before the first write, sync and remove what a killed process may have left."""
+        self.record.require_open()
+        if not self._tidied and not self.record.read_only:
+            self.record.settle()
+            tidy(self.record)
+            self._tidied = True
+
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; see `Store`."""
+        sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
+        names = (json.dumps(usable(ids), ensure_ascii=False),)
+        if not arrays:
+            with self.record.reading() as connection:
+                return {item.id: item for item in map(from_row, ask(connection, sql, names))}
+        with self.views.moment() as (connection, view):
+            rows = ask(connection, sql, names)
+            return {item.id: item for item in _with_arrays(connection, rows, view)}
+
+    def original(self, id: str) -> bytes | None:
+        """Return the stored bytes of an original; see `Store`."""
+        sql = "select content from originals where n = ?"
+        with self.record.reading() as connection:
+            contents = [value(connection, sql, (n,)) for n in numbers_of(connection, [id])]
+        return cast(bytes | None, contents[0] if contents else None)
+
+    def scan(
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
+        """Return a page of items; see `Store`."""
+        if after and not usable([after]):
+            raise DataError(
+                f"{printable(after)!r} is not an id that an item can have, so no page begins after "
+                "it. Pass the id of the last item of a page."
+            )
+        with self.record.reading() as connection:
+            condition, values = sql_of(connection, filter)
+            sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
+            return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
+
+    def count(self, filter: Filter | None = None) -> int:
+        """Return the number of items; see `Store`."""
+        with self.record.reading() as connection:
+            condition, values = sql_of(connection, filter)
+            return int(value(connection, f"select count(*) from items where {condition}", values))
+
+    # Searches
+
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest items; see `Store`."""
+        answers = []
+        for proposed in self._proposed(queries, count, 0, bundle, filter):
+            arrays = dict(proposed.arrays)
+            items = [
+                replace(
+                    item,
+                    metadata=own(item.metadata),
+                    arrays={name: rows[place] for name, rows in arrays.items()},
+                )
+                for place, item in enumerate(proposed.items)
+            ]
+            answers.append(sorted(items, key=lambda item: item.id))
+        return answers
+
+    def propose(
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+    ) -> list[Candidates]:
+        """Propose the nearest items with their distances; see `Store`."""
+        return self._proposed(queries, count, MARGIN, bundle, filter)
+
+    def _proposed(
+        self, queries: Floats, count: int, margin: int, bundle: str, filter: Filter | None
+    ) -> list[Candidates]:
+        """Return what `propose` does; search `margin` more rows, as they may tie with the last."""
+
+        def nearest(view: View, only: Mask | None) -> tuple[Distances | None, Numbers]:
+            if view.generation.bundle != bundle:
+                raise self._superseded("Encode the query again.")
+            check_queries(queries, view.generation)
+            return view.search(queries, min(count + margin, view.count), only)
+
+        view, hits = self.views.now(), None
+        only = None if view is None or filter is None else view.matched.get(filter)
+        if view is not None and (filter is None or only is not None):
+            hits = nearest(view, only)
+            if (answers := self._candidates(view, *hits, count, None)) is not None:
+                return answers
+        with self.views.moment() as (connection, current):
+            if hits is None or current is not view:
+                only = None if filter is None else self.masks.of(connection, current, filter)
+                hits = nearest(current, only)
+            return cast(list[Candidates], self._candidates(current, *hits, count, connection))
+
+    def _candidates(
+        self,
+        view: View,
+        squared: Distances | None,
+        rows: Numbers,
+        count: int,
+        connection: apsw.Connection | None,
+    ) -> list[Candidates] | None:
+        """Return the items of rows (Q, n), per query.
+
+        Rows with squared distances are cut to the nearest `count`. Without a connection, return
+        None if an item is not in memory.
+        """
+        wide = squared is not None and rows.shape[1] > count
+        if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
+            squared, rows = squared[:, :count], rows[:, :count]  # no ties: read no more items
+        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]  # -1: unused place
+        numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
+        answers = self._items_of(numbers, connection)
+        if answers is None:
+            return None
+        candidates = []
+        for place, items in enumerate(answers):
+            distances = None if squared is None else np.sqrt(squared[place, : len(items)])
+            candidates.append(_sorted(view, items, rows_of_queries[place], distances, count))
+        return candidates
+
+    def _items_of(
+        self, numbers: Sequence[Sequence[int]], connection: apsw.Connection | None
+    ) -> list[list[Item]] | None:
+        """Return items by number, per query, and keep them in memory.
+
+        Without a connection, return None if an item is not in memory.
+        """
+        if self._bytes > _CACHE_BYTES:
+            self._items, self._bytes = {}, 0
+        known = self._items  # never stale: an item that changes gets a new number
+        missing = {number for group in numbers for number in group if number not in known}
+        if missing and connection is None:
+            return None
+        with stage("items", sum(map(len, numbers))):
+            if missing and connection is not None:
+                sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
+                for row in ask(connection, sql, (json.dumps(list(missing)),)):
+                    known[row[0]] = from_row(row)
+                    self._bytes += _ITEM_BYTES + 8 * len(row[3])
+        try:
+            return [[known[number] for number in group] for group in numbers]
+        except KeyError:
+            raise StoreError(
+                f"The index {self.folder} is damaged: its record lacks an item that its arrays"
+                " have. Restore a snapshot."
+            ) from None
+
+    # Generations. A generation that is not served has arrays of the items up to number `upto`.
+
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations; see `Store`."""
+        with self.record.reading() as connection:
+            return all_of(connection)
+
+    def bundle(self, generation: Generation) -> Path:
+        """Return the folder of a generation's bundle."""
+        if generation.number not in {known.number for known in self.generations()}:
+            raise dropped_error()
+        return self.folder / BUNDLES / generation.bundle[:16]
+
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation; see `Store`."""
+        self._begin_to_write()
+        properties = (bundle.sha256, bundle.variant, dict(widths))
+        with self.record.writing() as (connection, _):
+            for known in all_of(connection):
+                if (known.bundle, known.variant, dict(known.widths)) == properties:
+                    return known
+            add_generation(connection, self.folder, bundle, widths, "building")
+            return all_of(connection)[-1]  # the newest
+
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return items that a generation has no arrays of; see `Store`."""
+        with self.views.moment() as (connection, view):
+            if _is_served(connection, generation):
+                return []
+            sql = f"select {COLUMNS} from items where n > ? order by n limit ?"
+            rows = ask(connection, sql, (upto_of(connection, generation.number), limit))
+            self._pending[generation.number] = {row[1]: row[0] for row in rows}
+            return _with_arrays(connection, rows, view, (FEATURES,))
+
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
+        """Add arrays to a generation; see `Store`."""
+        self._begin_to_write()
+        numbers = self._pending.get(generation.number, {})
+        check_embedded(items, left_out, numbers, generation.widths)
+        embedded = {item.id: item for item in items}
+        if not numbers:
+            return
+        with self.record.writing() as (connection, _):
+            if _is_served(connection, generation):
+                raise StoreError("The generation is complete: it is served by now.")
+            upto = upto_of(connection, generation.number)  # another process may have embedded them
+            sql = "select n, id from items where n in (select value from json_each(?))"
+            text = json.dumps([n for n in numbers.values() if n > upto])
+            alive = sorted(ask(connection, sql, (text,)))
+            kept = [embedded[id] for _, id in alive if id in embedded]
+            rows = np.array([n for n, id in alive if id in embedded], np.int64)
+            self._append(connection, generation, rows, kept)
+            out = [(generation.number, n) for n, id in alive if id not in embedded]
+            connection.executemany("insert or ignore into left_out values (?, ?)", out)
+            sql = "update generations set upto = max(upto, ?) where g = ?"
+            connection.execute(sql, (max(numbers.values()), generation.number))
+        self._pending.pop(generation.number, None)
+
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation; see `Store`."""
+        self._begin_to_write()
+        self.upkeep.structured(generation)
+        self.views.prepare(generation)
+        with self.record.writing() as (connection, _):
+            if _is_served(connection, generation):
+                return True
+            upto = upto_of(connection, generation.number)
+            if value(connection, "select 1 from items where n > ? limit 1", (upto,)):
+                return False
+            sql = "update generations set state = 'kept', upto = ? where state = 'served'"
+            connection.execute(sql, (last_number(connection),))
+            sql = "update generations set state = 'served' where g = ?"
+            connection.execute(sql, (generation.number,))
+            return True
+
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation; see `Store`."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, _):
+            if _is_served(connection, generation):
+                raise StoreError(
+                    "The served generation cannot be dropped. First switch to another."
+                )
+            for table in ("runs", "sums", "left_out", "generations"):
+                connection.execute(f"delete from {table} where g = ?", (generation.number,))
+        tidy(self.record)
+
+    # The index as a whole
+
+    def identity(self) -> str:
+        """Return the index's id; see `Store`."""
+        self.record.require_open()
+        return identity_of(self.folder)
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Drop dead rows, build structures and free disk space; see `Store`."""
+        self._begin_to_write()
+        self.upkeep.compact(report)
+
+    def take_structure(self, backend: str, options: Mapping[str, Any]) -> None:
+        """Choose another search structure, which `compact` or the upkeep thread builds.
+
+        Args:
+            backend: name of a back end; "auto" chooses by the size of the index.
+            options: parameters of the back end.
+        """
+        if backend != "auto":
+            make_backend(backend, options, self.views.plugins)
+        self._begin_to_write()
+        choice = StructureChoice(backend, dict(options)).text()
+        with self.record.writing() as (connection, _):
+            connection.execute("update state set value = ? where key = 'structure'", (choice,))
+        self.upkeep.wake()
+
+    def chosen_structure(self) -> StructureChoice:
+        """Return the structure that the index is configured to have."""
+        return self.upkeep.choice()
+
+    def recall(self) -> tuple[str, float | None]:
+        """Return the name of the back end and its recall at 10, which is None if it is exact."""
+        with self.views.moment() as (_, view):
+            loaded = view.structure
+        if loaded is None or not loaded.backends:  # a companion speeds up exact search
+            return "flat", None
+        name, rows = loaded.structure.backend, loaded.structure.rows
+        parts = zip(loaded.backends, view.generation.spans, strict=True)
+        with view.arrays[VECTOR].reading(rows) as vectors:
+            shares = [
+                recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
+                for backend, (start, stop) in parts
+            ]
+        return name, min(shares, default=None)
+
+    def snapshot(self, target: Path) -> None:
+        """Write a consistent copy; see `Store`."""
+        write_snapshot(self.record, target)
+
+    def stats(self) -> Stats:
+        """Return the size and state of the store; see `Store`."""
+        with self.views.moment() as (connection, view):
+            structure = view.structure and view.structure.structure
+            details: dict[str, Any] = {
+                "rows": view.rows,
+                "deleted": view.dead,
+                "structure": structure and structure.backend,
+                "covered": structure.rows if structure else 0,
+                "transactions": view.seq,
+            }
+            count = int(value(connection, "select count(*) from items"))
+            generations = all_of(connection)
+        return Stats(count, generations, bytes_of(self.folder), details)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the index; see `Store`."""
+        with self.record.reading() as connection:
+            sql = "select name from fields order by name limit ?"
+            names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
+            state = dict(ask(connection, "select key, value from state"))
+        return {"structure": json.loads(state["structure"]), "keep": state["keep"], "fields": names}
+
+    def changed(self) -> str | None:
+        """Return a sentence if the folder was replaced, removed or made writable; see `Store`."""
+        return self.record.changed()
+
+    def close(self) -> None:
+        """Close the store; see `Store`."""
+        self.upkeep.close()
+        if self._tidied:
+            with suppress(StoreError):  # the next process to close the index does it
+                self.record.checkpoint()
+        self.record.close()
+        self.views.view = None
+
+    def after_fork(self) -> None:
+        """Reset the store in a forked child; if the index was in use, close it with a message."""
+        old = self.record
+        self._start()
+        self.record.file, self.record.closed = old.file, old.closed
+        if old.lent and old.closed is None:
+            self.record.closed = (
+                f"The index {self.folder} was in use when this process was forked. Open it in the "
+                "child, or fork before you open it."
+            )
+
+
+def _with_arrays(
+    connection: apsw.Connection,
+    rows: Sequence[Any],
+    view: View,
+    names: Sequence[str] = (VECTOR, CODE, FEATURES),
+) -> list[Item]:
+    """Return rows of the record as items with the named arrays."""
+    numbers = np.array([row[0] for row in rows], np.int64)
+    arrays, present = view.read(connection, numbers, names)
+    return [
+        from_row(row, {name: array[place] for name, array in arrays.items()} if has_arrays else {})
+        for place, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True))
+    ]
+
+
+def _sorted(
+    view: View, items: list[Item], rows: Numbers, distances: Distances | None, count: int
+) -> Candidates:
+    """Order one query's items by id, or by distance and then id, and keep the nearest `count`."""
+    keys = [0.0] * len(items) if distances is None else distances.tolist()
+    if len(set(keys)) < len(keys):
+        order = sorted(range(len(keys)), key=lambda place: (keys[place], items[place].id))
+        items, rows = [items[place] for place in order], rows[order]
+    if distances is None:
+        return Candidates(items, _Arrays(view, rows))
+    return Candidates(items[:count], _Arrays(view, rows[:count]), distances[:count])
+
+
+class _Arrays(Mapping[str, Floats]):
+    """Vectors and codes of rows of a view, read on first access."""
+
+    def __init__(self, view: View, rows: Numbers) -> None:
+        self._view, self._rows = view, rows
+
+    def __getitem__(self, name: str) -> Floats:
+        if name == FEATURES:
+            raise KeyError(name)
+        with self._view.arrays[name].reading(self._view.rows) as content:
+            return content[self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._view.generation.widths if name != FEATURES)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _is_served(connection: apsw.Connection, generation: Generation) -> bool:
+    """Return whether a generation is served; raise if it was dropped."""
+    sql = "select state from generations where g = ?"
+    state = value(connection, sql, (generation.number,))
+    if state is None:
+        raise dropped_error()
+    return bool(state == "served")
+
+
+_STORES: weakref.WeakSet[LocalStore] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for store in list(_STORES):
+        store.record.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for store in list(_STORES):
+        store.record.after_fork()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_STORES):
+        store.after_fork()
+    if (faiss := sys.modules.get("faiss")) is not None:
+        # With several threads, OpenMP in a forked child waits forever for the parent's threads.
+        faiss.omp_set_num_threads(1)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+class LocalPlace(StorePlace):
+    """A folder on a local disk: SQLite stores the items, FAISS speeds up large indexes.
+
+    The path of the folder is also a valid address.
+
+    Args:
+        address: `local:///data/photos.index`.
+        plugins: files or modules of index back ends that are not installed.
+    """
+
+    def __init__(self, address: Address, plugins: Sequence[str] = ()) -> None:
+        super().__init__(address)
+        self.folder = Path(address.path)
+        self._plugins = plugins
+
+    def exists(self) -> bool:
+        """Return whether the index exists; see `StorePlace`."""
+        return (self.folder / INDEX).is_file() and (self.folder / FILE).is_file()
+
+    def create(
+        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
+    ) -> LocalStore:
+        """Create an empty index; see `StorePlace`."""
+        create_local(self.folder, bundle, widths, identity=identity)
+        return self.open()
+
+    def open(self) -> LocalStore:
+        """Open the index; see `StorePlace`."""
+        return LocalStore(self.folder, plugins=self._plugins)
+
+    def drop(self) -> None:
+        """Delete the folder; see `StorePlace`."""
+        if not self.exists():
+            return
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as fault:
+            raise StoreError(
+                f"The index {self.folder} cannot be deleted: {fault.strerror or fault}."
+            ) from None

@@ -1,0 +1,631 @@
+"""Exact nearest neighbours among the rows of a float32 matrix, in memory or mapped from a file.
+
+A float32 matrix product compares every row with every query, block by block. A bound of its
+rounding error rules out rows that cannot be among the nearest. The distances of the other rows,
+those in doubt, are measured in float64. The result therefore equals that of a float64 search, for
+any offset, scale or number of duplicates of the vectors.
+
+**The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu), with n a little above the width P. A sum of P
+products has an error of at most γ Σ |terms|, in any order of summation (N. Higham, Accuracy and
+Stability of Numerical Algorithms, 2002, §3.1). Let a row x lie within r of the query q:
+
+- Σ (q − x)² in float32 is at most r² (1 + γ).
+- |q|² + |x|² − 2 q·x in float32 is at most r² + γ (|q| + |x|)². Since |x| ≤ |q| + r, that is at
+  most r² + γ (2 |q| + r)².
+
+Let r be the distance of the k-th nearest row so far. A row whose value exceeds that limit is
+farther than r and is ruled out. The second formula (products) serves several queries at once. If it
+leaves too many rows in doubt, as for vectors with a common offset or of very different lengths, the
+search falls back to the first (sums), one query at a time.
+
+**The companion.** Embeddings often vary in few directions. Let V (P, D − 1) have the principal
+components of the vectors as orthonormal columns, and let m be their mean. The companion stores
+z(x) = (Vᵀ (x − m), s) for each row, where s is the length of the part of x − m outside the span of
+V. Then |z(q) − z(x)| ≤ |q − x|, so sums over this narrow table rule out most rows in the same way.
+Sums over the vectors themselves then rule out nearly all others. The table is stored in parts of 8
+columns, because FAISS's kernel for width 8 is several times as fast per number as those for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.base.mapping import FileMap
+from retrieval.base.runtime import load_faiss
+from retrieval.errors import StoreError
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Answer = tuple[Doubles, Rows]
+
+_MARGIN = 8  # FAISS returns this many rows and k / 16 more than k for a single query
+_QUERIES = 256  # maximum number of queries in a group
+_FEW = 4
+"""Up to this many queries are searched one by one without a companion; more are faster as a group.
+"""
+_ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
+_BLOCK_PAIRS = 1 << 21  # pairs of a query and a row in a block: 8 MB of float32 values
+_TABLE_ROWS = 1 << 16  # rows of a companion's table in a block: 2 MB, and 256 KB of sums per query
+_GROUP = 64  # maximum number of rows that one comparison rules out
+_CANDIDATES = 4  # a companion proposes this many times k rows; their distances give the first r
+_BLOCK_NUMBERS = 1 << 20  # numbers in a block whose rows or columns are copied: 4 MB
+_PART_NUMBERS = 1 << 17
+"""Numbers of the vectors in one matrix product: 512 KB, which fits into a core's cache."""
+_PAIR_NUMBERS = 1 << 16
+"""Numbers of the vectors that are measured in float64 at a time: 512 KB."""
+_PAIRS = 1 << 19
+"""Pairs in doubt that are measured and merged at a time, which bounds memory."""
+_SPARSE_ONE, _SPARSE = 0.13, 0.7
+"""The rows to search are copied together if their share is at most min(0.7, 0.13 √queries)."""
+_DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
+_MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
+_LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
+_TINY = 2.0**-100  # upper bound of the error of one product by underflow
+
+
+def nearest(
+    queries: Floats,
+    vectors: Floats,
+    k: int,
+    *,
+    keep: Mask | None = None,
+    span: tuple[int, int] | None = None,
+    companion: Companion | None = None,
+    threads: int = 1,
+) -> tuple[Doubles, Rows]:
+    """Return the exact k nearest rows of each query by Euclidean distance.
+
+    Equal distances are ordered by row. The function is thread-safe. It needs memory for a few
+    blocks of rows and the result (Q, k), and does not copy the matrix.
+
+    Args:
+        queries: (Q, P), finite.
+        vectors: (N, P), finite and C-contiguous; may be a read-only memory map.
+        k: number of rows per query, at least 1.
+        keep: boolean mask (N,) of the rows to search; `None` searches all.
+        span: half-open column range to compare; `None` compares all columns.
+        companion: companion of `vectors` from `Companion.build`; not allowed with `span`.
+        threads: number of threads that share the work.
+
+    Returns:
+        Squared distances (Q, k) and rows (Q, k), nearest first, padded with infinity and −1 if
+        fewer than k rows are searched.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+    """
+    if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
+        raise ValueError(
+            f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}."
+        )
+    count, width = vectors.shape
+    fits = queries.ndim == 2 and queries.shape[1] == width and k >= 1
+    fits = fits and (keep is None or (keep.shape == (count,) and keep.dtype == np.bool_))
+    fits = fits and (companion is None or (companion.shape == (count, width) and span is None))
+    if not fits:
+        raise ValueError(f"Arguments do not fit vectors {vectors.shape}: see `nearest`.")
+    columns = slice(0, width) if span is None else slice(*span)
+    parts = np.ascontiguousarray(queries[:, columns], np.float32)
+    rows = np.asarray(vectors)  # slicing an array is faster than a memmap
+    task = _Task(rows, columns, k, keep, threads)
+    alone = companion is None and len(parts) <= _FEW
+    step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
+    if 0 < len(parts) <= step and len(rows):
+        return _search(task, parts, companion)
+    squared, numbers = _no_rows(len(parts), k)
+    for start in range(0, len(parts) if len(vectors) else 0, step):
+        group = slice(start, start + step)
+        squared[group], numbers[group] = _search(task, parts[group], companion)
+    return squared, numbers
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A narrow table that rules out rows in place of the vectors; see the module's docstring.
+
+    Attributes:
+        mean: (P,) float64.
+        basis: (P, D − 1) float64, with orthonormal columns.
+        error: largest distance by which rounding can have moved a row of `table`.
+        table: (D / 8, N, 8) float32, the columns in parts of 8.
+        mapped: the file that `table` lies in, or None.
+    """
+
+    mean: Doubles
+    basis: Doubles
+    error: float
+    table: Floats
+    mapped: FileMap | None = None
+
+    PART = 8
+    """Number of columns in a part."""
+    ENERGY = 0.8
+    """Share of the variance that the basis explains; if that needs D > P / 2, none is built."""
+    SAMPLE_ROWS = 16_384
+    """Largest number of rows from which the principal components are computed."""
+
+    @classmethod
+    def build(cls, vectors: Floats) -> Companion | None:
+        """Return the companion of vectors (N, P), or `None` if it would not be narrow enough."""
+        count, width = vectors.shape
+        sample = vectors[:: max(1, -(-count // cls.SAMPLE_ROWS))].astype(np.float64)
+        if len(sample) < 2 * width or not np.isfinite(np.square(sample).sum()):
+            return None
+        mean = sample.mean(0)
+        energy, basis = np.linalg.eigh(np.cov(sample.T))
+        shares = np.cumsum(energy[::-1]) / max(energy.sum(), np.finfo(float).tiny)
+        parts = -(-(int(np.searchsorted(shares, cls.ENERGY)) + 2) // cls.PART)
+        if 2 * parts * cls.PART > width:
+            return None
+        companion = cls(
+            mean,
+            np.ascontiguousarray(basis[:, ::-1][:, : parts * cls.PART - 1]),
+            0.0,
+            np.empty((parts, count, cls.PART), np.float32),
+        )
+        step, error = max(1, _BLOCK_NUMBERS // width), 0.0
+        for start in range(0, count, step):
+            rows = slice(start, start + step)
+            block, errors = companion.project(vectors[rows])
+            error = max(error, float(errors.max()))
+            if not error < 2.0**30:  # squares of coordinates may overflow float32
+                return None
+            companion.table[:, rows] = block
+        return replace(companion, error=error)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (N, P) of the vectors."""
+        return self.table.shape[1], len(self.mean)
+
+    def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
+        """Return z (D / 8, M, 8) of vectors (M, P) and bounds (M,) of their rounding errors.
+
+        The last coordinate s is the root of |x − m|² − |Vᵀ (x − m)|². The P + 8 float64 roundings
+        change that difference by at most (P + 8) 2⁻⁵⁰ |x − m|², and s by at most the root of this
+        bound. Each coordinate is then rounded to float32.
+        """
+        centred = vectors - self.mean
+        along = centred @ self.basis
+        whole = np.einsum("ij,ij->i", centred, centred)
+        rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
+        relative = 2.0**-23 + math.sqrt((len(self.mean) + 8) * 2.0**-50)
+        errors = relative * np.sqrt(whole) + 2.0**-120
+        table = np.column_stack([along, rest]).reshape(len(vectors), -1, self.PART)
+        with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
+            return table.swapaxes(0, 1).astype(np.float32, order="C"), errors
+
+    def save(self, path: Path) -> None:
+        """Write the arrays to a new file in NumPy's format, the table last."""
+        with path.open("xb") as file:
+            for array in (self.mean, self.basis, np.array([self.error]), self.table):
+                np.save(file, array, allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path, count: int, width: int) -> Companion:
+        """Map a companion of vectors (count, width); the caller verifies the file's checksum.
+
+        Raises:
+            StoreError: the companion belongs to other vectors.
+            OSError: the file cannot be read.
+        """
+        with path.open("rb") as file:
+            mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
+            np.lib.format.read_magic(file)
+            shape, _, kind = np.lib.format.read_array_header_1_0(file)
+            place = file.tell()
+            mapped = FileMap(file)
+        if shape[1:] != (count, cls.PART) or kind != np.float32 or len(mean) != width:
+            raise StoreError(f"{path.name} belongs to other vectors.")
+        return cls(mean, basis, float(error[0]), mapped.floats(shape, place), mapped)
+
+    def intact(self) -> bool:
+        """Return whether the file has kept its content since it was mapped."""
+        return self.mapped is None or self.mapped.intact()
+
+
+@dataclass(slots=True)
+class _Task:
+    """Arguments of `nearest` that all groups of queries share."""
+
+    vectors: Floats
+    columns: slice
+    k: int
+    keep: Mask | None
+    threads: int
+
+
+def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
+    """Return squared distances and rows (Q, k) of a group of queries."""
+    many, whole = len(queries) > 1, task.columns == slice(0, task.vectors.shape[1])
+    plain = not many and companion is None and whole and task.threads == 1
+    if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
+        return answer
+    if companion is not None and (answer := _by_companion(task, queries, companion)):
+        return answer
+    if many and (answer := _Scan(task, queries, products=True).run()):
+        return answer
+    squared, rows = _no_rows(len(queries), task.k)
+    for place in range(len(queries)):
+        query = slice(place, place + 1)
+        answer = _Scan(task, queries[query], products=False).run()
+        assert answer is not None
+        squared[query], rows[query] = answer
+    return squared, rows
+
+
+def _blocks(
+    keep: Mask | None, count: int, start: int, stop: int, max_rows: int, max_copied: int
+) -> Iterator[tuple[slice | Rows, Mask | None]]:
+    """Yield blocks of row numbers with their part of the mask, or `None` to search all of them.
+
+    If the mask keeps few rows, the blocks hold only those rows.
+
+    Args:
+        keep: boolean mask (N,) of the rows to search, or `None`.
+        count: number of queries.
+        start: first row.
+        stop: row after the last.
+        max_rows: maximum number of rows in a block.
+        max_copied: maximum number of rows in a block of kept rows only, which are copied.
+    """
+    chosen: Rows | None = None
+    if keep is not None:
+        kept = int(np.count_nonzero(keep[start:stop]))
+        if kept <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
+            chosen = np.flatnonzero(keep[start:stop]) + start
+            start, stop, max_rows, keep = 0, len(chosen), max_copied, None
+    while start < stop:
+        end = min(start + max_rows, stop)
+        rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
+        yield rows, None if keep is None else keep[start:end]
+        start = end
+
+
+def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer | None:
+    """Return squared distances and rows (Q, k), or `None` if too many rows remain in doubt.
+
+    All queries are compared with one block of the table before the next block, so that the block
+    and the sums of one query stay in a core's cache.
+    """
+    exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
+    projected, errors = companion.project(queries)
+    best = _no_rows(count, k)
+    reach = [math.inf] * count  # squared distances within which k rows lie
+    compared, doubtful, width = 0, 0, projected.size // count
+    with faiss_threads(1):
+        for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS):
+            table = companion.table  # `take` gives each part contiguous rows; indexing does not
+            block = table[:, rows] if isinstance(rows, slice) else table.take(rows, axis=1)
+            penalty = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
+            numbers = []
+            for place, query in enumerate(queries):
+                sums = _sums(projected[:, place], block)
+                if penalty is not None:
+                    sums += penalty
+                if reach[place] == math.inf:
+                    reach[place] = _first_reach(query, task.vectors, rows, sums, k)
+                limit = _limit(reach[place], width, float(errors[place]) + companion.error)
+                row = (sums <= limit).nonzero()[0]
+                compared, doubtful = compared + len(sums), doubtful + len(row)
+                if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
+                    return None
+                if kept is not None:
+                    row = row[kept[row]]
+                number = row + rows.start if isinstance(rows, slice) else rows[row]
+                limit = _limit(reach[place], queries.shape[1])
+                # "not above" also keeps NaN, the result of an overflow
+                numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
+            number = np.concatenate(numbers)
+            pair = np.arange(count).repeat([len(part) for part in numbers])
+            best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
+            reach = best[0][:, -1].tolist()
+    return best
+
+
+def _sums(query: Floats, block: Floats) -> Floats:
+    """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the N rows of a block (B, N, W)."""
+    faiss, (size, width) = load_faiss(), block.shape[1:]
+    sums: Floats = np.empty((len(block), size), np.float32)
+    for out, *pair in zip(sums, query, block, strict=True):
+        faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
+    for part in sums[1:]:
+        sums[0] += part
+    first: Floats = sums[0]
+    return first
+
+
+def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
+    """Return Σ (q − x)² (n,) in float32 of a query (P,) and some rows of vectors (N, P)."""
+    faiss, sums = load_faiss(), np.empty(len(rows), np.float32)
+    pointers = map(faiss.swig_ptr, (sums, query, vectors, rows))
+    faiss.fvec_L2sqr_by_idx(*pointers, vectors.shape[1], 1, len(rows))
+    return sums
+
+
+def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Floats, k: int) -> float:
+    """Return a squared distance within which k rows lie, or infinity if too few rows are searched.
+
+    Args:
+        query: (P,).
+        vectors: (N, P).
+        rows: rows of a block.
+        sums: squared distances of these rows in the companion.
+        k: number of rows per query.
+    """
+    members = max(1, min(_GROUP, len(sums) // (4 * _CANDIDATES * k)))
+    groups = len(sums) // members
+    candidates = min(_CANDIDATES * k, groups)
+    if candidates < k:
+        return math.inf
+    table = sums[: members * groups].reshape(members, groups)
+    least = table.min(axis=0)
+    group = least.argpartition(candidates - 1)[:candidates]
+    if least[group].max() == np.inf:  # masked rows
+        return math.inf
+    row = table.take(group, axis=1).argmin(axis=0) * groups + group
+    number = row + rows.start if isinstance(rows, slice) else rows[row]
+    reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
+    reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
+    return reach if reach < _LARGEST else math.inf
+
+
+def _limit(squared: float, width: int, slack: float = 0.0) -> float:
+    """Return an upper bound of the float32 sum of any row within a squared distance.
+
+    Args:
+        squared: the squared distance.
+        width: number of products in a sum.
+        slack: distance by which rounding in the companion can have moved query and row.
+    """
+    radius = (math.sqrt(squared) * (1 + 2.0**-40) + slack) * (1 + 2.0**-40)
+    size = radius * radius
+    if not size < _LARGEST:
+        return math.inf
+    return (size * (1 + _gamma(width)) + width * _TINY) * (1 + 2.0**-22)  # room for rounding
+
+
+class _Scan:
+    """A pass over the rows of the vectors for a group of queries.
+
+    Args:
+        task: the search.
+        queries: (Q, columns).
+        products: whether to compare by products rather than by sums; see the module's docstring.
+    """
+
+    def __init__(self, task: _Task, queries: Floats, *, products: bool) -> None:
+        self.task, self.queries, self.products = task, queries, products
+        self.exact = queries.astype(np.float64)
+        self.whole = task.columns == slice(0, task.vectors.shape[1])
+        self.gamma, self.tiny = _gamma(queries.shape[1]), queries.shape[1] * _TINY
+        self.lengths = np.linalg.norm(self.exact, axis=1)
+
+    def run(self) -> Answer | None:
+        """Return squared distances and rows (Q, k), or `None` if sums should be used instead."""
+        total, threads = len(self.task.vectors), self.task.threads
+        step = -(-total // threads)
+        ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
+        if len(ranges) == 1:
+            return self._range(*ranges[0])
+        with ThreadPoolExecutor(len(ranges), thread_name_prefix="search") as pool:
+            answers = list(pool.map(lambda pointer: self._range(*pointer), ranges))
+        best = _no_rows(len(self.queries), self.task.k)
+        for answer in answers:
+            if answer is None:
+                return None
+            query, place = np.nonzero(answer[1] >= 0)
+            best = _entered(best, query, answer[1][query, place], answer[0][query, place])
+        return best
+
+    def _range(self, start: int, stop: int) -> Answer | None:
+        """Return the result of `run` for a range of rows."""
+        count, k = len(self.queries), self.task.k
+        best = _no_rows(count, k)
+        reach: Doubles | None = None  # squared distances within which k rows lie
+        compared = doubtful = 0
+        max_rows = max(1, _BLOCK_PAIRS // count)
+        max_copied = min(max_rows, max(1, _BLOCK_NUMBERS // self.task.vectors.shape[1]))
+        max_rows = max_rows if self.whole else max_copied
+        for rows, kept in _blocks(self.task.keep, count, start, stop, max_rows, max_copied):
+            block = self.task.vectors[rows]
+            if not self.whole:
+                block = np.ascontiguousarray(block[:, self.task.columns])
+            values = self._values(block, kept)
+            least = values.min(axis=1)
+            if reach is None:
+                reach = self._first_reach(rows, values, least)
+            limits = self._limits(reach)
+            # "not above" also keeps NaN, the result of an overflow
+            query, place = np.nonzero(~(least > limits[:, None]))
+            compared += len(block) * count
+            step = max(1, _PAIRS // values.shape[1])
+            for first in range(0, len(query), step):  # bounds memory if many rows are equal
+                queries, group = query[first : first + step], place[first : first + step]
+                inside = values[queries, :, group]
+                pair, member = np.nonzero(~(inside > limits[queries, None]))
+                row = member * least.shape[1] + group[pair]
+                searched = row < len(block)
+                if kept is not None:
+                    searched[searched] = kept[row[searched]]
+                pair, row = pair[searched], row[searched]
+                if self.products:
+                    doubtful += len(row)
+                    if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
+                        return None
+                queries = queries[pair]
+                number = row + rows.start if isinstance(rows, slice) else rows[row]
+                squared = self._measured(queries, number)
+                closer = squared <= reach[queries]
+                best = _entered(best, queries[closer], number[closer], squared[closer])
+                reach = np.minimum(reach, best[0][:, -1])
+        return best
+
+    def _first_reach(self, rows: slice | Rows, values: Floats, least: Floats) -> Doubles:
+        """Return squared distances (Q,) within which k rows of a block lie, or infinity."""
+        k, (count, groups) = self.task.k, least.shape
+        if groups < k:
+            return np.full(count, np.inf)
+        group = least.argpartition(k - 1, axis=1)[:, :k].ravel()
+        query = np.repeat(np.arange(count), k)
+        row = values[query, :, group].argmin(axis=1) * groups + group
+        outside = ~np.isfinite(least[query, group])  # masked rows and padding
+        row[outside] = 0
+        squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
+        squared[outside] = np.inf
+        reach: Doubles = squared.reshape(count, k).max(1)
+        return reach
+
+    def _measured(self, query: Rows, row: Rows) -> Doubles:
+        """Return squared distances (n,) in float64 between pairs of a query and a row."""
+        return measured(self.exact, self.task.vectors, query, row, self.task.columns)
+
+    def _values(self, block: Floats, kept: Mask | None) -> Floats:
+        """Return squared distances (Q, G, C) in float32; masked rows and padding get infinity.
+
+        Row i of the block is in column i modulo C. A column has G rows. If its minimum exceeds the
+        limit, all of them are ruled out.
+        """
+        faiss, (size, width) = load_faiss(), block.shape
+        members = max(1, min(_GROUP, size // (4 * self.task.k)))
+        groups = -(-size // members)
+        count = len(self.queries)
+        values = np.empty((count, members * groups), np.float32)
+        pointer = faiss.swig_ptr(self.queries)
+        if not self.products:
+            faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), pointer, faiss.swig_ptr(block), width, size)
+        else:
+            step = max(1, _PART_NUMBERS // width)
+            with faiss_threads(1):
+                for start in range(0, size, step):
+                    part = block[start : start + step]
+                    table, out = map(faiss.swig_ptr, (part, values[0, start:]))
+                    stride = members * groups
+                    faiss.pairwise_L2sqr(
+                        width, count, pointer, len(part), table, out, -1, -1, stride
+                    )
+        values[:, size:] = np.inf
+        if kept is not None:
+            values[:, :size] += np.where(kept, np.float32(0), np.float32(np.inf))
+        return values.reshape(count, members, groups)
+
+    def _limits(self, squared: Doubles) -> Floats:
+        """Return upper bounds (Q,) of the float32 values of rows within squared distances (Q,)."""
+        reach = np.sqrt(squared) * (1 + 2.0**-40)
+        size = np.square(2 * self.lengths + reach) if self.products else reach * reach
+        limits = reach * reach + self.gamma * size + self.tiny
+        limits[~(size < _LARGEST)] = np.inf
+        above: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+        return above
+
+
+@contextmanager
+def faiss_threads(count: int) -> Iterator[None]:
+    """Context manager that limits FAISS to `count` threads; searches use only the calling one.
+
+    On busy cores, waiting for OpenMP threads can make a call take a hundred times as long, and a
+    process that has started OpenMP threads cannot fork.
+    """
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def _no_rows(count: int, k: int) -> Answer:
+    """Return the squared distances and rows (count, k) of queries without any rows."""
+    return np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
+
+
+def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
+    """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
+    count, k = best[0].shape
+    if count == 1:
+        squared, row = np.concatenate([best[0][0], squared]), np.concatenate([best[1][0], row])
+        order = np.lexsort((row, squared))[:k]
+        return squared[order][None], row[order][None]
+    query = np.concatenate([np.repeat(np.arange(count), k), query])
+    row = np.concatenate([best[1].ravel(), row])
+    squared = np.concatenate([best[0].ravel(), squared])
+    order = np.lexsort((row, squared, query))
+    counts = np.bincount(query, minlength=count)
+    place = np.repeat(np.cumsum(counts) - counts, k).reshape(count, k) + np.arange(k)
+    order = order[place]
+    return squared[order], row[order]
+
+
+def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -> Answer | None:
+    """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
+
+    FAISS returns the nearest rows by float32 distance, more than k.
+
+    Returns:
+        The result, or `None` if rows that FAISS has not returned may be as near, or if copying the
+        rows to search is faster.
+    """
+    faiss, (count, width) = load_faiss(), vectors.shape
+    kept, searched, selector = k + _MARGIN + k // 16, count, None
+    if keep is not None:
+        searched = int(np.count_nonzero(keep))
+        bits = np.packbits(keep, bitorder="little")
+        selector = faiss.IDSelectorBitmap(bits)
+    if searched <= kept or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
+        return None
+    sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
+    pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
+    # FAISS uses at most one thread per query; for one query that is the calling thread.
+    faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, selector)
+    wider, tiny = 1 + 2 * _gamma(width), width * _TINY
+    limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
+    if not limit < min(float(sums[-1]), _LARGEST):
+        return None
+    rows = rows[: int(sums.searchsorted(limit, "right"))]
+    difference = vectors[rows] - query.astype(np.float64)
+    squared = np.einsum("ij,ij->i", difference, difference)
+    order = np.lexsort((rows, squared))[:k]
+    return squared[order][None], rows[order][None]
+
+
+def _gamma(width: int) -> float:
+    """Return γ of the module's docstring for sums of `width` products."""
+    terms = (width + 16) * 2.0**-24
+    return terms / (1 - terms)
+
+
+def measured(
+    queries: Doubles,
+    vectors: Floats | Doubles,
+    query: Rows,
+    row: Rows,
+    columns: slice = slice(None),
+) -> Doubles:
+    """Return squared distances |q − x|² (n,) in float64 between pairs of a query and a row.
+
+    Args:
+        queries: (Q, width of `columns`).
+        vectors: (N, P).
+        query: (n,), index of each pair's query.
+        row: (n,), index of each pair's row.
+        columns: columns of the vectors to compare.
+    """
+    squared = np.empty(len(row))
+    step = max(1, _PAIR_NUMBERS // vectors.shape[1])
+    for start in range(0, len(row), step):
+        pairs = slice(start, start + step)
+        difference = queries.take(query[pairs], axis=0)
+        difference -= vectors.take(row[pairs], axis=0)[:, columns]
+        np.einsum("ij,ij->i", difference, difference, out=squared[pairs])
+    return squared

@@ -1,0 +1,429 @@
+"""Maintenance of a local index: compact generations and build search structures.
+
+Compacting a generation rewrites its files without the rows of deleted or changed items. One process
+at a time claims the work on an index. The work writes new files. Its last transaction makes the
+index's SQLite record name these files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+
+from retrieval.base.files import sync
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.store.contract import StoreUnavailable
+from retrieval.store.items import VECTOR, Floats, Generation
+from retrieval.store.record import Record, all_of, ask, seq_of, value
+from retrieval.store.structure import (
+    ARRAYS,
+    Numbers,
+    Structure,
+    StructureChoice,
+    build,
+    load,
+)
+from retrieval.store.view import (
+    Array,
+    Rows,
+    Sums,
+    Views,
+    append,
+    append_rows,
+    damage_error,
+    file_of,
+    put_runs,
+    put_sums,
+    sums_of,
+    sync_rows,
+)
+
+log = logging.getLogger("retrieval.store")
+
+BUNDLES = "bundles"
+Report = Callable[[int, int], object]
+
+_DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
+_MIN_DEAD_ROWS = 1000  # and more rows than this
+_ROWS = 16_384  # number of rows that are copied at a time
+_REST = 1.0  # seconds between two checks for work
+_PAUSE, _LONGEST_PAUSE = 1.0, 600.0
+"""Seconds until failed work is tried again: the pause doubles with each failure, up to the longest.
+"""
+_WAIT = 600.0  # seconds that a command waits for another process's work
+_READING_SECONDS = 7 * 86_400.0  # time limit of a read transaction that copies files
+
+
+def new_stem() -> str:
+    """Return a unique prefix for the names of files."""
+    return uuid.uuid4().hex[:16]
+
+
+def tidy(record: Record) -> None:
+    """Remove files that the record does not name, which a killed or failed process has left.
+
+    The record's lock keeps other processes from writing meanwhile. If another process has claimed
+    the work on the index, the files of arrays and structures stay.
+    """
+    with record.locked() as connection:
+        files: set[str] = set()
+        for stem, widths, structure in ask(
+            connection, "select stem, widths, structure from generations"
+        ):
+            files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(
+                Structure.names(structure)
+            )
+        bundles = {generation.bundle[:16] for generation in all_of(connection)}
+        handle = _locked(record.folder / ARRAYS, 0)
+        if handle is not None:
+            try:
+                for path in (record.folder / ARRAYS).iterdir():
+                    if path.name not in files:
+                        path.unlink(missing_ok=True)
+            finally:
+                os.close(handle)
+        for path in (record.folder / BUNDLES).iterdir():
+            if not path.is_dir():  # lock file of a process that was killed while copying
+                path.unlink(missing_ok=True)
+            elif path.name not in bundles:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(folder: Path, wait: float) -> int | None:
+    """Return a handle that locks a folder, or None if others hold the lock for `wait` seconds."""
+    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(handle)
+                return None
+        time.sleep(0.2)
+
+
+class Claim:
+    """Context manager that claims the work on an index's files; call it to report progress.
+
+    The claim is a lock on the folder of these files, which the system releases when the process
+    ends. On exit, files that the record does not name are removed.
+
+    Args:
+        record: record of the index.
+        wait: seconds to wait if another process has the claim.
+        report: called with the number of items done and the total.
+
+    Raises:
+        StoreUnavailable: another process had the claim for all that time.
+    """
+
+    def __init__(self, record: Record, wait: float, report: Report = lambda *_: None) -> None:
+        self.record, self.stem, self.total = record, new_stem(), 0
+        self._wait, self._report, self._done = wait, report, 0
+
+    def __enter__(self) -> Claim:
+        handle = _locked(self.record.folder / ARRAYS, self._wait)
+        if handle is None:
+            raise StoreUnavailable(
+                f"Another process is compacting the index {self.record.folder}, or building its "
+                "search structure. Try again when it is done."
+            )
+        self._handle = handle
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.flock(self._handle, fcntl.LOCK_UN)  # also in a child that was forked meanwhile
+        os.close(self._handle)
+        with suppress(RetrievalError, OSError):
+            tidy(self.record)
+
+    def __call__(self, count: int) -> None:
+        """Report that `count` more items are done."""
+        self._done += count
+        self._report(min(self._done, self.total), self.total)
+
+
+@contextmanager
+def _missing_files_named() -> Iterator[None]:
+    """Turn a missing file into a damage error: nobody else removes files while work is claimed."""
+    try:
+        yield
+    except FileNotFoundError as fault:
+        raise damage_error(Path(fault.filename), "is missing") from None
+
+
+class Upkeep:
+    """Maintenance of one open store, in a background thread or in the caller's."""
+
+    def __init__(self, views: Views, *, background: bool) -> None:
+        self.views, self.record = views, views.record
+        self.background = background
+        self._turn = threading.Lock()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._due = threading.Event()
+        self._stop = threading.Event()
+        self._rows: dict[int, Rows] = {}
+
+    # In the background
+
+    def wake(self) -> None:
+        """Make the thread check for work; start it if necessary."""
+        if self.background and not self.record.read_only:
+            self._due.set()
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+                    self._thread.start()
+
+    def _run(self) -> None:
+        pause = _PAUSE
+        while True:
+            self._due.wait()
+            self._due.clear()
+            rest = _REST  # many small writes in a row share one check
+            try:
+                while not self._stop.is_set() and self.step():
+                    pass
+                pause = _PAUSE
+            except (RetrievalError, OSError, apsw.Error) as fault:
+                if self._stop.is_set():
+                    return
+                self._due.set()
+                rest = pause = min(_LONGEST_PAUSE, 2 * pause)
+                # `StoreUnavailable` usually means that another process does the work.
+                level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
+                text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
+                log.log(level, text, self.record.folder, fault, pause)
+            if self._stop.wait(rest):
+                return
+
+    @_missing_files_named()
+    def step(self) -> bool:
+        """Do one piece of work that is due; return False if there was none."""
+        with self.record.reading() as connection:
+            generations = all_of(connection)
+        for generation in generations:
+            with self._turn:
+                rows = self._current(generation)
+                if rows is None:
+                    continue
+                dead = rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
+                text = rows.structure_text
+                if not dead and not self._needs_structure(text, generation, rows.rows):
+                    continue
+                with Claim(self.record, 0) as claim:
+                    self._renew(generation, claim, compact=dead)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Stop the thread after its current piece of work."""
+        self._stop.set()
+        self._due.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _current(self, generation: Generation) -> Rows | None:
+        """Return the current rows of a generation, or None if it was dropped or is incomplete."""
+        g = generation.number
+        with self.record.reading() as connection:
+            if not _is_filled(connection, g):
+                return None
+            self._rows[g] = Rows.of(connection, generation, self._rows.get(g))
+            return self._rows[g]
+
+    def choice(self) -> StructureChoice:
+        """Return the structure that the index is configured to have."""
+        with self.record.reading() as connection:
+            sql = "select value from state where key = 'structure'"
+            return StructureChoice.parse(value(connection, sql))
+
+    def _chosen(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options for `count` rows of a generation, or None."""
+        return self.choice().of(count, generation.widths[VECTOR], len(generation.spans))
+
+    def _needs_structure(
+        self, text: str | None, generation: Generation, count: int, *, exactly: bool = False
+    ) -> bool:
+        """Return whether `count` rows need another structure than the one that `text` describes.
+
+        With `exactly`, the structure must cover all rows, and its files are verified. Otherwise it
+        may cover somewhat fewer.
+        """
+        choice = self._chosen(generation, count)
+        if text is None or choice is None:
+            return (text is None) != (choice is None)
+        structure = Structure.parse(text)
+        loaded = self.views.loaded.get(text, structure)  # None if it could not be loaded
+        if loaded is None or (structure.backend, structure.options) != choice:
+            return True
+        if exactly:
+            return structure.rows != count or bool(structure.damaged(self.record.folder))
+        return structure.outgrown(count)
+
+    # In the caller's thread
+
+    @_missing_files_named()
+    def compact(self, report: Report = lambda done, total: None) -> None:
+        """Remove the dead rows of all generations, build structures and free disk space."""
+        with self._turn:
+            tidy(self.record)
+            compacted_at: dict[int, int] = {}
+            with self.record.reading() as connection:
+                generations = all_of(connection)
+            for generation in generations:
+                with Claim(self.record, _WAIT, report) as claim:
+                    compacted_at[generation.number] = self._renew(generation, claim, compact=True)
+            with self.record.writing() as (connection, _):
+                sync_rows(connection, self.record.folder)
+                if {known.number for known in all_of(connection)} <= compacted_at.keys():
+                    upto = min(compacted_at.values())
+                    connection.execute("delete from removed where seq <= ?", (upto,))
+            with self.record.turn, self.record.faults("written"):
+                with self.record.connection() as connection, suppress(apsw.BusyError):
+                    connection.execute("vacuum")
+                self.record.checkpoint()
+
+    @_missing_files_named()
+    def structured(self, generation: Generation) -> None:
+        """Build the structure of a generation that is about to be served, if it lacks one."""
+        with self._turn:
+            rows = self._current(generation)
+            if rows is None:
+                return
+            if self._needs_structure(rows.structure_text, generation, rows.rows):
+                with Claim(self.record, _WAIT) as claim:
+                    self._renew(generation, claim, compact=False)
+
+    def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
+        """Build a generation's structure if necessary; with `compact`, drop its dead rows first.
+
+        Returns:
+            Number of the transaction up to which a compacted generation has no dead rows.
+        """
+        folder, g, stem = self.record.folder, generation.number, claim.stem
+        with self.record.reading(seconds=_READING_SECONDS) as connection:
+            if g not in {known.number for known in all_of(connection)}:
+                return seq_of(connection)
+            old = Rows.of(connection, generation)
+            sums = {name: sums_of(connection, g, name) for name in generation.widths}
+            filled = _is_filled(connection, g)
+        kept, new_sums = np.arange(old.rows), dict[str, Sums]()
+        if compact and old.alive is not None:
+            kept = np.flatnonzero(old.alive)
+            claim.total = len(kept)
+            with self.record.faults("written"):
+                for name, width in generation.widths.items():
+                    source = Array(file_of(folder, old.stem, name), width)
+                    source.verify(old.rows, sums[name])  # new checksums would hide old damage
+                    report = claim if name == VECTOR else None
+                    with source.reading(old.rows) as content:
+                        chunks = _chunks(content, kept, report)
+                        new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
+                sync(folder / ARRAYS)
+        text = None if new_sums else old.structure_text
+        if filled and self._needs_structure(text, generation, len(kept), exactly=True):
+            text = self._built(generation, claim, stem if new_sums else old.stem, len(kept))
+        elif not new_sums:
+            return old.seq
+        with self.record.writing() as (connection, _), self.record.faults("written"):
+            current = value(connection, "select stem from generations where g = ?", (g,))
+            if current != old.stem:
+                return 0  # the generation was dropped
+            connection.execute("update generations set structure = ? where g = ?", (text, g))
+            if new_sums:
+                self._swap(connection, stem, old, kept, new_sums)
+        return old.seq
+
+    def _swap(
+        self,
+        connection: apsw.Connection,
+        stem: str,
+        old: Rows,
+        kept: Numbers,
+        new_sums: dict[str, Sums],
+    ) -> None:
+        """Make the record name the new files of `kept` rows; append the rows written since `old`.
+
+        Args:
+            connection: connection in a write transaction.
+            stem: prefix of the names of the new files.
+            old: the rows that were copied from.
+            kept: old numbers of the rows that were copied.
+            new_sums: checksums of the new files, by name of the array.
+        """
+        generation, g = old.generation, old.generation.number
+        grown = Rows.of(connection, generation, old)
+        later = np.arange(old.rows, grown.rows)
+        later = later if grown.alive is None else later[grown.alive[later]]
+        for table in ("runs", "sums"):
+            connection.execute(f"delete from {table} where g = ?", (g,))
+        for name, sums in new_sums.items():
+            put_sums(connection, g, name, sums)
+        if len(kept):
+            put_runs(connection, g, 0, old.runs.numbers_of(kept))
+        sql = "update generations set stem = ?, rows = ? where g = ?"
+        connection.execute(sql, (stem, len(kept), g))
+        if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
+            connection.execute("delete from removed where seq <= ?", (old.seq,))
+        folder = self.record.folder
+        with ExitStack() as stack:
+            chunks = {}
+            for name, width in generation.widths.items():
+                source = Array(file_of(folder, old.stem, name), width)
+                chunks[name] = _chunks(stack.enter_context(source.reading(grown.rows)), later)
+            append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
+
+    def _built(self, generation: Generation, claim: Claim, stem: str, count: int) -> str | None:
+        """Build and load a structure over the first `count` rows; return its JSON text."""
+        choice = self._chosen(generation, count)
+        if choice is None:
+            return None
+        claim.total += count
+        folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
+        array = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR])
+        with array.reading(count) as vectors, self.record.faults("written"):
+            structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
+            sync(folder / ARRAYS)
+        if self.views.view is not None:
+            loaded = load(folder, structure, vectors, spans, plugins)
+            # The thread would build the structure again at once; after an error it makes a pause.
+            if loaded is None and threading.current_thread() is self._thread:
+                raise StoreError(f"The new structure of {folder} cannot be used. The log says why.")
+            self.views.loaded[structure.text()] = loaded
+        return structure.text()
+
+
+def _is_filled(connection: apsw.Connection, g: int) -> bool:
+    """Return whether a generation exists and has been served, or has arrays of all items."""
+    sql = (
+        "select state != 'building' or not exists (select 1 from items where n > upto)"
+        " from generations where g = ?"
+    )
+    return bool(value(connection, sql, (g,)))
+
+
+def _chunks(
+    content: Floats, rows: Numbers, report: Callable[[int], object] | None = None
+) -> Iterator[Floats]:
+    """Yield rows of `content` (N, width) in chunks; report the number of rows of each."""
+    for start in range(0, len(rows), _ROWS):
+        chunk_rows = rows[start : start + _ROWS]
+        yield content[chunk_rows]
+        if report is not None:
+            report(len(chunk_rows))
