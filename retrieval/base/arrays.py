@@ -15,3 +15,9 @@ Floats32 = NDArray[np.float32]
 Floats64 = NDArray[np.float64]
 Floats = NDArray[np.floating[Any]]
 """Numbers of either precision."""
+
+
+def as_rows(features: Any) -> Floats32:
+    """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
+    rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
+    return np.atleast_2d(np.asarray(rows, dtype=np.float32))

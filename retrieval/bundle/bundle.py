@@ -12,10 +12,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any
 
 import numpy as np
-from PIL.Image import Image
 
 from retrieval.base.arrays import Array, Floats32, Pixels
 from retrieval.base.cores import cores
@@ -32,14 +31,7 @@ from retrieval.bundle.sessions import (
     run_batches,
 )
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
-from retrieval.images.images import as_list, decode, from_pixels
-
-ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | Array"
-
-
-def is_image(item: object) -> TypeGuard[ImageLike]:
-    """Return whether an object has a type that `Bundle.preprocess` accepts."""
-    return isinstance(item, bytes | str | os.PathLike | Image | np.ndarray)
+from retrieval.images.images import ImageLike, as_list, decode, from_pixels, is_image
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from retrieval.base.arrays import Floats32
+from retrieval.base.arrays import Floats32, as_rows
 from retrieval.base.progress import Progress
 from retrieval.bundle.bundle import Bundle
-from retrieval.images.image_files import find_images
-from retrieval.images.images import as_list
+from retrieval.images.image_files import listed_images
 
 Embeddings = Floats32
-
-log = logging.getLogger(__name__)
 
 
 class Encoder(ABC):
@@ -76,20 +69,3 @@ class BundleEncoder(Encoder):
     def exported(self) -> AbstractContextManager[Path]:
         """Return a context manager that yields the bundle's folder."""
         return nullcontext(self.path)
-
-
-def listed_images(images: Any) -> list[Any]:
-    """Return one image, several, or those below a folder as a list; see `Encoder.encode`."""
-    if not isinstance(images, str | os.PathLike) or not Path(images).is_dir():
-        return as_list(images)
-    folder = Path(images)
-    files = find_images(folder)
-    for note in filter(None, [*files.notes(folder), files.dangling(folder)]):
-        log.warning("%s", note)
-    return files.images
-
-
-def as_rows(features: Any) -> Floats32:
-    """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
-    rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
-    return np.atleast_2d(np.asarray(rows, dtype=np.float32))

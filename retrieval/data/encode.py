@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval.base.arrays import Ints
+from retrieval.base.arrays import Floats32, Ints, as_rows
 from retrieval.base.progress import Meter, Progress, showing
-from retrieval.bundle.bundle import is_image
-from retrieval.bundle.encoder import Embeddings, as_rows, listed_images
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
 from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
+from retrieval.images.image_files import listed_images
+from retrieval.images.images import is_image
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model, evaluation_mode
 
@@ -95,7 +95,7 @@ def pixels(dataset: Dataset, indices: Ints, model: Model) -> Tensor:
     return nn.functional.normalize(torch.cat([x.flatten(1).float() for x in chunks]), dim=1)
 
 
-def encode_images(model: Model, images: Any, batch_size: int, progress: Progress) -> Embeddings:
+def encode_images(model: Model, images: Any, batch_size: int, progress: Progress) -> Floats32:
     """Return the vectors that a bundle of the model would return for images or rows."""
     dataset: Dataset
     if model.preprocessing is None:
@@ -129,8 +129,8 @@ def encode_images(model: Model, images: Any, batch_size: int, progress: Progress
     return index_vectors(model, codes)
 
 
-def index_vectors(model: Model, codes: Tensor) -> Embeddings:
+def index_vectors(model: Model, codes: Tensor) -> Floats32:
     """Return the vectors that an index stores for codes, the embeddings that a model returns."""
     with torch.inference_mode():
         vectors = codes if model.combiner is None else model.combiner.index_vectors(codes)
-    return cast(Embeddings, vectors.float().numpy())
+    return cast(Floats32, vectors.float().numpy())

@@ -11,7 +11,7 @@ decides the rounding: about one pair in a hundred million.
 
 **Speed.** A *full* search measures every pair in float64. A *shallow* search is faster. It serves
 small k on a CPU, if distances are Euclidean and float32 holds the codes exactly. It asks
-`serving.store.search.nearest` for a few neighbours more than k. If the last of them is, after
+`store.search.nearest` for a few neighbours more than k. If the last of them is, after
 rounding, as near as the k-th, then further items may tie with the k-th, and the query is searched
 in full.
 """
@@ -30,7 +30,6 @@ from torch import Tensor
 from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.errors import DataError
 from retrieval.model.labels import is_missing
-from retrieval.store.search import nearest
 
 Codes = Array | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]
@@ -224,6 +223,9 @@ class Neighbors:
         self, queries: Floats32, k: int, left_out: Ints | None
     ) -> tuple[Ints, Floats64, Bools]:
         """Return columns and squared distances (B, k), and whether the k-th may have ties (B,)."""
+        # imported here: checking a recipe needs this module, but no search
+        from retrieval.store.search import nearest
+
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
         squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())

@@ -27,7 +27,7 @@ from retrieval.images.images import as_list, decode, from_pixels, to_mode
 from retrieval.model.labels import read_labels
 
 if TYPE_CHECKING:
-    from retrieval.bundle.bundle import ImageLike
+    from retrieval.images.images import ImageLike
     from retrieval.index.index import Index
     from retrieval.run.open import Run
 

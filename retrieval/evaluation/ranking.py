@@ -29,7 +29,6 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.evaluation.neighbors import rounded_keys
-from retrieval.store.search import measured
 
 _SMALLEST = 2048  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
@@ -204,6 +203,9 @@ class Ranking:
             near: (B, W + 1), ĥ in ascending order; the last column only bounds the W ranked items.
             item: (B, W + 1), the items' positions.
         """
+        # imported here: checking a recipe needs this module, but no search
+        from retrieval.store.search import measured
+
         own, item = panel.start + rows, item[:, :-1]
         joined = near[:, 1:] - near[:, :-1] <= panel.error[rows, None]
         failed = joined[:, panel.depth - 1 :].all(axis=1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.errors import DataError
-from retrieval.images.images import FORMATS, HEAD_BYTES, format_of
+from retrieval.images.images import FORMATS, HEAD_BYTES, as_list, format_of
+
+log = logging.getLogger(__name__)
 
 _MAX_LISTED = 3
 """Largest number of file names in a sentence."""
@@ -107,3 +112,14 @@ def _reason(path: Path) -> str | None:
 def _some(files: Sequence[Path], folder: Path) -> str:
     names = [path.relative_to(folder).as_posix() for path in files[:_MAX_LISTED]]
     return ", ".join(names) + (", …" if len(files) > _MAX_LISTED else "")
+
+
+def listed_images(images: Any) -> list[Any]:
+    """Return one image, several, or those below a folder as a list; see `retrieval.load`."""
+    if not isinstance(images, str | os.PathLike) or not Path(images).is_dir():
+        return as_list(images)
+    folder = Path(images)
+    files = find_images(folder)
+    for note in filter(None, [*files.notes(folder), files.dangling(folder)]):
+        log.warning("%s", note)
+    return files.images

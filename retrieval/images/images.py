@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -29,6 +29,7 @@ from retrieval.errors import DataError
 # allowed.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image.Image | Array"
 
 
 def _silence() -> None:
@@ -655,6 +656,11 @@ def from_pixels(array: Array) -> Image.Image:
             f" {most:g}. Scale them, leave out a normalisation, or pass uint8."
         )
     return from_array(np.rint(array * 255).astype(np.uint8))
+
+
+def is_image(item: object) -> TypeGuard[ImageLike]:
+    """Return whether an object has a type that `Bundle.preprocess` accepts."""
+    return isinstance(item, bytes | str | os.PathLike | Image.Image | np.ndarray)
 
 
 def as_list(images: Any) -> list[Any]:

@@ -12,9 +12,9 @@ import numpy as np
 from PIL.Image import Image
 
 from retrieval.base.arrays import Array
-from retrieval.bundle.bundle import Bundle, Encoded, ImageLike, is_image
+from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError
-from retrieval.images.images import as_list
+from retrieval.images.images import ImageLike, as_list, is_image
 from retrieval.index.sources import collect
 
 Query: TypeAlias = "ImageLike | Sequence[float]"

@@ -31,7 +31,6 @@ from retrieval.run import checkpoint
 from retrieval.run.build import build_sampler, code_size
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
-from retrieval.training.comparison import space
 from retrieval.training.learn import (
     NOTHING,
     fit,
@@ -53,8 +52,11 @@ def run_one_batch(recipe: Recipe) -> list[str]:
         RetrievalError: something does not work. Training would raise the same error, and comparing
             the same error about `[search]`.
     """
-    if recipe.search and (wrong := space.faults(recipe)):
-        raise RecipeError(wrong)
+    if recipe.search:
+        from retrieval.training.comparison import space  # most recipes have no [search]
+
+        if wrong := space.faults(recipe):
+            raise RecipeError(wrong)
     accelerator = make_accelerator(recipe)
     checkpoint.seed_everything(recipe.seed)
     if recipe.learner is not None:
