@@ -9,7 +9,7 @@ from retrieval.plugin import stores
 from retrieval.store.contract import Item
 
 from retrieval_engines import RemotePlace
-from retrieval_engines.testing.small_bundles import opened
+from retrieval_engines.testing.small_bundles import shared_bundle
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from qdrant_client import QdrantClient
@@ -34,7 +34,7 @@ class Memory(RemotePlace):
 
 def test_a_write_of_several_requests():
     assert COUNT * WIDTH * 4 > BATCH_BYTES
-    bundle = opened(width=WIDTH)
+    bundle = shared_bundle(width=WIDTH)
     vectors = np.random.default_rng(0).integers(-9, 10, (COUNT, WIDTH)).astype(np.float32)
     items = [
         Item(f"{row:04}", None, {"number": row}, arrays={"vector": vectors[row]})

@@ -17,8 +17,8 @@ from retrieval.store.local import LocalStore
 from retrieval.store.structure import StructureChoice
 from sklearn.datasets import load_digits
 
-from retrieval_engines.testing.bench import normal, some
-from retrieval_engines.testing.small_bundles import FEATURES, opened
+from retrieval_engines.testing.bench import numbered_items, random_vectors
+from retrieval_engines.testing.small_bundles import FEATURES, shared_bundle
 
 WIDTH = 16
 
@@ -210,10 +210,10 @@ def test_chains_join_and_many_equal_ones_are_one_group(digits):
 
 
 def test_a_rescorer_gets_the_same_candidates_from_every_store(tmp_path, monkeypatch):
-    bundle, queries = opened(rescorer=True), normal(60, FEATURES, 3)
+    bundle, queries = shared_bundle(rescorer=True), random_vectors(60, FEATURES, 3)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
-        index.upsert(some(300, bundle=bundle))
+        index.upsert(numbered_items(300, bundle=bundle))
 
         def answers():
             hits = index.search(queries, 1, candidates=1)

@@ -12,7 +12,7 @@ from retrieval.store.filters import Compare, Exists, In, matches, parse_filter
 from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
 
-from retrieval_engines.testing.small_bundles import WIDTH, opened
+from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2.0**53, 2**53 + 1, 1e300, 5e-324, True, False, None]
 SCALARS += ["7", "shoe", "", "é💥"]
@@ -27,14 +27,14 @@ def large(monkeypatch):
 
 @pytest.fixture
 def store(tmp_path):
-    create_local(tmp_path / "i", opened(), widths_of(opened()))
+    create_local(tmp_path / "i", shared_bundle(), widths_of(shared_bundle()))
     with LocalStore(tmp_path / "i", upkeep=False) as created:
         yield created
 
 
 def hits(store: LocalStore, filter: Any) -> set[str]:
     (answer,) = store.search(
-        np.zeros((1, WIDTH), np.float32), 10_000, opened().sha256, filter=filter
+        np.zeros((1, WIDTH), np.float32), 10_000, shared_bundle().sha256, filter=filter
     )
     return {item.id for item in answer}
 
@@ -50,7 +50,7 @@ def test_every_kind_of_value_against_every_other(store, op):
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     items = [Item(f"kind {n}", None, {"x": kind}, arrays=arrays) for n, kind in enumerate(KINDS)]
     items += [Item(f"label {text}", text, {}, arrays=arrays) for text in ("7", "shoe", "Z")]
-    store.upsert(items, opened().sha256)
+    store.upsert(items, shared_bundle().sha256)
     for value in SCALARS:
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
@@ -78,7 +78,7 @@ def test_columns_grow_and_forget(store):
         new = {f"id {n}": n % 13 for n in range(turn * 9, 37 if turn == 4 else turn * 11 + 5)}
         store.upsert(
             [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()],
-            opened().sha256,
+            shared_bundle().sha256,
         )
         present |= new
         gone = sorted(present)[turn]
@@ -99,7 +99,7 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(store, monkeypatch):
         Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays)
         for n in range(30)
     ]
-    store.upsert(items, opened().sha256)
+    store.upsert(items, shared_bundle().sha256)
     for filter in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
         chosen = parse_filter(filter)
         expected = {
@@ -113,7 +113,7 @@ def test_a_field_stays_known_when_its_last_item_goes(store):
     """A filter that was valid finds nothing; it does not become an error."""
     arrays, filter = {"vector": np.ones(WIDTH, np.float32)}, parse_filter("discount > 1")
     sale = Item("sale", None, {"discount": 5}, arrays=arrays)
-    store.upsert([sale, Item("other", arrays=arrays)], opened().sha256)
+    store.upsert([sale, Item("other", arrays=arrays)], shared_bundle().sha256)
     assert hits(store, filter) == {"sale"}
     store.delete(["sale"])
     for _ in range(2):

@@ -16,12 +16,13 @@ from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
 
 from retrieval_engines import testing
-from retrieval_engines.testing.bench import item, normal, some
-from retrieval_engines.testing.small_bundles import opened
+from retrieval_engines.testing.bench import numbered_items, random_item, random_vectors
+from retrieval_engines.testing.small_bundles import shared_bundle
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_engines.milvus.place import MilvusPlace
 
+SERVED = shared_bundle().sha256
 KILLS = int(os.environ.get("MILVUS_KILLS", "1"))
 """Number of kills of the server, 1 to 3; it needs 3 s to restart. The second kill follows a write,
 the third a delete.
@@ -49,7 +50,7 @@ class TestMilvus(testing.StoreSuite):
 def index(milvus, tmp_path):
     """An empty index."""
     place = MilvusPlace(address(milvus, str(tmp_path)))
-    with place.create(opened(), stores.widths_of(opened())) as store:
+    with place.create(shared_bundle(), stores.widths_of(shared_bundle())) as store:
         yield store
     place.drop()
 
@@ -63,8 +64,8 @@ def test_filters_agree_with_the_language(index, data):
 def test_another_index_in_the_same_server(index, milvus):
     longer = MilvusPlace(stores.Address.parse(f"{index.address}_more"))
     assert not longer.exists()
-    with longer.create(opened(), stores.widths_of(opened())) as other:
-        other.upsert(some(3), opened().sha256)
+    with longer.create(shared_bundle(), stores.widths_of(shared_bundle())) as other:
+        other.upsert(numbered_items(3), SERVED)
         assert (index.count(), other.count()) == (0, 3)
     longer.drop()
     assert index.changed() is None and not longer.exists()
@@ -75,37 +76,40 @@ def test_another_index_in_the_same_server(index, milvus):
 
 def test_what_is_long(index):
     original = bytes(range(256)) * 900
-    index.upsert([item("kept", original=original), *some(20)], opened().sha256)
+    index.upsert([random_item("kept", original=original), *numbered_items(20)], SERVED)
     assert index.original("kept") == original
-    long = item("long", metadata={"a": "é" * 40_000}, original=b"x")
+    long = random_item("long", metadata={"a": "é" * 40_000}, original=b"x")
     with pytest.raises(
         retrieval.errors.DataError, match=r"'long' has 80,\d+ bytes of id, label, metadata"
     ):
-        index.upsert([item("good"), long], opened().sha256)
+        index.upsert([random_item("good"), long], SERVED)
     assert index.count() == 21 and index.settings()["fields"] == ["price", "tags"]
-    index.upsert([item("kept")], opened().sha256)
+    index.upsert([random_item("kept")], SERVED)
     assert index.original("kept") is None
 
 
 def test_a_graph_finds_most_of_what_is_nearest(milvus):
     place = MilvusPlace(address(milvus, "graph", options="?exact=false"), exact=False)
-    with place.create(opened(), stores.widths_of(opened())) as index:
-        index.upsert(some(400), opened().sha256)
-        queries = normal(5, 12, 3)
-        vectors = np.stack([item.vector for item in some(400)])
-        hits = index.search(queries, 10, opened().sha256)
+    with place.create(shared_bundle(), stores.widths_of(shared_bundle())) as index:
+        index.upsert(numbered_items(400), SERVED)
+        queries = random_vectors(5, 12, 3)
+        vectors = np.stack([item.vector for item in numbered_items(400)])
+        hits = index.search(queries, 10, SERVED)
         for query, items in zip(queries, hits, strict=True):
             order = np.square(vectors - query).sum(1).argsort()[:10]
-            assert len({item.id for item in items} & {some(400)[row].id for row in order}) >= 8
+            assert (
+                len({item.id for item in items} & {numbered_items(400)[row].id for row in order})
+                >= 8
+            )
     place.drop()
 
 
 def test_filters_that_milvus_cannot_decide_are_refused(index):
-    index.upsert([item("one", metadata={"a": 1, "b": {"c": 1}})], opened().sha256)
+    index.upsert([random_item("one", metadata={"a": 1, "b": {"c": 1}})], SERVED)
     where = parse_filter("a > 1 and b.c = 2")
     with MilvusPlace(stores.Address.parse(index.address)).open() as other:
         assert other.count(where) == 0
-        index.upsert([item("two", metadata={"a": [0, 5], "b": {"c": [2]}})], opened().sha256)
+        index.upsert([random_item("two", metadata={"a": [0, 5], "b": {"c": [2]}})], SERVED)
         assert [entry.id for entry in other.scan(parse_filter("a = 5 and b.c = 2"))] == ["two"]
         for text in ("a > 1", "a != 1", "exists(a)", "a = null", "label = '\"'"):
             with pytest.raises(
@@ -115,10 +119,10 @@ def test_filters_that_milvus_cannot_decide_are_refused(index):
 
 
 def test_more_items_than_milvus_finds(index, monkeypatch):
-    index.upsert(some(10), opened().sha256)
+    index.upsert(numbered_items(10), SERVED)
     monkeypatch.setattr(type(index), "most_found", 5)
     with pytest.raises(retrieval.errors.StoreError, match="at most 5 items"):
-        index.search(normal(1, 12, 0), 6, opened().sha256)
+        index.search(random_vectors(1, 12, 0), 6, SERVED)
 
 
 def test_nobody_answers(cli):
@@ -139,7 +143,7 @@ def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bund
         place.open() as store,
     ):
         bundle = Bundle.open(plain_bundle, threads=1)
-        store.upsert([item("late", 0, bundle)], bundle.sha256)
+        store.upsert([random_item("late", 0, bundle)], bundle.sha256)
         milvus.kill()
         with pytest.raises(stores.StoreUnavailable, match="does not answer"):
             store.count()
@@ -150,16 +154,16 @@ def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bund
         store.timeout = 60.0
         ids = {entry.id for entry in store.scan()}
         assert len(ids) == 31 and "late" in ids and store.count() == 31
-        (hits,) = store.search(item("late", 0, bundle).vector[None], 40, bundle.sha256)
+        (hits,) = store.search(random_item("late", 0, bundle).vector[None], 40, bundle.sha256)
         assert {entry.id for entry in hits} == ids
-        store.upsert([item("later", 0, bundle)], bundle.sha256)
+        store.upsert([random_item("later", 0, bundle)], bundle.sha256)
         assert {entry.id for entry in store.scan()} == ids | {"later"}
         assert str(image).endswith(client.search(image, k=1).results[0].key)
         for turn in range(KILLS - 1):  # the last acknowledged change is kept
             if turn:
                 store.delete(["later"])
             else:
-                store.upsert([item("last", 0, bundle)], bundle.sha256)
+                store.upsert([random_item("last", 0, bundle)], bundle.sha256)
             milvus.kill()
             milvus.start()
             last = {"last"} if turn else {"last", "later"}

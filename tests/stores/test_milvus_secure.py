@@ -9,8 +9,8 @@ import pytest
 from retrieval.plugin import stores
 from retrieval.store.place import store_place
 
-from retrieval_engines.testing.bench import some
-from retrieval_engines.testing.small_bundles import opened
+from retrieval_engines.testing.bench import numbered_items
+from retrieval_engines.testing.small_bundles import shared_bundle
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from pymilvus import MilvusClient
@@ -68,12 +68,12 @@ def test_an_index_in_a_database_over_tls(guarded, token, cli):
     client.close()
     text = f"milvus://{guarded.place}/photos{guarded.options}"
     place, shelf = store_place(text), store_place(f"{text}&database=shelf")
-    with shelf.create(opened(), stores.widths_of(opened())) as store:
-        store.upsert(some(5), opened().sha256)
+    with shelf.create(shared_bundle(), stores.widths_of(shared_bundle())) as store:
+        store.upsert(numbered_items(5), shared_bundle().sha256)
         assert not place.exists()
-        with place.create(opened(), stores.widths_of(opened())) as other:
-            other.upsert(some(2), opened().sha256)
-            (hits,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
+        with place.create(shared_bundle(), stores.widths_of(shared_bundle())) as other:
+            other.upsert(numbered_items(2), shared_bundle().sha256)
+            (hits,) = store.search(numbered_items(5)[3].vector[None], 1, shared_bundle().sha256)
             assert [entry.id for entry in hits] == ["id 3"]
             assert (store.count(), other.count()) == (5, 2)
     result = cli("index", "list", f"{text}&database=shelf", "--json")

@@ -16,8 +16,8 @@ from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
 
 from retrieval_engines import RemotePlace, testing
-from retrieval_engines.testing.bench import item, some
-from retrieval_engines.testing.small_bundles import WIDTH, opened
+from retrieval_engines.testing.bench import numbered_items, random_item
+from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from qdrant_client import QdrantClient
@@ -25,7 +25,8 @@ from qdrant_client import QdrantClient
 from retrieval_engines.qdrant.place import QdrantPlace
 from retrieval_engines.qdrant.store import QdrantStore
 
-NEXT = opened(seed=1, width=WIDTH + 5)
+SERVED = shared_bundle().sha256
+NEXT = shared_bundle(seed=1, width=WIDTH + 5)
 
 
 class Memory:
@@ -76,7 +77,7 @@ class TestQdrantServer(testing.StoreSuite):
 @pytest.fixture
 def index(tmp_path):
     place = InProcess(stores.Address.parse(f"memory://{tmp_path}"))
-    with place.create(opened(), stores.widths_of(opened())) as store:
+    with place.create(shared_bundle(), stores.widths_of(shared_bundle())) as store:
         yield store
 
 
@@ -93,7 +94,7 @@ def test_scalars_of_numpy_are_numbers(index):
         "new": [np.True_],
         "of": np.str_("a"),
     }
-    index.upsert([replace(item("a"), metadata=scalars)], opened().sha256)
+    index.upsert([replace(random_item("a"), metadata=scalars)], SERVED)
     plain = {"count": 7, "price": 0.5, "new": [True], "of": "a"}
     assert index.get(["a"])["a"].metadata == plain
     assert index.count(filter=parse_filter("count = 7 and price < 1")) == 1
@@ -120,7 +121,7 @@ def test_names_and_servers_that_are_not_there(cli):
 def two(index):
     """A store of 20 items, a second connection to it, and a complete second generation."""
     other = InProcess(stores.Address.parse(index.address)).open()
-    index.upsert(some(20), opened().sha256)
+    index.upsert(numbered_items(20), SERVED)
     generation = index.begin(NEXT, stores.widths_of(NEXT))
     _fill(index, generation)
     with other:
@@ -129,7 +130,7 @@ def two(index):
 
 def _fill(store: stores.Store, generation: stores.Generation) -> None:
     while pending := store.pending(generation, 100):
-        store.embed(generation, [item(each.id, 0, NEXT) for each in pending])
+        store.embed(generation, [random_item(each.id, 0, NEXT) for each in pending])
 
 
 def _before(
@@ -148,7 +149,12 @@ def _before(
 
 def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     index, other, generation = two
-    _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
+    _before(
+        monkeypatch,
+        index,
+        "_point",
+        lambda: other.upsert([random_item("late")], SERVED),
+    )
     assert index.switch(generation) is False
     assert [entry.state for entry in other.generations()] == ["served", "kept"]
     assert other.count() == 21
@@ -156,29 +162,34 @@ def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     _fill(index, generation)
     _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
     assert index.switch(generation) is True
-    expected = {entry.id for entry in some(20)} - {"id 3"} | {"late"}
+    expected = {entry.id for entry in numbered_items(20)} - {"id 3"} | {"late"}
     assert {entry.id for entry in other.scan()} == expected
 
 
 def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch):
     index, other, generation = two
     with monkeypatch.context() as patch:
-        _before(patch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
+        _before(
+            patch,
+            index,
+            "_point",
+            lambda: other.upsert([random_item("late")], SERVED),
+        )
         patch.setattr(index, "_settle", None)
         with pytest.raises(TypeError):
             index.switch(generation)
     assert [entry.state for entry in other.generations()] == ["kept", "served"]
     with pytest.raises(stores.Superseded):
-        other.upsert([item("new", 0, NEXT)], NEXT.sha256)
+        other.upsert([random_item("new", 0, NEXT)], NEXT.sha256)
     assert [entry.state for entry in index.generations()] == ["served", "kept"]
-    assert other.upsert([item("late")], opened().sha256) == 1 and index.count() == 21
+    assert other.upsert([random_item("late")], SERVED) == 1 and index.count() == 21
 
 
 def test_what_comes_behind_the_switch_is_refused(two, monkeypatch):
     index, other, generation = two
     _before(monkeypatch, other, "_put", lambda: index.switch(generation))
     with pytest.raises(stores.Superseded):
-        other.upsert([item("late")], opened().sha256)
+        other.upsert([random_item("late")], SERVED)
     assert other.count() == 20 and index.get(["late"]) == {}
     back = index.generations()[0]
     index.pending(back, 10)
@@ -192,5 +203,5 @@ def test_numbers_that_begin_alike_are_two_generations(index):
             index.drop(generation)
     assert generation.number == 10 and index.switch(generation)
     index.drop(index.generations()[0])
-    index.upsert([item("a", 0, NEXT)], NEXT.sha256)
+    index.upsert([random_item("a", 0, NEXT)], NEXT.sha256)
     assert index.count() == 1

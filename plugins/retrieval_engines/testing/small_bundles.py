@@ -55,45 +55,49 @@ def make_bundle(
     projection = np.random.default_rng(seed).integers(-9, 10, (features, width)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["input", "projection"], ["vector"])]
     names = ["vector"]
+    code = None
+    rescorer_entry = None
+    distance = DistanceEntry(name="euclidean", exact=not subspaces, measure="euclidean")
     if rescorer:
         nodes.append(helper.make_node("Identity", ["vector"], ["code"]))
         names.append("code")
+        code = width
+        rescorer_entry = RescorerEntry(file="rescorer.onnx", candidates=50)
+        distance = DistanceEntry(name="manhattan", exact=False, measure="euclidean")
         write_rescorer(folder / "rescorer.onnx", width)
+    entries: tuple[SubspaceEntry, ...] = ()
+    if subspaces:
+        entries = (
+            SubspaceEntry(name="left", start=0, stop=width // 3),
+            SubspaceEntry(name="right", start=width // 3, stop=width),
+        )
     graph_input = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", features])
     outputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width]) for name in names
     ]
     save_graph(folder / "encoder.onnx", nodes, [graph_input], outputs, {"projection": projection})
-    left = SubspaceEntry(name="left", start=0, stop=width // 3)
-    right = SubspaceEntry(name="right", start=width // 3, stop=width)
-    write_manifest(
-        folder,
-        Manifest(
-            name=f"test {seed}",
-            created="2025-01-01T00:00:00+00:00",
-            versions={},
-            opset=17,
-            input=Input(kind="features", dtype="float32", shape=(features,), preprocessing=None),
-            vector=width,
-            code=width if rescorer else None,
-            query_vectors=False,
-            normalized=False,
-            distance=DistanceEntry(
-                name="manhattan" if rescorer else "euclidean",
-                exact=not (rescorer or subspaces),
-                measure="euclidean",
-            ),
-            subspaces=(left, right) if subspaces else (),
-            rescorer=RescorerEntry(file="rescorer.onnx", candidates=50) if rescorer else None,
-            variants={},
-            verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
-        ),
+    manifest = Manifest(
+        name=f"test {seed}",
+        created="2025-01-01T00:00:00+00:00",
+        versions={},
+        opset=17,
+        input=Input(kind="features", dtype="float32", shape=(features,), preprocessing=None),
+        vector=width,
+        code=code,
+        query_vectors=False,
+        normalized=False,
+        distance=distance,
+        subspaces=entries,
+        rescorer=rescorer_entry,
+        variants={},
+        verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
     )
+    write_manifest(folder, manifest)
     return folder
 
 
 @cache
-def opened(**options: Any) -> Bundle:
+def shared_bundle(**options: Any) -> Bundle:
     """Return an open bundle that all tests of this process share; see `make_bundle`."""
     folder = _home() / f"bundle-{len(list(_home().iterdir()))}"
     return Bundle.open(make_bundle(folder, **options), threads=1, device="cpu")
