@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import threading
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from retrieval.bundle.bundle import Bundle
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import DataError, MissingDependency, StoreError
+from retrieval.store.address import Address
 from retrieval.store.bundles import bundle_pieces, kept_bundle
 from retrieval.store.contract import (
     Stats,
@@ -56,10 +60,44 @@ from retrieval.store.items import (
 from retrieval_engines.rows import PIECE_BYTES, Row
 
 FORMAT = 1
+EXACT = 1 << 53  # float64, the engines' type of numbers, represents smaller integers exactly
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 """Stands for the register in calls that take a generation; its rows have no arrays."""
 
 Conditions = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class RegisterContent:
+    """What the register says at one moment.
+
+    Attributes:
+        notes: all notes by name; the value of a deleted note is None.
+        generations: all generations, oldest first.
+    """
+
+    notes: Mapping[str, Any]
+    generations: tuple[Generation, ...]
+
+    @property
+    def served(self) -> Generation:
+        """The generation that is served."""
+        return served_of(self.generations)
+
+    def latest(self, generation: Generation) -> Generation:
+        """Return a generation in its latest state; raise a `StoreError` if it was dropped."""
+        for latest in self.generations:
+            if latest.number == generation.number:
+                return latest
+        raise StoreError("This generation was dropped.")
+
+    def note(self, generation: Generation) -> dict[str, Any]:
+        """Return the note of a generation."""
+        return dict(self.notes[f"generation {generation.number}"])
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the notes that begin with a prefix, without the prefix."""
+        return [name.removeprefix(prefix) for name in self.notes if name.startswith(prefix)]
 
 
 class RemoteStore(Store):
@@ -72,11 +110,11 @@ class RemoteStore(Store):
     Args:
         address: address of the index, for messages.
         name: name of the index in the engine, which is the name of its alias.
+        timeout: time limit of one request in seconds, including retries.
 
     Attributes:
         engine: name of the engine, for messages.
         errors: exceptions that the engine's client raises.
-        timeout: time limit of one request in seconds, including retries.
         separator: text between the parts of a collection's name; no index name contains it.
         most_found: maximum number of items that the engine returns for one search.
         lists: metadata fields that have ever held a list, directly or nested.
@@ -84,25 +122,38 @@ class RemoteStore(Store):
 
     engine: ClassVar[str]
     errors: ClassVar[tuple[type[Exception], ...]]
-    timeout: float
     _client: Any
     separator = "__"
     most_found = 1 << 31
 
-    def __init__(self, address: str, name: str) -> None:
-        self.address, self.name = address, name
+    def __init__(self, address: str, name: str, timeout: float = 30.0) -> None:
+        self.address = address
+        self.name = name
+        self.timeout = timeout
         self.lists: set[str] = set()
-        self._prefix = ""
         self._fields: set[str] = set()
+        self._prefix = ""  # of the collections of this index
+        self._turn = threading.RLock()
+        self._closed = False
+        # By the number of a generation: ids that it lacks, and the rows that `pending` returned
+        # last. To find what lacks, all rows of two generations are read, so a queue serves many
+        # calls of `pending`.
         self._queues: dict[int, list[str]] = {}
         self._pending: dict[int, dict[str, Row]] = {}
-        self._turn, self._closed = threading.RLock(), False
 
     # What a subclass implements
 
     @abstractmethod
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        """Return whether an error means that the engine is unreachable, and its message."""
+        """Return whether an error means that the engine is unreachable, and a sentence on it."""
+
+    @abstractmethod
+    def _collections(self) -> Iterable[str]:
+        """Return the names of all collections on the server."""
+
+    @abstractmethod
+    def _delete_collection(self, name: str) -> None:
+        """Delete a collection."""
 
     @abstractmethod
     def _alias(self) -> str | None:
@@ -115,10 +166,6 @@ class RemoteStore(Store):
     @abstractmethod
     def _make(self, generation: Generation) -> None:
         """Create the collection of a generation or of the register."""
-
-    @abstractmethod
-    def _remove(self, prefix: str) -> None:
-        """Delete all collections whose names begin with `prefix`."""
 
     @abstractmethod
     def _note(self, notes: Mapping[str, Any]) -> None:
@@ -193,7 +240,8 @@ class RemoteStore(Store):
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Send a request; retry it for up to `timeout` seconds, which is safe for all requests."""
-        began, pause = time.monotonic(), 0.05
+        give_up = time.monotonic() + self.timeout
+        pause = 0.05
         while True:
             now = time.monotonic()
             if self._closed:
@@ -201,19 +249,20 @@ class RemoteStore(Store):
             if now > stop_at():
                 raise TooSlow(f"A call to {self.address} takes too long. Request less.")
             try:
-                left = min(self.timeout - (now - began), stop_at() - now)
+                left = min(give_up, stop_at()) - now
                 return question(*arguments, **named, **self._limit(max(0.5, left)))
             except Exception as error:
                 if self._closed:  # a client that is closed meanwhile raises whatever it may
                     raise self._closed_error() from None
                 if not isinstance(error, self.errors):
                     raise
-                away, text = self._fault(error)
+                away, sentence = self._fault(error)
                 if not away:
-                    raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
-                if time.monotonic() - began + pause > self.timeout:
+                    raise StoreError(f"{self.address}: {self.engine} refuses: {sentence}") from None
+                if time.monotonic() + pause > give_up:
                     raise StoreUnavailable(
-                        f"{self.engine} does not answer for {self.address}: {text}"
+                        f"{self.engine} does not answer for {self.address}: {sentence} Try again in"
+                        " a moment."
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -228,7 +277,9 @@ class RemoteStore(Store):
         if filter is None:
             return []
         refuse_fields(filter, self._fields)
-        parts = filter.parts if isinstance(filter, And) else (filter,)
+        parts: Sequence[Filter] = (filter,)
+        if isinstance(filter, And):
+            parts = filter.parts
         return [fold(part, self._express, self._combined) for part in parts]
 
     def _express(self, condition: Condition) -> Any:
@@ -239,12 +290,12 @@ class RemoteStore(Store):
         elif condition.op != "!=":
             expression = self._condition(condition.field, condition.op, condition.values)
         if expression is None:
-            name = (
-                condition.field if isinstance(condition.field, str) else ".".join(condition.field)
-            )
+            field: Any = condition.field
+            if not isinstance(field, str):
+                field = ".".join(field)
             raise DataError(
-                f"{self.engine} cannot decide on '{name}'. This store supports only =, in, and, or,"
-                " not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
+                f"{self.engine} cannot decide on '{field}'. This store supports only =, in, and,"
+                " or, not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
             )
         return expression
 
@@ -279,9 +330,16 @@ class RemoteStore(Store):
             )
 
     def destroy(self) -> None:
-        """Delete the index of this name, its alias first."""
+        """Delete the index of this name."""
+        # Without its alias the index does not exist, so an interrupted call leaves no half index.
         self._point(None)
         self._remove(f"{self.name}{self.separator}")
+
+    def _remove(self, prefix: str) -> None:
+        """Delete all collections whose names begin with `prefix`."""
+        for name in self._collections():
+            if name.startswith(prefix):
+                self._delete_collection(name)
 
     def identity(self) -> str:
         """Return the index's id; see `Store`."""
@@ -290,7 +348,9 @@ class RemoteStore(Store):
     def changed(self) -> str | None:
         """Return a sentence if the index was deleted or replaced; see `Store`."""
         named = self._alias()
-        return None if named and named.startswith(self._prefix) else str(self._lost())
+        if named and named.startswith(self._prefix):
+            return None
+        return str(self._lost())
 
     def _lost(self) -> StoreError:
         return StoreError(f"{self.address} was deleted, or replaced with another index.")
@@ -301,13 +361,12 @@ class RemoteStore(Store):
 
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
-        generations = self.generations()
-        return Stats(self._count(served_of(generations), ()), generations, None, {})
+        register = self._read_register()
+        return Stats(self._count(register.served, ()), register.generations, None, {})
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the index; see `Store`."""
-        self._current()
-        return {"fields": sorted(self._fields)}
+        return {"fields": sorted(self._read_register().names("field "))}
 
     def close(self) -> None:
         """Close the connection; see `Store`."""
@@ -315,28 +374,45 @@ class RemoteStore(Store):
             self._closed = True
             self._client.close()
 
-    # Writing
+    # The register
 
-    def _current(self, notes: Mapping[str, Any] | None = None) -> Generation:
-        """Return the served generation, and update the known metadata fields from the notes."""
-        notes = self._notes() if notes is None else notes
-        self._fields = set(_without_prefix("field ", notes))
-        self.lists = set(_without_prefix("list ", notes))
-        return served_of(self._listed(notes))
-
-    def _writable(self) -> Generation:
-        """Return the served generation, after completing a switch that another process began."""
+    def _read_register(self) -> RegisterContent:
+        """Read the register, and update the known metadata fields."""
         notes = self._notes()
-        served = self._current(notes)
-        if (settling := notes.get("settling")) and settling[1] == served.number:
+        named = self._alias() or ""
+        if not named.startswith(self._prefix):
+            raise self._lost()
+        served = int(named[len(self._prefix) :])
+        numbers = [
+            int(name.split()[1]) for name in notes if name.startswith("generation ") and notes[name]
+        ]
+        generations = [
+            _generation(number, notes[f"generation {number}"], served) for number in sorted(numbers)
+        ]
+        register = RegisterContent(notes, tuple(generations))
+        self._fields = set(register.names("field "))
+        self.lists = set(register.names("list "))
+        return register
+
+    def _writable(self) -> RegisterContent:
+        """Read the register, after completing a switch that another process began."""
+        register = self._read_register()
+        settling = register.notes.get("settling")
+        if settling and settling[1] == register.served.number:
             self._settle(*settling)
-            served = self._current()
-        return served
+            return self._read_register()
+        return register
+
+    def _superseded(self) -> Superseded:
+        return Superseded(f"The index {self.address} is served with another bundle by now.")
+
+    # Writing
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         with self._turn:
-            served = self._writable()
+            register = self._writable()
+            served = register.served
             if served.bundle != bundle:
                 raise self._superseded()
             checked(items, served.widths)
@@ -345,18 +421,19 @@ class RemoteStore(Store):
             rows = [Row.of(item) for item in items]
             self._fit(rows)
             replaced = self._rows(served, [item.id for item in items], False)
-            values = [pair for item in items for pair in item.metadata.items()]
-            fields = {name for name, _ in values} - self._fields
-            lists = {name for name, value in values if _has_list(value)} - self.lists
-            if notes := [f"field {name}" for name in fields] + [f"list {name}" for name in lists]:
-                self._note(dict.fromkeys(notes, True))
+            # Readers refuse a filter on an unknown field, and Milvus compares a field that may hold
+            # lists in another way. So the notes are written before the items.
+            names = dict.fromkeys(name for item in items for name in _field_notes(item))
+            if new := {name: True for name in names if name not in register.notes}:
+                self._note(new)
+            # An item must not be visible without its original. The pieces have a new name, because
+            # readers may still fetch those of the row that is replaced.
             for row, item in zip(rows, items, strict=True):
                 if item.original is not None:
-                    self._cut(row.record["version"], [item.original])
+                    self._cut(row.version, [item.original])
             self._put(served, rows)
-            for row in replaced:
-                self._drop_pieces(row.record["version"], row.record["pieces"])
-            if self._current().number != served.number:
+            self._drop_originals(replaced)
+            if self._read_register().served.number != served.number:
                 raise self._superseded()  # the new generation may lack the rows
             return len(replaced)
 
@@ -376,53 +453,61 @@ class RemoteStore(Store):
             for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
                 yield base64.b64decode(row.record["text"])
 
-    def _drop_pieces(self, owner: str, count: int | None) -> None:
+    def _drop_pieces(self, owner: str, count: int) -> None:
         if count:
             self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
+    def _drop_originals(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._drop_pieces(row.version, row.pieces or 0)
+
     def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
         """Delete items; see `Store`."""
-        named, deleted = usable(dict.fromkeys(ids)), set[str]()
+        ids = usable(dict.fromkeys(ids))
+        deleted: set[str] = set()
         with self._turn:
             while True:
-                served = self._writable()
-                rows = self._rows(served, named, False)
+                served = self._writable().served
+                rows = self._rows(served, ids, False)
                 if filter is not None:
                     rows += self._all_rows(served, self._conditions(filter))
-                gone = {row.record["id"]: row for row in rows}
-                if gone:
-                    self._erase(served, list(gone))
-                    deleted |= gone.keys()
-                for row in gone.values():
-                    self._drop_pieces(row.record["version"], row.record["pieces"])
-                if self._current().number == served.number:  # else delete from the new one too
+                matching = {row.id: row for row in rows}
+                if matching:
+                    self._erase(served, list(matching))
+                    deleted |= matching.keys()
+                self._drop_originals(rows)
+                # If another process has switched meanwhile, the new generation has the items.
+                if self._read_register().served.number == served.number:
                     return len(deleted)
-
-    def _superseded(self) -> Superseded:
-        return Superseded(f"The index {self.address} is served with another bundle by now.")
 
     # Reading
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
-        rows = self._rows(self._current(), usable(dict.fromkeys(ids)), arrays)
-        return {row.record["id"]: row.item() for row in rows}
+        served = self._read_register().served
+        rows = self._rows(served, usable(dict.fromkeys(ids)), arrays)
+        return {row.id: row.item() for row in rows}
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
-        for row in self._rows(self._current(), usable([id]), False):
-            if row.record["pieces"] is not None:
-                return b"".join(self._joined(row.record["version"], row.record["pieces"]))
+        for row in self._rows(self._read_register().served, usable([id]), False):
+            if row.pieces is not None:
+                return b"".join(self._joined(row.version, row.pieces))
         return None
 
-    def _all_rows(self, generation: Generation, conditions: Conditions = ()) -> Iterator[Row]:
-        """Yield all rows that match, without arrays."""
-        after: str | None = None
-        while rows := self._page(generation, conditions, after, PAGE):
+    def _all_rows(
+        self,
+        generation: Generation,
+        conditions: Conditions = (),
+        after: str | None = None,
+        page: int = PAGE,
+    ) -> Iterator[Row]:
+        """Yield all rows after an id that match, without arrays; `page` rows are read at a time."""
+        while rows := self._page(generation, conditions, after, page):
             yield from rows
-            if len(rows) < PAGE:
+            if len(rows) < page:
                 return
-            after = rows[-1].record["id"]
+            after = rows[-1].id
 
     def scan(
         self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
@@ -430,27 +515,21 @@ class RemoteStore(Store):
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError(f"{after[:80]!r} is not an id that an item can have.")
-        page: list[Item] = []
-        served, conditions = self._current(), self._conditions(filter)
-        while limit > len(page):
-            most = min(PAGE, limit - len(page))
-            rows = self._page(served, conditions, after, most)
-            page += [row.item() for row in rows]
-            if len(rows) < most:
-                break
-            after = page[-1].id
-        return page
+        served = self._read_register().served
+        conditions = self._conditions(filter)
+        rows = self._all_rows(served, conditions, after, min(limit, PAGE))
+        return [row.item() for row in islice(rows, limit)]
 
     def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
-        served = self._current()
+        served = self._read_register().served
         return self._count(served, self._conditions(filter))
 
     def search(
         self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
-        served = self._current()
+        served = self._read_register().served
         if served.bundle != bundle:
             raise self._superseded()
         queries = np.asarray(queries, np.float32)
@@ -458,7 +537,7 @@ class RemoteStore(Store):
         try:
             return self._search(served, queries, count, self._conditions(filter))
         except StoreError:
-            if self._current().number != served.number:  # the old generation may be dropped
+            if self._read_register().served.number != served.number:  # the old one may be dropped
                 raise self._superseded() from None
             raise
 
@@ -470,47 +549,34 @@ class RemoteStore(Store):
             raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
-        names: list[dict[str, None]] = [{} for _ in queries]
+        nearest: list[dict[str, None]] = [{} for _ in queries]  # dicts keep the order of ids
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
             answers = self._nearest(served, space, part, most, conditions)
-            for known, near in zip(names, answers, strict=True):
-                known.update(dict.fromkeys(near))
-        rows = self._rows(served, list({id for known in names for id in known}), True)
-        items = {row.record["id"]: row.item() for row in rows}
-        return [[items[id] for id in known if id in items] for known in names]
+            for ids, near in zip(nearest, answers, strict=True):
+                ids.update(dict.fromkeys(near))
+        # Several queries may share an item; its arrays are read once.
+        rows = self._rows(served, list({id for ids in nearest for id in ids}), True)
+        items = {row.id: row.item() for row in rows}
+        # An item that was deleted between the two requests is left out.
+        return [[items[id] for id in ids if id in items] for ids in nearest]
 
     # Generations
 
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
-        return self._listed(self._notes())
-
-    def _listed(self, notes: Mapping[str, Any]) -> tuple[Generation, ...]:
-        named = self._alias() or ""
-        if not named.startswith(self._prefix):
-            raise self._lost()
-        served = int(named[len(self._prefix) :])
-        generations = [
-            _generation(int(number), notes[f"generation {number}"], served)
-            for number in _without_prefix("generation ", notes)
-            if notes[f"generation {number}"]
-        ]
-        return tuple(sorted(generations, key=lambda generation: generation.number))
-
-    def _latest(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Generation:
-        for latest in self._listed(self._notes() if notes is None else notes):
-            if latest.number == generation.number:
-                return latest
-        raise StoreError("This generation was dropped.")
+        return self._read_register().generations
 
     def _add(
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
         """Create a generation; it exists as soon as its note is written."""
-        notes = [note for note in self._notes().values() if isinstance(note, dict)]
-        kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
-        pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
+        pieces = None
+        for note in self._notes().values():
+            if isinstance(note, dict) and note.get("bundle") == bundle.sha256:
+                pieces = note["pieces"]
+        if pieces is None:
+            pieces = self._cut(bundle.sha256, bundle_pieces(bundle))
         note = {
             "bundle": bundle.sha256,
             "variant": bundle.variant,
@@ -526,62 +592,71 @@ class RemoteStore(Store):
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle; see `Store`."""
-        notes = self._notes()
-        target = self._latest(generation, notes)
-        pieces = notes[f"generation {target.number}"]["pieces"]
+        register = self._read_register()
+        target = register.latest(generation)
+        pieces = register.note(target)["pieces"]
         return kept_bundle(target.bundle, lambda: self._joined(target.bundle, pieces))
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
         with self._turn:
-            notes = self._notes()
-            for generation in self._listed(notes):
+            register = self._read_register()
+            for generation in register.generations:
                 properties = (generation.bundle, generation.variant, dict(generation.widths))
                 if properties == (bundle.sha256, bundle.variant, dict(widths)):
                     return generation
-            return self._add(notes["last"] + 1, bundle, widths, served=False)
+            return self._add(register.notes["last"] + 1, bundle, widths, served=False)
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
 
         def versions(source: Generation) -> dict[str, str]:
-            return {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
+            return {row.id: row.version for row in self._all_rows(source)}
 
-        present, current = versions(generation), versions(served)
+        present = versions(generation)
+        current = versions(served)
         lacking = [id for id, version in current.items() if present.get(id) != version]
         return lacking, [id for id in present if id not in current]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""
         with self._turn:
-            target, served = self._latest(generation), self._current()
+            register = self._read_register()
+            target = register.latest(generation)
+            served = register.served
+            if target.state == "served":
+                self._pending.pop(target.number, None)
+                return []
             queue = self._queues.get(target.number, [])
             if len(queue) < limit:
-                queue = [] if target.state == "served" else self._lacking(target, served)[0]
+                queue = self._lacking(target, served)[0]
             rows: list[Row] = []
-            while queue and not rows:
+            while queue and not rows:  # all of these may have been deleted meanwhile
                 rows = self._rows(served, queue[:limit], FEATURES in served.widths)
-                queue = queue if rows else queue[limit:]
+                if not rows:
+                    queue = queue[limit:]
             self._queues[target.number] = queue
-            self._pending[target.number] = {row.record["id"]: row for row in rows}
-            return [
-                replace(row.item(), arrays={k: v for k, v in row.arrays.items() if k == FEATURES})
-                for row in rows
-            ]
+            self._pending[target.number] = {row.id: row for row in rows}
+            items = []
+            for row in rows:
+                arrays = {name: row.arrays[name] for name in row.arrays if name == FEATURES}
+                items.append(replace(row.item(), arrays=arrays))
+            return items
 
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
         """Add arrays to a generation; see `Store`."""
         with self._turn:
-            target = self._latest(generation)
+            target = self._read_register().latest(generation)
             pending = self._pending.get(target.number, {})
             check_embedded(items, left_out, pending, target.widths)
             arrays = {item.id: Row.of(item).arrays for item in items}
-            if pending:
-                self._put(
-                    target, [Row(row.record, arrays.get(id, {})) for id, row in pending.items()]
-                )
+            # The rows keep the versions that `pending` read, so an item that was written since is
+            # pending again.
+            rows = [Row(row.record, arrays.get(id, {})) for id, row in pending.items()]
+            if rows:
+                self._put(target, rows)
             queue = self._queues.get(target.number, [])
             self._queues[target.number] = [id for id in queue if id not in pending]
             self._pending.pop(target.number, None)
@@ -589,18 +664,19 @@ class RemoteStore(Store):
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
         with self._turn:
-            notes = self._notes()
-            target, served = self._latest(generation, notes), self._current(notes)
+            register = self._read_register()
+            target = register.latest(generation)
+            served = register.served
             if target.state == "served":
                 return True
             if self._lacking(target, served)[0]:
                 return False
-            note = {**notes[f"generation {target.number}"], "served": True}
-            self._note(
-                {f"generation {target.number}": note, "settling": [served.number, target.number]}
-            )
+            note = register.note(target) | {"served": True}
+            settling = [served.number, target.number]
+            # If this process dies now, the next writer completes the switch: `_writable`.
+            self._note({f"generation {target.number}": note, "settling": settling})
             self._point(target.number)
-            return self._settle(served.number, target.number)
+            return self._settle(*settling)
 
     def _settle(self, before: int, number: int) -> bool:
         """Complete a switch between two generations; return whether it succeeded.
@@ -609,9 +685,9 @@ class RemoteStore(Store):
         meanwhile; if items are missing, move the alias back.
         """
         generations = {generation.number: generation for generation in self.generations()}
-        lacking, gone = self._lacking(generations[number], generations[before])
-        if gone:
-            self._erase(generations[number], gone)
+        lacking, deleted = self._lacking(generations[number], generations[before])
+        if deleted:
+            self._erase(generations[number], deleted)
         if lacking:
             self._point(before)
         self._note({"settling": None})
@@ -621,34 +697,67 @@ class RemoteStore(Store):
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""
         with self._turn:
-            notes = self._notes()
-            target = self._latest(generation, notes)
+            register = self._read_register()
+            target = register.latest(generation)
             if target.state == "served":
                 raise StoreError("The generation that is served cannot be dropped.")
-            note = notes[f"generation {target.number}"]
             self._note({f"generation {target.number}": None})
             self._remove(self.collection(target.number))
             if target.bundle not in {generation.bundle for generation in self.generations()}:
-                self._drop_pieces(target.bundle, note["pieces"])
+                self._drop_pieces(target.bundle, register.note(target)["pieces"])
 
 
 def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:
-    spans = tuple((start, stop) for start, stop in note["spans"])
-    plain = note["bundle"], note["variant"], note["widths"]
+    state: Literal["served", "building", "kept"] = "building"
     if number == served:
-        return Generation(number, *plain, spans, "served")
-    return Generation(number, *plain, spans, "kept" if note["served"] else "building")
+        state = "served"
+    elif note["served"]:
+        state = "kept"
+    spans = tuple((start, stop) for start, stop in note["spans"])
+    return Generation(number, note["bundle"], note["variant"], note["widths"], spans, state)
 
 
-def _without_prefix(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return the names that begin with a prefix, without the prefix."""
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+def _field_notes(item: Item) -> Iterator[str]:
+    """Yield the names of the notes on an item's metadata fields."""
+    for name, value in item.metadata.items():
+        yield f"field {name}"
+        if _has_list(value):
+            yield f"list {name}"
 
 
 def _has_list(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_list, value.values()))
     return isinstance(value, list | tuple)
+
+
+def one_line(message: object) -> str:
+    """Return an engine's message as one line of limited length, without a full stop."""
+    return " ".join(str(message).split())[:300].rstrip(".")
+
+
+def check_name(address: Address, pattern: str, rule: str) -> None:
+    """Raise a `StoreError` unless a pattern matches the name in an address.
+
+    Args:
+        address: address of an index.
+        pattern: regular expression of valid names.
+        rule: the same in words, as the end of "A name has at most …".
+    """
+    if not re.fullmatch(pattern, address.name):
+        raise StoreError(
+            f"{address} names no index. A name has at most {rule}, as in"
+            f" {address.scheme}://HOST/photos."
+        )
+
+
+def need_client(module: str, extra: str) -> None:
+    """Raise a `MissingDependency` if the package of an engine's client is not installed."""
+    if find_spec(module) is None:
+        raise MissingDependency(
+            f"The store {extra} needs a package. Install it with: pip install"
+            f" 'embedding-retrieval[{extra}]'"
+        )
 
 
 class RemotePlace(StorePlace):

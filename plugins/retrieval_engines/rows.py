@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,33 +25,53 @@ class Row:
     """One item in the collection of a generation (the arrays of all items under one bundle).
 
     Attributes:
-        record: the item without its arrays, as JSON. It also has a "version", which changes with
-            each write, and "pieces", the number of pieces of the stored original.
+        record: the item without its arrays, as JSON, and the properties below.
         arrays: float32 arrays by name; empty if the item could not be embedded.
     """
 
     record: Mapping[str, Any]
     arrays: Mapping[str, Floats]
 
+    @property
+    def id(self) -> str:
+        """Id of the item."""
+        return str(self.record["id"])
+
+    @property
+    def version(self) -> str:
+        """Text that changes with each write of the item."""
+        return str(self.record["version"])
+
+    @property
+    def pieces(self) -> int | None:
+        """Number of pieces of the stored original, or None without one."""
+        pieces: int | None = self.record["pieces"]
+        return pieces
+
     @classmethod
     def of(cls, item: Item) -> Row:
         """Return the row of an item, with a new version."""
-        size = None if item.original is None else -(-len(item.original) // PIECE_BYTES)
-        record = {
-            **{name: getattr(item, name) for name in _FIELDS},
-            "metadata": json.loads(metadata_text(item.metadata)),
-            "path": None if item.path is None else os.fspath(item.path),
+        record = {name: getattr(item, name) for name in _FIELDS}
+        record |= {
+            "metadata": json.loads(metadata_text(item.metadata)),  # NumPy's numbers become numbers
+            "path": None,
             "version": uuid.uuid4().hex,
-            "pieces": size,
+            "pieces": None,
         }
+        if item.path is not None:
+            record["path"] = os.fspath(item.path)
+        if item.original is not None:
+            record["pieces"] = math.ceil(len(item.original) / PIECE_BYTES)
         arrays = {name: np.asarray(array, np.float32) for name, array in item.arrays.items()}
         return cls(record, arrays)
 
     def item(self) -> Item:
         """Return the item of the row."""
-        path = None if self.record["path"] is None else Path(self.record["path"])
-        plain = {name: self.record[name] for name in _FIELDS}
-        return Item(**plain, metadata=self.record["metadata"], path=path, arrays=self.arrays)
+        plain = {name: self.record[name] for name in (*_FIELDS, "metadata")}
+        path = self.record["path"]
+        if path is not None:
+            path = Path(path)
+        return Item(**plain, path=path, arrays=self.arrays)
 
     def split(self, generation: Generation) -> tuple[dict[str, Any], list[Floats]]:
         """Return the record with arrays as base64, and the vector of each sub-space.
@@ -87,13 +108,17 @@ class Row:
 
         `number_bytes` is the size of one number of a vector in a request.
         """
-        batch, size = [], 0
+        batch: list[tuple[dict[str, Any], list[Floats]]] = []
+        size = 0
         for row in rows:
             record, vectors = row.split(generation)
             batch.append((record, vectors))
-            size += len(str(record)) * max(1, len(vectors)) + number_bytes * sum(map(len, vectors))
+            # Milvus repeats the record for each sub-space.
+            size += len(str(record)) * max(1, len(vectors))
+            size += number_bytes * sum(map(len, vectors))
             if size > most_bytes:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
         if batch:
             yield batch

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import ssl
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import MissingDependency, StoreError
+from retrieval.errors import StoreError
 from retrieval.plugin import stores
 
-from retrieval_engines.remote import RemotePlace, RemoteStore
+from retrieval_engines.remote import RemotePlace, RemoteStore, check_name, need_client
 
-_NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
-_MAX_NAME = 200
+# Milvus allows no other characters. "__" separates the parts of a collection's name.
+_NAME = r"(?=.{1,200}$)[A-Za-z_](?:_?[A-Za-z0-9])*_?"
 
 
 class MilvusPlace(RemotePlace):
@@ -44,40 +42,38 @@ class MilvusPlace(RemotePlace):
         exact: bool = True,
     ) -> None:
         super().__init__(address)
-        if not _NAME.fullmatch(address.name) or len(address.name) > _MAX_NAME:
-            raise StoreError(
-                f"{address} names no index. A name has at most {_MAX_NAME} characters, which are"
-                f" letters, digits and single '_', as in {address.scheme}://HOST/photos."
-            )
+        check_name(address, _NAME, "200 characters, which are letters, digits and single '_'")
         if ca and not tls:
             raise StoreError(
                 f"{address} has the option 'ca' without 'tls'. Write ?tls=true&ca=FILE."
             )
         if ca and not Path(ca).is_file():
             raise StoreError(f"{address}: there is no file {ca}. Name a PEM file with ca=FILE.")
-        self._database, self._tls, self._ca = database, tls, ca
-        self._timeout, self._exact = timeout, exact
+        self._database = database
+        self._tls = tls
+        self._ca = ca
+        self._timeout = timeout
+        self._exact = exact
 
     def store(self) -> RemoteStore:
         """Return a connected store; see `RemotePlace`."""
-        if find_spec("pymilvus") is None:
-            raise MissingDependency(
-                "The store milvus needs a package. Install it with: pip install"
-                " 'embedding-retrieval[milvus]'"
-            )
+        need_client("pymilvus", "milvus")
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors have what gRPC would print
         from retrieval_engines.milvus.store import MilvusStore
 
-        host, port = self.address.host or "localhost", self.address.port or 19530
+        host = self.address.host or "localhost"
+        if ":" in host:
+            host = f"[{host}]"
+        port = self.address.port or 19530
         server: dict[str, Any] = {
+            "uri": f"http://{host}:{port}",
             "token": os.environ.get("RETRIEVAL_MILVUS_TOKEN", ""),
             "db_name": self._database,
         }
         if self._tls:
+            server["uri"] = f"https://{host}:{port}"
+            server["secure"] = True
             # If the system has no list of authorities, the client uses the list that it contains.
-            ca = self._ca or ssl.get_default_verify_paths().cafile or ""
-            server |= {"secure": True, "server_pem_path": ca}
-        host = f"[{host}]" if ":" in host else host
-        server["uri"] = f"{'https' if self._tls else 'http'}://{host}:{port}"
+            server["server_pem_path"] = self._ca or ssl.get_default_verify_paths().cafile or ""
         name = self.address.name
         return MilvusStore(server, str(self.address), name, self._timeout, self._exact)

@@ -11,29 +11,28 @@ from typing import Any
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
 from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.ts_utils import get_collection_ts
 from retrieval.errors import DataError, StoreError
-from retrieval.plugin import stores
+from retrieval.store.items import VECTOR, Floats, Generation
 
-from retrieval_engines.remote import RemoteStore
+from retrieval_engines.remote import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
-
-Floats = NDArray[np.float32]
-Generation = stores.Generation
-
-Conditions = Sequence[str]
 
 # pymilvus logs a traceback for each refused request; this module raises a sentence instead.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
-NOTE, WRITTEN, SETTLED = "retrieval.note.", "retrieval.written", "retrieval.settled"
+# Names of a collection's properties.
+NOTE = "retrieval.note."
+WRITTEN = "retrieval.written"
+SETTLED = "retrieval.settled"
 GRAPH = {"M": 16, "efConstruction": 200}  # parameters of the HNSW graph
-BREADTH, MOST_BREADTH = 64, 32_768  # minimum and maximum `ef` of a search in the graph
+MIN_BREADTH = 64  # `ef` of a search in the graph
+MAX_BREADTH = 32_768
 REQUEST_BYTES = 2 << 20  # size of a request that writes rows
 KEYS = 500  # maximum number of keys per request
-KEY_BYTES, TEXT_BYTES = 8100, 65_000  # maximum sizes; a key has two digits per byte of an id
+KEY_BYTES = 8100  # two digits per byte of an id, and the number of a sub-space
+TEXT_BYTES = 65_000
 REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -47,7 +46,6 @@ AWAY_WORDS = re.compile(
     re.IGNORECASE,
 )
 BAD_TLS = re.compile("WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|security handshaker|Hostname")
-EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 """Text and names that need no escaping in an expression; filters with any other are refused."""
 
@@ -58,15 +56,17 @@ class MilvusStore(RemoteStore):
     The notes are properties of the collection of the register, because properties are never stale.
     """
 
-    engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
+    engine = "Milvus"
+    errors = (MilvusException, grpc.RpcError, ValueError)
     capabilities = frozenset({"ordered"})
     most_found = 16_384
 
     def __init__(
         self, server: Mapping[str, Any], address: str, name: str, timeout: float, exact: bool = True
     ) -> None:
-        super().__init__(address, name)
-        self._server, self.timeout, self._exact = server, timeout, exact
+        super().__init__(address, name, timeout)
+        self._server = server
+        self._exact = exact
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
         self._server_address = self._client._get_connection().server_address
@@ -77,12 +77,15 @@ class MilvusStore(RemoteStore):
         return {"timeout": seconds}
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        rpc: Any = error if isinstance(error, grpc.RpcError) else error.__cause__
+        rpc: Any = error
+        if not isinstance(error, grpc.RpcError):
+            rpc = error.__cause__
         code: Any = getattr(error, "code", None)
         message = getattr(error, "message", None) or error
         if isinstance(rpc, grpc.RpcError):
-            code, message = rpc.code(), rpc.details()
-        text = " ".join(str(message).split())[:300].rstrip(".") or type(error).__name__
+            code = rpc.code()
+            message = rpc.details()
+        text = one_line(message) or type(error).__name__
         if BAD_TLS.search(text):
             return False, (
                 f"{text}. Name the PEM file of the authority that signed the server's certificate"
@@ -99,15 +102,18 @@ class MilvusStore(RemoteStore):
             away = "closed channel" in text
         else:
             away = code in AWAY or bool(AWAY_WORDS.search(str(error)))
-        advice = " Try again in a moment." if away else ""
+        # A server that speaks TLS closes plain connections.
         if away and "Socket closed" in text and "secure" not in self._server:
-            advice += " If the server speaks TLS, write ?tls=true."  # it closes plain connections
-        return away, f"{text}.{advice}"
+            return True, f"{text}. If the server speaks TLS, write ?tls=true."
+        return away, f"{text}."
 
     # Collections
 
     def _collections(self) -> list[str]:
         return list(self._ask(self._client.list_collections))
+
+    def _delete_collection(self, name: str) -> None:
+        self._ask(self._client.drop_collection, name)
 
     def _described(self, name: str) -> dict[str, Any] | None:
         def ask(timeout: float) -> dict[str, Any]:
@@ -135,9 +141,11 @@ class MilvusStore(RemoteStore):
             if self._alias() is not None:
                 self._ask(self._client.drop_alias, self.name)
             return
-        move = self._client.create_alias if self._alias() is None else self._client.alter_alias
+        move = self._client.alter_alias
+        if self._alias() is None:
+            move = self._client.create_alias
         self._ask(move, self.collection(number), self.name)
-        self._set(self.collection(0), {})
+        self._set(self.collection(0), {})  # makes the alias survive a power cut, too
 
     def _make(self, generation: Generation) -> None:
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
@@ -149,18 +157,13 @@ class MilvusStore(RemoteStore):
         name = self.collection(generation.number)
         self._remove(name)
         self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
+        kind: dict[str, Any] = {"index_type": "FLAT"}
+        if generation.number and not self._exact:  # nobody searches the register
+            kind = {"index_type": "HNSW", "params": GRAPH}
         params = self._client.prepare_index_params()
-        kind, built = ("FLAT", {}) if self._exact or not generation.number else ("HNSW", GRAPH)
-        params.add_index(
-            "vector", index_name="vector", index_type=kind, metric_type="L2", params=built
-        )
+        params.add_index("vector", index_name="vector", metric_type="L2", **kind)
         self._ask(self._client.create_index, name, params, sync=False)
         self._ask(self._client.load_collection, name)
-
-    def _remove(self, prefix: str) -> None:
-        for name in self._collections():
-            if name.startswith(prefix):
-                self._ask(self._client.drop_collection, name)
 
     def _set(self, name: str, properties: Mapping[str, str]) -> None:
         """Set properties of a collection so that they survive a power cut.
@@ -176,17 +179,17 @@ class MilvusStore(RemoteStore):
     # The register
 
     def _note(self, notes: Mapping[str, Any]) -> None:
-        self._set(
-            self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()}
-        )
+        properties = {NOTE + name: json.dumps(note) for name, note in notes.items()}
+        self._set(self.collection(0), properties)
 
     def _notes(self) -> dict[str, Any]:
         register = self._described(self.collection(0))
         if register is None:
             raise self._lost()
-        properties = register.get("properties", {}).items()
         return {
-            key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)
+            name.removeprefix(NOTE): json.loads(text)
+            for name, text in register.get("properties", {}).items()
+            if name.startswith(NOTE)
         }
 
     # Items
@@ -201,56 +204,69 @@ class MilvusStore(RemoteStore):
                 )
 
     def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
-        name, dimensions = self.collection(generation.number), _dimensions(generation)
+        name = self.collection(generation.number)
+        dimensions = _dimensions(generation)
         for batch in Row.batches(rows, generation, REQUEST_BYTES, 4):
-            plain = [row for item in batch for row in _plain_rows(*item, dimensions)]
+            plain: list[dict[str, Any]] = []
+            for record, vectors in batch:
+                plain += _plain_rows(record, vectors, dimensions)
             self._ask(self._client.upsert, name, plain)
         self._wrote(generation, name)
 
     def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
-        spaces = range(1, len(generation.spans))
-        for some in _chunks(ids):
-            keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
-            self._ask(self._client.delete, self.collection(generation.number), ids=keys)
+        name = self.collection(generation.number)
+        for chunk in _chunks(ids):
+            keys = list(map(_key, chunk))
+            for space in range(1, len(generation.spans)):
+                keys += [f"{_key(id)}.{space}" for id in chunk]
+            self._ask(self._client.delete, name, ids=keys)
         # Milvus returns no time for a deletion, so write a row after it, whose time is returned.
-        self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
-        self._wrote(generation, self.collection(0))
+        register = self.collection(0)
+        self._ask(self._client.upsert, register, _plain_rows({"id": "now"}, [], 2))
+        self._wrote(generation, register)
 
     def _wrote(self, generation: Generation, last: str) -> None:
         """Store the time of the last write to collection `last`; readers wait for that write."""
         if generation.number:
-            self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
+            name = self.collection(generation.number)
+            self._set(name, {WRITTEN: str(self._last_write(last))})
 
-    def _own(self, name: str) -> int:
+    def _last_write(self, name: str) -> int:
         """Return the time of the last write of this process to a collection, or 0."""
         return int(get_collection_ts(name, self._server_address, self._server["db_name"]) or 0)
 
-    def _level(self, name: str) -> dict[str, Any]:
-        """Return the consistency of a read: after the last known write, or strong, the slower."""
+    def _consistency(self, name: str) -> dict[str, Any]:
+        """Return how consistent a read must be.
+
+        A read waits for the last write that is known, of any process. A strong read, which is
+        slower, waits for all writes until now.
+        """
         served, properties = self._properties
-        seen = max(int(properties.get(WRITTEN, 0)), self._own(name)) if served == name else 0
-        if not seen:
-            return {"consistency_level": "Strong"}
-        return {"consistency_level": "Customized", "guarantee_timestamp": seen}
+        if served == name:
+            written = max(int(properties.get(WRITTEN, 0)), self._last_write(name))
+            if written:
+                return {"consistency_level": "Customized", "guarantee_timestamp": written}
+        return {"consistency_level": "Strong"}
 
     def _query(
         self, generation: Generation, filter: str, fields: list[str], **options: Any
     ) -> list[dict[str, Any]]:
         name = self.collection(generation.number)
-        options |= self._level(name)
+        options |= self._consistency(name)
         return list(
             self._ask(self._client.query, name, filter=filter, output_fields=fields, **options)
         )
 
     def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
-        fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
-        return [
-            _row(row, generation)
-            for some in _chunks(ids)
-            for row in self._query(
-                generation, f"key in {json.dumps(list(map(_key, some)))}", fields
-            )
-        ]
+        fields = ["record"]
+        if arrays:
+            fields += ["space", "arrays", "vector"]
+        rows: list[Row] = []
+        for chunk in _chunks(ids):
+            keys = json.dumps(list(map(_key, chunk)))
+            for row in self._query(generation, f"key in {keys}", fields):
+                rows.append(_row(row, generation))
+        return rows
 
     def _page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
@@ -275,45 +291,58 @@ class MilvusStore(RemoteStore):
         conditions: Conditions,
     ) -> list[list[str]]:
         name = self.collection(generation.number)
-        breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # ignored by exact collections
+        breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)  # ignored by exact collections
+        # All sub-spaces are in one column. Zeros at the end change no distance.
+        padding = _dimensions(generation) - queries.shape[1]
         answers = self._ask(
             self._client.search,
             name,
-            list(np.pad(queries, ((0, 0), (0, _dimensions(generation) - queries.shape[1])))),
+            list(np.pad(queries, ((0, 0), (0, padding)))),
             filter=_joined([f"space == {space}", *conditions], "and"),
             limit=count,
             output_fields=["key"],
             search_params={"metric_type": "L2", "params": {"ef": breadth}},
             anns_field="vector",
-            **self._level(name),
+            **self._consistency(name),
         )
         return [[_id(hit["entity"]["key"]) for hit in hits] for hits in answers]
 
     def _combined(self, joint: str, parts: Sequence[str]) -> str:
-        return f"(not ({parts[0]}))" if joint == "not" else _joined(parts, joint)
+        if joint == "not":
+            return f"(not ({parts[0]}))"
+        return _joined(parts, joint)
 
     def _condition(
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> str | None:
         """Return an expression; it contains text of a user only if that needs no escaping."""
         if field == "id":
-            keys = [_key(value) for value in values if isinstance(value, str)]
-            if op == "=":
-                # No row has such a sub-space, so this expression matches nothing.
-                return f"key in {json.dumps(keys)}" if keys else "space > 1000000"
-            return f'key {op} "{keys[0]}"' if keys else None
-        names = [field] if isinstance(field, str) else ["metadata", *field]
+            return _condition_on_id(op, values)
+        names = ["label"]
+        may_be_list = False
+        if isinstance(field, tuple):
+            names = ["metadata", *field]
+            may_be_list = field[0] in self.lists
         literals = [_literal(value) for value in values]
         if None in literals or not all(map(PLAIN.fullmatch, names)):
             return None
-        lists = field != "label" and field[0] in self.lists
-        if op != "=" and (lists or isinstance(values[0], str)):
+        if op == "=":
+            op = "=="
+        elif may_be_list or isinstance(values[0], str):
             return None
-        path = f"record{''.join(f'[{json.dumps(name, ensure_ascii=False)}]' for name in names)}"
-        parts = [f"{path} {'==' if op == '=' else op} {literal}" for literal in literals]
-        if lists:
+        path = "record" + "".join(f'["{name}"]' for name in names)
+        parts = [f"{path} {op} {literal}" for literal in literals]
+        if may_be_list:
             parts += [f"json_contains({path}, {literal})" for literal in literals]
         return _joined(parts, "or")
+
+
+def _condition_on_id(op: str, values: Sequence[Any]) -> str | None:
+    keys = [_key(value) for value in values if isinstance(value, str)]
+    if op != "=":
+        return f'key {op} "{keys[0]}"' if keys else None
+    # No row has such a sub-space, so this expression matches nothing.
+    return f"key in {json.dumps(keys)}" if keys else "space > 1000000"
 
 
 def _literal(value: Any) -> str | None:
@@ -350,29 +379,37 @@ def _joined(parts: Sequence[str], joint: str) -> str:
 
 
 def _dimensions(generation: Generation) -> int:
+    # Milvus takes no vectors of one number.
     return max(2, *(stop - start for start, stop in generation.spans))
 
 
 def _plain_rows(
     record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
-) -> Iterator[dict[str, Any]]:
-    """Yield one row per sub-space; without vectors, one row that searches do not return."""
-    arrays = json.dumps(record.pop("arrays", {}))
-    key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
-    for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):
-        yield {
-            "key": f"{key}.{space}" if space else key,
-            "space": space if vectors else -1,
-            "record": plain,
-            "arrays": "{}" if space else arrays,
-            "vector": np.pad(vector, (0, dimensions - len(vector))),
-        }
+) -> list[dict[str, Any]]:
+    """Return one row per sub-space; without vectors, one row that searches do not return."""
+    key = _key(record["id"])
+    row = {
+        "key": key,
+        "space": -1,
+        "arrays": json.dumps(record.pop("arrays", {})),
+        "record": json.dumps(record, ensure_ascii=False),
+        "vector": np.zeros(dimensions, np.float32),
+    }
+    rows = []
+    for space, vector in enumerate(vectors):
+        padded = np.pad(vector, (0, dimensions - len(vector)))
+        rows.append(row | {"space": space, "vector": padded})
+        if space:  # the arrays are in the first row
+            rows[-1] |= {"key": f"{key}.{space}", "arrays": "{}"}
+    return rows or [row]
 
 
 def _row(row: Mapping[str, Any], generation: Generation) -> Row:
     record = row["record"]
-    record = dict(json.loads(record) if isinstance(record, str | bytes) else record)
-    if row.get("space", -1) < 0:
-        return Row.joined(record, None)
-    record["arrays"] = json.loads(row["arrays"])
-    return Row.joined(record, row["vector"][: generation.widths["vector"]])
+    if isinstance(record, str | bytes):
+        record = json.loads(record)
+    vector = None
+    if row.get("space", -1) >= 0:  # the item has arrays, and they were requested
+        record = record | {"arrays": json.loads(row["arrays"])}
+        vector = row["vector"][: generation.widths[VECTOR]]
+    return Row.joined(record, vector)

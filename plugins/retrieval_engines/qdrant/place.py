@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from importlib.util import find_spec
 
-from retrieval.errors import MissingDependency, StoreError
 from retrieval.plugin import stores
 
-from retrieval_engines.remote import RemotePlace, RemoteStore
+from retrieval_engines.remote import RemotePlace, RemoteStore, check_name, need_client
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+# "~" separates the parts of a collection's name.
+_NAME = r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 
 
 class QdrantPlace(RemotePlace):
@@ -31,21 +29,15 @@ class QdrantPlace(RemotePlace):
         self, address: stores.Address, tls: bool = False, timeout: float = 30.0, exact: bool = True
     ) -> None:
         super().__init__(address)
-        name = address.name
-        if not _NAME.fullmatch(name) or ".." in name:
-            raise StoreError(
-                f"{address} names no index. A name has at most 100 characters, which are letters,"
-                f" digits, '_', '-' and single '.', as in {address.scheme}://HOST/photos."
-            )
-        self._tls, self._timeout, self._exact = tls, timeout, exact
+        rule = "100 characters, which are letters, digits, '_', '-' and single '.'"
+        check_name(address, _NAME, rule)
+        self._tls = tls
+        self._timeout = timeout
+        self._exact = exact
 
     def store(self) -> RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""
-        if find_spec("qdrant_client") is None:
-            raise MissingDependency(
-                "The store qdrant needs a package. Install it with: pip install"
-                " 'embedding-retrieval[qdrant]'"
-            )
+        need_client("qdrant_client", "qdrant")
         from qdrant_client import QdrantClient
 
         from retrieval_engines.qdrant.store import QdrantStore

@@ -7,27 +7,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from qdrant_client import QdrantClient, models
 from qdrant_client.http.exceptions import (
     ApiException,
     ResponseHandlingException,
     UnexpectedResponse,
 )
-from retrieval.plugin import stores
+from retrieval.store.items import Floats, Generation
 
-from retrieval_engines.remote import RemoteStore
+from retrieval_engines.remote import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
-
-Floats = NDArray[np.float32]
-Generation = stores.Generation
-
-Conditions = Sequence[Any]
 
 BATCH_BYTES = 8 << 20  # size of a request that writes points
 PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
-EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
 NOTES = str(uuid.UUID(int=0))  # id of the point that holds the notes
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
@@ -44,7 +36,8 @@ def point_of(text: str) -> str:
 class QdrantStore(RemoteStore):
     """A store in Qdrant."""
 
-    engine, errors = "Qdrant", (ApiException, ValueError)
+    engine = "Qdrant"
+    errors = (ApiException, ValueError)
     separator = "~"
 
     def __init__(
@@ -55,36 +48,41 @@ class QdrantStore(RemoteStore):
         timeout: float = 30.0,
         exact: bool = True,
     ) -> None:
-        super().__init__(address, name)
-        self._client, self.timeout = client, timeout
-        self._search_params = models.SearchParams(exact=True) if exact else None
+        super().__init__(address, name, timeout)
+        self._client = client
+        self._search_params = models.SearchParams(exact=exact)
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        status = error.status_code if isinstance(error, UnexpectedResponse) else 503
-        away = (
-            isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
-        )
-        return away, f"{text}." + " Try again in a moment." * away
+        away = isinstance(error, ResponseHandlingException)  # no response, or not an HTTP response
+        if isinstance(error, UnexpectedResponse):
+            away = error.status_code in PASSING
+        return away, f"{one_line(error) or type(error).__name__}."
 
     # Collections
 
+    def _collections(self) -> list[str]:
+        answer = self._ask(self._client.get_collections)
+        return [collection.name for collection in answer.collections]
+
+    def _delete_collection(self, name: str) -> None:
+        self._ask(self._client.delete_collection, name)
+
     def _alias(self) -> str | None:
-        aliases = self._ask(self._client.get_aliases).aliases
-        return next(
-            (alias.collection_name for alias in aliases if alias.alias_name == self.name), None
-        )
+        for alias in self._ask(self._client.get_aliases).aliases:
+            if alias.alias_name == self.name:
+                return str(alias.collection_name)
+        return None
 
     def _point(self, number: int | None) -> None:
+        change: Any
         if number is None:
-            gone = models.DeleteAlias(alias_name=self.name)
-            moves: list[Any] = [models.DeleteAliasOperation(delete_alias=gone)]
+            alias = models.DeleteAlias(alias_name=self.name)
+            change = models.DeleteAliasOperation(delete_alias=alias)
         else:
-            named = models.CreateAlias(
-                collection_name=self.collection(number), alias_name=self.name
-            )
-            moves = [models.CreateAliasOperation(create_alias=named)]
-        self._ask(self._client.update_collection_aliases, moves)
+            collection = self.collection(number)
+            new = models.CreateAlias(collection_name=collection, alias_name=self.name)
+            change = models.CreateAliasOperation(create_alias=new)  # replaces the alias
+        self._ask(self._client.update_collection_aliases, [change])
 
     def _make(self, generation: Generation) -> None:
         vectors = {
@@ -97,16 +95,11 @@ class QdrantStore(RemoteStore):
         if not generation.number:
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
-    def _remove(self, prefix: str) -> None:
-        for collection in self._ask(self._client.get_collections).collections:
-            if collection.name.startswith(prefix):
-                self._ask(self._client.delete_collection, collection.name)
-
     # The register: the payload of one point of collection 0 has the notes of the index.
 
     def _note(self, notes: Mapping[str, Any]) -> None:
-        payload = dict(notes)
-        self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
+        register = self.collection(0)
+        self._ask(self._client.set_payload, register, dict(notes), points=[NOTES], wait=True)
 
     def _notes(self) -> dict[str, Any]:
         for register in self._retrieve(0, [NOTES]):
@@ -123,15 +116,18 @@ class QdrantStore(RemoteStore):
     ) -> list[models.Record]:
         if not points:
             return []
-        records: list[models.Record] = self._ask(
+        payload: Any = PLAIN
+        if arrays:
+            payload = True
+        answer = self._ask(
             self._client.retrieve,
             self.collection(number),
             points,
-            with_payload=True if arrays else PLAIN,
+            with_payload=payload,
             with_vectors=arrays,
             consistency=models.ReadConsistencyType.ALL,
         )
-        return records
+        return list(answer)
 
     def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
         for batch in Row.batches(rows, generation, BATCH_BYTES, 20):
@@ -148,15 +144,15 @@ class QdrantStore(RemoteStore):
         self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
     def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
-        return [
-            _row(point)
-            for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)
-        ]
+        points = list(map(point_of, ids))
+        return list(map(_row, self._retrieve(generation.number, points, arrays)))
 
     def _page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
-        start = None if after is None else point_of(after)
+        start = None
+        if after is not None:
+            start = point_of(after)
         points, _ = self._ask(
             self._client.scroll,
             self.collection(generation.number),
@@ -169,7 +165,8 @@ class QdrantStore(RemoteStore):
         return [_row(point) for point in points if point.id != start][:limit]
 
     def _count(self, generation: Generation, conditions: Conditions) -> int:
-        name, chosen = self.collection(generation.number), models.Filter(must=list(conditions))
+        name = self.collection(generation.number)
+        chosen = models.Filter(must=list(conditions))
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
@@ -211,12 +208,16 @@ class QdrantStore(RemoteStore):
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> models.Condition | None:
         if field == "id":
+            if op != "=":  # a point's id is a hash, which has another order
+                return None
             points = [point_of(value) for value in values if isinstance(value, str)]
-            return models.HasIdCondition(has_id=points) if op == "=" else None
-        names = [field] if isinstance(field, str) else ["metadata", *field]
-        key = ".".join(f'"{name}"' for name in names)
-        conditions = [_compared(key, op, value) for value in values]
-        return None if None in conditions else self._combined("or", conditions)
+            return models.HasIdCondition(has_id=points)
+        if isinstance(field, tuple):
+            field = '"."'.join(("metadata", *field))
+        conditions = [_compared(f'"{field}"', op, value) for value in values]
+        if None in conditions:
+            return None
+        return self._combined("or", conditions)
 
 
 def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
@@ -224,10 +225,15 @@ def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
         return models.FieldCondition(key=key, match=models.MatchValue(value=value))
     if value is None or isinstance(value, str) or abs(value) >= EXACT:
         return None
-    bounds = {"gte": value, "lte": value} if op == "=" else {RANGES[op]: value}
+    # `MatchValue` takes only integers, and 1 equals 1.0.
+    bounds = {"gte": value, "lte": value}
+    if op != "=":
+        bounds = {RANGES[op]: value}
     return models.FieldCondition(key=key, range=models.Range(**bounds))
 
 
 def _row(point: models.Record) -> Row:
-    vectors: Any = point.vector if isinstance(point.vector, dict) else {}
-    return Row.joined(point.payload or {}, vectors.get("v0"))
+    vector: Any = None
+    if isinstance(point.vector, dict):  # None if vectors were not requested
+        vector = point.vector.get("v0")
+    return Row.joined(point.payload or {}, vector)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,50 +66,52 @@ def _circle() -> dict[str, Any]:
     return circle
 
 
-INVALID: dict[str, dict[str, Any]] = {
-    "a vector too wide": {"arrays": {VECTOR: np.zeros(WIDTH + 1)}},
-    "a vector of two dimensions": {"arrays": {VECTOR: np.zeros((1, WIDTH), np.float32)}},
-    "no vector": {"arrays": {}},
-    "an array of another name": {"arrays": {CODE: np.zeros(WIDTH, np.float32)}},
-    "NaN": {"arrays": _vector(np.nan)},
-    "infinity": {"arrays": _vector(np.inf)},
-    "a number beyond float32": {"arrays": _vector(1e39)},
-    "complex numbers": {"arrays": {VECTOR: np.zeros(WIDTH, complex)}},
-    "an empty id": {"id": ""},
-    "an id too long": {"id": "i" * 1001},
-    "an id with NUL": {"id": "a\0b"},
-    "an id with half a surrogate pair": {"id": f"a{HALF}"},
-    "an id that is a number": {"id": 5},
-    "an id that is a list": {"id": []},
-    "an id that is None": {"id": None},
-    "the id of an item before": {"id": "new"},
-    "a label with NUL": {"label": "a\0b"},
-    "a label with half a surrogate pair": {"label": HALF},
-    "a label that is a number": {"label": 5},
-    "metadata that are None": {"metadata": None},
-    "metadata that are a list": {"metadata": []},
-    "metadata with a set": {"metadata": {"a": {1}}},
-    "metadata with NaN": {"metadata": {"a": float("nan")}},
-    "metadata with infinity within": {"metadata": {"a": [{"b": float("inf")}]}},
-    "metadata with an integer beyond float64": {"metadata": {"a": 10**400}},
-    "metadata whose name is a number": {"metadata": {1: 2}},
-    "metadata with NUL": {"metadata": {"a": "x\0"}},
-    "metadata with half a surrogate pair": {"metadata": {"a": [HALF]}},
-    "metadata whose name is half a surrogate pair": {"metadata": {HALF: 1}},
-    "metadata too deep": {"metadata": _deep(2000)},
-    "metadata in a circle": {"metadata": _circle()},
-    "too much metadata": {"metadata": {"a": "x" * 10_000_000}},
-    "too long a label": {"label": "x" * 10_000_000},
-    "a way of keeping that there is not": {"keep": "all of it"},
-    "a stamp with half a surrogate pair": {"stamp": HALF},
-    "a stamp that is a number": {"stamp": 5},
-    "a path with NUL": {"path": Path("/a\0b")},
-    "an original that is text": {"original": "x"},
-    "a size beyond 64 bits": {"bytes": 1 << 64},
-    "a negative height": {"height": -1},
-    "a width that is text": {"width": "wide"},
+INVALID: dict[str, list[Any]] = {
+    "id": [
+        "",
+        "i" * 1001,
+        "a\0b",
+        f"a{HALF}",
+        5,
+        [],
+        None,
+        "new",  # the id of another item of the call
+    ],
+    "label": [5, "a\0b", HALF, "x" * 10_000_000],
+    "metadata": [
+        None,
+        [],
+        {"a": {1}},
+        {"a": np.nan},
+        {"a": [{"b": np.inf}]},
+        {"a": 10**400},  # beyond float64
+        {1: 2},
+        {"a": "x\0"},
+        {"a": [HALF]},
+        {HALF: 1},
+        _deep(2000),
+        _circle(),
+        {"a": "x" * 10_000_000},
+    ],
+    "path": [Path("/a\0b")],
+    "stamp": [5, HALF],
+    "keep": ["all of it"],
+    "original": ["x"],
+    "bytes": [1 << 64],
+    "width": ["wide"],
+    "height": [-1],
+    "arrays": [
+        {},
+        {CODE: np.zeros(WIDTH, np.float32)},
+        {VECTOR: np.zeros(WIDTH + 1)},
+        {VECTOR: np.zeros((1, WIDTH), np.float32)},
+        {VECTOR: np.zeros(WIDTH, complex)},
+        _vector(np.nan),
+        _vector(np.inf),
+        _vector(1e39),  # beyond float32
+    ],
 }
-"""Attributes of invalid items, by what is wrong."""
+"""Invalid values by an item's attribute."""
 
 
 FILTERS = [
@@ -444,15 +447,18 @@ class ItemCases(Bench):
         """A call with an invalid item is refused and names that item; nothing changes."""
         self.create(5)
         make_item: Any = Item  # the attributes have types that mypy would refuse, too
-        for fault, attributes in INVALID.items():
-            invalid = make_item(**{"id": "bad", "arrays": _vector(0), **attributes})
-            items = [random_item("new"), random_item("id 1", 9), invalid, random_item("newer")]
-            try:
-                with refused(DataError):
-                    self.store.upsert(items, self.bundle.sha256)
-                assert self.store.count() == 5
-            except Exception as error:
-                raise AssertionError(f"{fault}: {type(error).__name__}: {error}") from error
+        for name, values in INVALID.items():
+            for value in values:
+                invalid = make_item(**{"id": "bad", "arrays": _vector(0), name: value})
+                items = [random_item("new"), random_item("id 1", 9), invalid, random_item("newer")]
+                try:
+                    with refused(DataError):
+                        self.store.upsert(items, self.bundle.sha256)
+                    assert self.store.count() == 5
+                except Exception as error:
+                    # `reprlib` shortens long values, and ends at the depth of nested ones.
+                    text = f"{name} = {reprlib.repr(value)}: {type(error).__name__}: {error}"
+                    raise AssertionError(text) from error
         with refused(DataError) as texts:
             nan = Item("one", arrays=_vector(np.nan))
             nul = Item("three", "\0", arrays=_vector(0))
