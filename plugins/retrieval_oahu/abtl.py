@@ -78,17 +78,17 @@ class ABTL(CheckedLoss):
         a, p, n = indices
         if not len(a):
             return self.zero_losses()
-        values = self._hedged if isinstance(self.distance, Hedge) else self._plain
-        losses = values(embeddings, ref_emb, a, p, n)
+        if isinstance(self.distance, Hedge):
+            losses = self._hedged(embeddings, ref_emb, a, p, n)
+        else:
+            matrix = self.distance(embeddings, ref_emb)
+            losses = abtl(matrix[a, p], matrix[a, n], self.tau)
         return losses_of(losses, (a, p, n), "triplet")
-
-    def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
-        matrix = self.distance(x, r)
-        return abtl(matrix[a, p], matrix[a, n], self.tau)
 
     def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
         """Return Σ α_l loss_l of each triplet over spaces l; update the weights α in training."""
-        queries, references = self.distance.embeddings(x), self.distance.embeddings(r)
+        queries = self.distance.embeddings(x)
+        references = self.distance.embeddings(r)
         alpha = self.distance.alpha.to(x.dtype).clone()
         losses_by_space = []
         for space in range(self.distance.spaces):

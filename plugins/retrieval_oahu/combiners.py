@@ -80,9 +80,8 @@ class OverComplete(nn.Module):
         factor = self.get_buffer("factor")
         codes = []
         for level, layer in enumerate(self.embedding):
-            codes.append(
-                functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level]
-            )
+            embedding = functional.normalize(full_precision(layer(h)), dim=1, eps=TINY)
+            codes.append(embedding * factor[level])
             if level < len(self.hidden):
                 h = self.hidden[level](h).relu()
         return torch.cat(codes, dim=1)
@@ -153,8 +152,12 @@ class Hedge(Combiner):
         super().__init__()
         refuse_range("beta", beta, 0, 1)
         refuse_range("smoothing", smoothing, 0, 1, closed=True)
-        self.embedding, self.depth, self.hidden = embedding, depth, hidden
-        self.beta, self.smoothing, self.rule = beta, smoothing, rule
+        self.embedding = embedding
+        self.depth = depth
+        self.hidden = hidden
+        self.beta = beta
+        self.smoothing = smoothing
+        self.rule = rule
         self.spaces = depth + 1
         self.register_buffer(
             "alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64)
@@ -197,7 +200,8 @@ class Hedge(Combiner):
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (Q, R)."""
-        query, reference = self._weighted(query_emb), self._weighted(ref_emb)
+        query = self._weighted(query_emb)
+        reference = self._weighted(ref_emb)
         if torch.is_grad_enabled():  # 1e-12 keeps the gradient of the root finite at zero
             squares: Tensor = (query[:, None] - reference).square().sum(2)
             return (squares + 1e-12).sqrt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -145,34 +145,28 @@ class OAHU(RandomTriplets):
         tags.transformer_tags.preserves_dtype = [self.dtype]
         return tags
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The network shares memory with the fitted arrays. A copy builds a new network.
-        state: dict[str, Any] = {**super().__getstate__()}
-        state.pop("_live", None)
-        return state
-
     def _begin(self, features: int, sample: Floats | None) -> None:
         warn_tau(self.tau)
         network = Network.random(
             features, self.depth, self.hidden, self.embedding, self._chosen_seed(), self.dtype
         )
         self.input_layer_ = network.levels[0]
-        self.layers_ = (
-            np.stack(network.levels[1:])
-            if self.depth
-            else np.empty((0, self.hidden, 0), self.dtype)
-        )
-        self._live: Network | None = None
+        self.layers_ = np.empty((0, self.hidden, 0), self.dtype)
+        if self.depth:
+            self.layers_ = np.stack(network.levels[1:])
+        self._view: Network | None = None
         self.alpha_ = np.full(self.depth + 1, 1.0 / (self.depth + 1))
         self._record(self.alpha_, 0)
         # Without a sample, mean and deviation follow the first triplets of the stream: `seen_`
         # counts these triplets, `squares_` sums squared deviations.
-        self.seen_, self.squares_ = 0, np.zeros(features)
+        self.seen_ = 0
+        self.squares_ = np.zeros(features)
         self.mean_: Floats = np.zeros(features)
         self.scale_: Floats = np.ones(features)
         if sample is not None:
             self.seen_ = -1  # mean and deviation are fixed
-            self.mean_, self.scale_ = sample.mean(axis=0), _floored(sample.std(axis=0))
+            self.mean_ = sample.mean(axis=0)
+            self.scale_ = _floored(sample.std(axis=0))
 
     def _learn(self, triplets: Floats) -> int:
         network = self._network()
@@ -193,10 +187,11 @@ class OAHU(RandomTriplets):
 
     def _network(self) -> Network:
         """Return the network, whose weights share memory with the fitted attributes."""
-        live = getattr(self, "_live", None)
-        if live is None or live.levels[0] is not self.input_layer_:
-            live = self._live = Network(self.input_layer_, self.layers_, self.hidden)
-        return live
+        view = getattr(self, "_view", None)
+        if view is None or view.levels[0] is not self.input_layer_:
+            view = Network(self.input_layer_, self.layers_, self.hidden)
+            self._view = view
+        return view
 
     def _standardized(self, x: Floats) -> Floats:
         return ((x - self.mean_) / self.scale_).astype(self.dtype)
@@ -218,4 +213,6 @@ class OAHU(RandomTriplets):
 def _floored(deviation: Floats) -> Floats:
     """Raise deviations to at least `FLOOR` times their quadratic mean; all zeros become 1."""
     floor = FLOOR * float(np.sqrt((deviation**2).mean()))
-    return np.maximum(deviation, floor) if floor > 0 else np.ones_like(deviation)
+    if floor > 0:
+        return np.maximum(deviation, floor)
+    return np.ones_like(deviation)

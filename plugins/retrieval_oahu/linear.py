@@ -47,9 +47,9 @@ REFRESH = 1000
 class MatrixLearner(LinearMap, OnlineLearner):
     """Base class of learners of M in the squared distance (x − y)ᵀ M (x − y).
 
-    Subclasses define `_pair`. A triplet is learned as two pairs, the similar pair first. Features
-    are divided by the root of the mean squared distance, so that the constants of the papers have
-    the same meaning on all data.
+    Subclasses define `_pair`, or `_triplet` and `_root`. A triplet is learned as two pairs, the
+    similar pair first. Features are divided by the root of the mean squared distance, so that the
+    constants of the papers have the same meaning on all data.
 
     Attributes:
         matrix_: (F, F) M, for features divided by `unit_`.
@@ -69,6 +69,18 @@ class MatrixLearner(LinearMap, OnlineLearner):
         """Learn from one pair's difference (F,); return whether the model has changed."""
         raise NotImplementedError
 
+    def _triplet(self, differences: Floats) -> bool:
+        """Learn from x − x⁺ and x − x⁻ (2, F); return whether the model has changed."""
+        changed = [self._pair(differences[0], True), self._pair(differences[1], False)]
+        return any(changed)
+
+    def _root(self, unit: float) -> Floats:
+        """Return a root of M (F, F), divided by `unit`."""
+        values, vectors = np.linalg.eigh((self.matrix_ + self.matrix_.T) / 2)
+        order = np.argsort(-values, kind="stable")
+        lengths = np.sqrt(np.maximum(values[order], 0.0)) / unit
+        return np.ascontiguousarray((vectors[:, order] * lengths).T)
+
     def _begin(self, features: int, sample: Floats | None) -> None:
         _roots.pop(self, None)
         self.matrix_ = np.eye(features)
@@ -79,8 +91,8 @@ class MatrixLearner(LinearMap, OnlineLearner):
         if sample is not None:
             rng = np.random.default_rng(self._chosen_seed())
             left, right = rng.integers(0, len(sample), (2, _PAIRS))
-            kept = left != right
-            self._settle(((sample[left[kept]] - sample[right[kept]]) ** 2).sum(axis=1))
+            differences = (sample[left] - sample[right])[left != right]
+            self._settle((differences**2).sum(axis=1))
 
     def _settle(self, squares: Floats) -> None:
         mean = float(squares.mean()) or 1.0
@@ -96,9 +108,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
                 if len(self.distances_) == 2 * SETTLE:
                     self._settle(self.distances_)
                 continue
-            differences /= self.unit_
-            changed = [self._pair(differences[0], True), self._pair(differences[1], False)]
-            used += any(changed)
+            used += self._triplet(differences / self.unit_)
         _roots.pop(self, None)
         return used
 
@@ -109,10 +119,8 @@ class MatrixLearner(LinearMap, OnlineLearner):
             raise AttributeError("components_")
         components = _roots.get(self)
         if components is None:
-            values, vectors = np.linalg.eigh((self.matrix_ + self.matrix_.T) / 2)
-            order = np.argsort(-values, kind="stable")
-            root = np.sqrt(np.maximum(values[order], 0.0)) / (self.unit_ or 1.0)
-            components = _roots[self] = np.ascontiguousarray((vectors[:, order] * root).T)
+            components = self._root(self.unit_ or 1.0)
+            _roots[self] = components
         return components
 
 
@@ -155,10 +163,11 @@ class LEGO(MatrixLearner, RandomTriplets):
         self.targets_ = np.percentile(self.distances_, [self.upper, self.lower])
 
     def _pair(self, difference: Floats, similar: bool) -> bool:
-        target = float(self.targets_[0 if similar else 1])
         moved = self.matrix_ @ difference
         now = float(difference @ moved)
-        if now <= 0 or (now <= target if similar else now >= target):
+        upper, lower = self.targets_.tolist()
+        target = upper if similar else lower
+        if now <= 0 or (similar and now <= target) or (not similar and now >= target):
             return False
         eta = self.learning_rate
         # The squared distance after the step is the positive root ȳ of η ŷ ȳ² + (1 − η y ŷ) ȳ − ŷ,
@@ -199,13 +208,13 @@ class RDML(MatrixLearner, RandomTriplets):
 
     def _pair(self, difference: Floats, similar: bool) -> bool:
         now = float(difference @ self.matrix_ @ difference)
-        if now <= 0 or (now < 1 if similar else now > 1):
+        if now <= 0 or (similar and now < 1) or (not similar and now > 1):
             return False
-        step = -self.learning_rate if similar else self.learning_rate
         moved = self.inverse_ @ difference
         length = float(difference @ moved)
+        step = self.learning_rate
         if similar:
-            step = max(step, -SHARE / length)
+            step = max(-step, -SHARE / length)
         add_outer(self.matrix_, step, difference, difference)
         add_outer(self.inverse_, -step / (1 + step * length), moved, moved)  # Sherman–Morrison
         self.changes_ += 1
@@ -241,18 +250,7 @@ class OPML(MatrixLearner):
         order = np.random.default_rng(self._chosen_seed()).permutation(len(codes))
         return one_pass(codes, order)
 
-    def _learn(self, triplets: Floats) -> int:
-        used = 0
-        for triplet in triplets:
-            differences = triplet[0] - triplet[1:]
-            if not self.unit_:
-                used += super()._learn(triplet[None])
-                continue
-            used += self._triplet(differences / self.unit_)
-        return used
-
     def _triplet(self, differences: Floats) -> bool:
-        """Learn from u = x − x⁺ and v = x − x⁻ (2, F); return whether that changed the model."""
         codes = differences @ self.matrix_.T  # (2, F): L u and L v
         if 1 + codes[0] @ codes[0] - codes[1] @ codes[1] <= 0:
             return False
@@ -270,13 +268,8 @@ class OPML(MatrixLearner):
         """The map L (F, F), which this learner stores in `matrix_` instead of M."""
         return self.matrix_
 
-    @property
-    def components_(self) -> Floats:  # type: ignore[override]
-        """The learned map (F, F), in the units of the original features."""
-        if not hasattr(self, "matrix_"):
-            raise AttributeError("components_")
-        components: Floats = self.matrix_ / (self.unit_ or 1.0)
-        return components
+    def _root(self, unit: float) -> Floats:
+        return self.matrix_ / unit
 
 
 def one_pass(labels: Ints, order: Array) -> Iterator[Triplet]:

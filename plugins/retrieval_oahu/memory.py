@@ -15,7 +15,8 @@ from retrieval.base.arrays import Bools, Floats, Ints
 
 VOTERS = (1, 3, 5, 7, 9)
 """Numbers of neighbours that vote; an item's vote is the mean over these numbers."""
-NEAR, NEAR_TURNED_OVER = 0.01, 0.05
+NEAR = 0.01
+NEAR_TURNED_OVER = 0.05
 """Share of the memory that may vote on an item: its nearest items, at least `VOTERS[-1]` of them.
 
 The second value applies once the memory has evicted items. Few items of such a stream come back, so
@@ -43,8 +44,11 @@ class Memory:
         parted: Bools,
         used: Ints,
     ) -> None:
-        self.vectors, self.keys = vectors, keys
-        self.group, self.parted, self.used = group, parted, used
+        self.vectors = vectors
+        self.keys = keys
+        self.group = group
+        self.parted = parted
+        self.used = used
         self._clock = int(used.max(initial=0))
         self.size = int((used > 0).sum())  # places are filled in order
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
@@ -70,11 +74,13 @@ class Memory:
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
         """Add a triplet's two pairs; drop relations that contradict them."""
-        group, parted = self.group, self.parted
+        group = self.group
+        parted = self.parted
         if parted[group[anchor], group[positive]]:
             self._leave(anchor)
             self._leave(positive)
-        joined, emptied = int(group[anchor]), int(group[positive])
+        joined = int(group[anchor])
+        emptied = int(group[positive])
         if joined != emptied:
             group[group == emptied] = joined
             parted[joined] |= parted[emptied]
@@ -99,16 +105,17 @@ class Memory:
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
         nearest = np.argpartition(distances, window - 1, axis=1)[:, :window]
-        nearest = np.take_along_axis(
-            nearest, np.argsort(np.take_along_axis(distances, nearest, 1), axis=1), 1
-        )
-        groups, anchor_group = self.group[nearest], self.group[anchors][:, None]
-        alike, unlike = groups == anchor_group, self.parted[anchor_group, groups]
+        order = np.argsort(np.take_along_axis(distances, nearest, 1), axis=1)
+        nearest = np.take_along_axis(nearest, order, 1)
+        groups = self.group[nearest]
+        anchor_group = self.group[anchors][:, None]
+        alike = groups == anchor_group
+        unlike = self.parted[anchor_group, groups]
         # Neighbours with a known relation come first, the nearest of them first.
         voters = np.argsort(~(alike | unlike), axis=1, kind="stable")[:, : VOTERS[-1]]
-        groups, alike, unlike = (
-            np.take_along_axis(values, voters, 1) for values in (groups, alike, unlike)
-        )
+        groups = np.take_along_axis(groups, voters, 1)
+        alike = np.take_along_axis(alike, voters, 1)
+        unlike = np.take_along_axis(unlike, voters, 1)
         same_group = groups[:, :, None] == groups[:, None]
         total = np.zeros(len(anchors))
         for number in VOTERS:

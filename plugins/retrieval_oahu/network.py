@@ -39,9 +39,12 @@ def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats,
     The distances D⁺ (`positive`) and D⁻ (`negative`) are between 0 and 2, the loss is between 0 and
     1, ∂/∂D⁺ ≥ 0 and ∂/∂D⁻ ≤ 0.
     """
-    d_sim, d_dis = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
-    slope_p, slope_n = 0.5 / (2.0 - d_sim), -0.5 / d_dis
-    attractive, repulsive = np.maximum(positive - d_sim, 0.0), np.maximum(d_dis - negative, 0.0)
+    d_sim = similar_threshold(positive, tau)
+    d_dis = dissimilar_threshold(negative, tau)
+    slope_p = 0.5 / (2.0 - d_sim)
+    slope_n = -0.5 / d_dis
+    attractive = np.maximum(positive - d_sim, 0.0)
+    repulsive = np.maximum(d_dis - negative, 0.0)
     # Only rounding can put a distance beyond its threshold; there, loss and derivative are 0.
     return (
         slope_p * attractive - slope_n * repulsive,
@@ -68,7 +71,9 @@ def hedge_update(
     exponential = rule == "exp" or (
         rule == "paper" and beta ** float(losses.min()) * math.log(beta) > beta - 1.0
     )
-    discount = beta ** losses.astype(np.float64) if exponential else 1.0 - (1.0 - beta) * losses
+    discount: Floats = 1.0 - (1.0 - beta) * losses
+    if exponential:
+        discount = beta ** losses.astype(np.float64)
     changed = np.maximum(alpha * discount, smoothing / len(alpha))
     updated: Floats64 = changed / changed.sum()
     return updated
@@ -114,7 +119,8 @@ class Network:
 
     def embed(self, x: Floats) -> Floats:
         """Return the unit embeddings (L + 1, N, E) of standardised features (N, F)."""
-        h, embeddings = x, []
+        h = x
+        embeddings = []
         for level in self.levels:
             out = h @ level
             embeddings.append(unit(out[:, self.hidden :]))
@@ -130,7 +136,10 @@ class Network:
             tau: τ of the thresholds.
             rate: learning rate.
         """
-        hidden, out, back, active = self.hidden, self._out, self._back, self._active
+        hidden = self.hidden
+        out = self._out
+        back = self._back
+        active = self._active
         h = rows
         for number, level in enumerate(self.levels):
             np.dot(h, level, out=out[number])
@@ -143,7 +152,7 @@ class Network:
             through = np.dot(back[number], self.levels[number].T)
             np.multiply(through, active[number - 1] > 0, out=back[number - 1, :, :hidden])
         for number, level in enumerate(self.levels):
-            h = rows if number == 0 else active[number - 1]
+            h = active[number - 1] if number else rows
             # level −= η hᵀ back, in place. BLAS is column-major, so all arrays are transposed.
             self._ger(-rate, back[number].T, h.T, beta=1.0, c=level.T, trans_b=1, overwrite_c=1)
         return losses

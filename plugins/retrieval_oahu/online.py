@@ -53,7 +53,8 @@ def warn_tau(tau: float) -> None:
 
 def write_learner(learner: Any, path: Path) -> None:
     """Write a fitted learner to a file, atomically."""
-    arrays, numbers = {}, {}
+    arrays = {}
+    numbers = {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):
             continue
@@ -84,8 +85,10 @@ def read_learner(kind: type[T], path: Path) -> T:
         raise DataError(
             f"{path} is not a complete safetensors file: {str(fault).rstrip('.')}."
         ) from fault
-    if not isinstance(about, dict) or about.get("learner") != kind.__name__:
-        name = about.get("learner") if isinstance(about, dict) else None
+    name = None
+    if isinstance(about, dict):
+        name = about.get("learner")
+    if name != kind.__name__:
         raise DataError(f"{path} has {name or 'no learner of a stream'}, not {kind.__name__}.")
     try:
         learner = kind(**about["parameters"])
@@ -149,17 +152,20 @@ class OnlineLearner(MetricLearner):
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
             raise ValueError(f"Triplets must be real numbers, not {chunk.dtype}.")
-        chunk = chunk[None] if chunk.ndim == 2 else chunk
+        if chunk.ndim == 2:
+            chunk = chunk[None]
         if chunk.ndim != 3 or chunk.shape[1] != 3 or not chunk.shape[2]:
             raise ValueError(
                 "Triplets must have the shape (T, 3, F): anchor, positive and negative of F"
                 f" features each, not {chunk.shape}."
             )
-        known = getattr(self, "n_features_in_", None)
-        if hasattr(self, "n_triplets_") and chunk.shape[2] != known:
+        features = chunk.shape[2]
+        is_fitted = hasattr(self, "n_triplets_")
+        expected = getattr(self, "n_features_in_", None)
+        if is_fitted and features != expected:
             raise ValueError(
-                f"The triplets have {chunk.shape[2]} features, but {type(self).__name__} learns"
-                f" from {known}."
+                f"The triplets have {features} features, but {type(self).__name__} learns from"
+                f" {expected}."
             )
         chunk = chunk.astype(np.float64)
         finite = np.isfinite(chunk).all(axis=(1, 2))
@@ -169,9 +175,9 @@ class OnlineLearner(MetricLearner):
                 f" is number {int(np.argmin(finite))}. Nothing was learned from this chunk."
             )
         refuse_overflow(chunk)
-        if not hasattr(self, "n_triplets_"):
-            self.n_features_in_ = chunk.shape[2]
-            self._reset(chunk.shape[2], None)
+        if not is_fitted:
+            self.n_features_in_ = features
+            self._reset(features, None)
         possible = (chunk[:, 0] != chunk[:, 2]).any(axis=1)
         # For small products, several threads are no faster, and much slower on busy cores.
         with _pools().limit(limits=1, user_api="blas"):
@@ -202,12 +208,20 @@ class OnlineLearner(MetricLearner):
             self.partial_fit(chunk)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A view shares memory with the fitted arrays. A copy builds a view of its own arrays.
+        state: dict[str, Any] = {**super().__getstate__()}
+        state.pop("_view", None)
+        return state
+
     @property
     def constraint_utilization_(self) -> float:
         """Share of the triplets that changed the model (Table 3's U); NaN without any triplet."""
         check_is_fitted(self, "n_triplets_")
         usable = self.n_triplets_ - self.n_skipped_
-        return self.n_used_ / usable if usable else float("nan")
+        if usable:
+            return self.n_used_ / usable
+        return float("nan")
 
     def save(self, path: str | Path) -> None:
         """Write parameters and fitted state as safetensors; learning can continue after `load`."""
@@ -229,7 +243,8 @@ class OnlineLearner(MetricLearner):
         If the record exceeds `ROWS` rows, the stride doubles and every second row is dropped.
         """
         if not step:
-            self.weights_, self.weights_at_ = weights[None].copy(), np.zeros(1, np.int64)
+            self.weights_ = weights[None].copy()
+            self.weights_at_ = np.zeros(1, np.int64)
             self.stride_ = 1
         elif not step % self.stride_:
             self.weights_ = np.concatenate([self.weights_, weights[None]])
@@ -237,7 +252,8 @@ class OnlineLearner(MetricLearner):
             if len(self.weights_) > ROWS:
                 self.stride_ *= 2
                 mask = self.weights_at_ % self.stride_ == 0
-                self.weights_, self.weights_at_ = self.weights_[mask], self.weights_at_[mask]
+                self.weights_ = self.weights_[mask]
+                self.weights_at_ = self.weights_at_[mask]
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0

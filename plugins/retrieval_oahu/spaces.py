@@ -46,7 +46,8 @@ class Spaces:
         Raises:
             ValueError: `spaces` is missing, or does not divide the size of the vectors.
         """
-        manifest, encoded = bundle.manifest, bundle.encode(inputs)
+        manifest = bundle.manifest
+        encoded = bundle.encode(inputs)
         count = len(manifest.subspaces) or spaces
         if not count or encoded.vector.shape[1] % count:
             raise ValueError(
@@ -127,7 +128,8 @@ class Spaces:
         value = np.concatenate(list(scores), axis=1)
         # Sort by score and then row, and keep the first entry of each row.
         order = np.lexsort((flat, -value), axis=1)
-        flat, value = np.take_along_axis(flat, order, 1), np.take_along_axis(value, order, 1)
+        flat = np.take_along_axis(flat, order, 1)
+        value = np.take_along_axis(value, order, 1)
         best_rows = np.empty((len(self), width), np.int64)
         best = np.empty((len(self), width))
         for query in range(len(self)):
@@ -149,8 +151,10 @@ class Spaces:
             _nearest(q, r, min(k, len(references)))
             for q, r in zip(self.embeddings, references.embeddings, strict=True)
         ]
-        rows, distances = np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
-        least, most = distances[..., :1], distances[..., -1:]
+        rows = np.stack([p[0] for p in pairs])
+        distances = np.stack([p[1] for p in pairs])
+        least = distances[..., :1]
+        most = distances[..., -1:]
         # If all distances are equal (or k = 1), the paper has 0/0; here they count as nearest.
         spread = np.divide(
             distances - least, most - least, out=np.zeros_like(distances), where=most > least

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import combinations, islice, permutations, product
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -85,11 +86,12 @@ class Closure:
         """
         for _ in range(32):
             while self._edges:
-                place = int(rng.integers(len(self._edges)))
-                left, right = self._edges[place]
+                number = int(rng.integers(len(self._edges)))
+                left, right = self._edges[number]
                 if left in self._parted and right in self._parted[left]:
                     break
-                self._edges[place] = self._edges[-1]
+                # The order of the pairs does not matter, so the last one fills the gap.
+                self._edges[number] = self._edges[-1]
                 self._edges.pop()
             else:
                 return None
@@ -134,12 +136,12 @@ class HeldOut:
 
     def __init__(self, pairs: ArrayLike) -> None:
         rows = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-        self._pairs = {(min(x, y), max(x, y)) for x, y in rows.tolist()}
+        self._pairs = {(x, y) for pair in rows.tolist() for x, y in permutations(pair)}
 
     def touches(self, triplet: Triplet) -> bool:
         """Return whether a triplet contains a held-out pair."""
-        a, p, n = triplet
-        return any((min(x, y), max(x, y)) in self._pairs for x, y in ((a, p), (a, n), (p, n)))
+        # Most streams hold nothing out, and ask for every triplet.
+        return bool(self._pairs) and not self._pairs.isdisjoint(combinations(triplet, 2))
 
 
 def from_labels(
@@ -168,32 +170,35 @@ def from_labels(
             "Triplets need at least two classes, one of them with two members. There are"
             f" {len(sizes)} classes with at most {sizes.max(initial=0)} members."
         )
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
+    position = np.empty(len(order), dtype=np.int64)  # of each item in `order`
+    position[order] = np.arange(len(order))
+    forbidden = held_out or HeldOut([])
 
     def draws() -> Iterator[Triplet]:
-        rng, refused, left_out = np.random.default_rng(seed), 0, skip
+        rng = np.random.default_rng(seed)
+        refused = 0
         while True:
             a = int(anchors[rng.integers(len(anchors))])
-            size, start = sizes[codes[a]], starts[codes[a]]
-            p = int(order[start + (place[a] - start + 1 + rng.integers(size - 1)) % size])
+            size = sizes[codes[a]]
+            start = starts[codes[a]]
+            # One to size - 1 steps onwards from the anchor, so never the anchor itself.
+            steps = 1 + rng.integers(size - 1)
+            p = int(order[start + (position[a] - start + steps) % size])
             n = int(order[(start + size + rng.integers(len(order) - size)) % len(order)])
             triplet = Triplet(a, p, n)
-            if held_out is not None and held_out.touches(triplet):
-                refused += 1
-                if refused > 10_000:
-                    raise ValueError(
-                        "10,000 random triplets in a row had a pair of the evaluation set, which"
-                        " leaves nothing to learn from."
-                    )
+            if not forbidden.touches(triplet):
+                refused = 0
+                yield triplet
                 continue
-            refused = 0
-            if left_out:
-                left_out -= 1
-                continue
-            yield triplet
+            refused += 1
+            if refused > 10_000:
+                raise ValueError(
+                    "10,000 random triplets in a row had a pair of the evaluation set, which leaves"
+                    " nothing to learn from."
+                )
 
-    return draws()
+    # The labels are checked now, not when the first triplet is drawn.
+    return islice(draws(), skip, None)
 
 
 class with_closure:
@@ -237,11 +242,14 @@ class with_closure:
         self.seeds = self.closed = self.contradictions = self.duplicates = self.refused = 0
         self.last_contradiction: Triplet | None = None
         self._source = iter(seeds)
-        self._per_seed, self._memory, self._held_out = per_seed, memory, held_out
+        self._per_seed = per_seed
+        self._memory = memory
+        self._held_out = held_out or HeldOut([])
         self._rng = np.random.default_rng(seed)
         self._window: deque[Triplet] = deque()
-        self._closure, self._seen = Closure(), set[Triplet]()
-        self._owed, self._present = 0.0, False
+        self._closure = Closure()
+        self._seen = set[Triplet]()
+        self._owed = 0.0  # number of implied triplets to yield before the next seed
 
     def __iter__(self) -> Iterator[Triplet]:
         return self
@@ -251,8 +259,9 @@ class with_closure:
         while True:
             while self._owed >= 1.0:
                 self._owed -= 1.0
-                drawn = self._draw()
-                if drawn is not None:
+                drawn = _implied(self._closure, self._rng, self._seen, self._held_out)
+                if drawn is not None and drawn not in self._seen:
+                    self._seen.add(drawn)
                     self.closed += 1
                     return drawn
             triplet = Triplet(*map(int, next(self._source)))
@@ -263,15 +272,14 @@ class with_closure:
 
     def _take(self, triplet: Triplet) -> bool:
         """Add a seed to the window and return True, or count why it is skipped."""
-        if self._held_out is not None and self._held_out.touches(triplet):
+        if self._held_out.touches(triplet):
             self.refused += 1
             return False
         if triplet in self._seen:
             self.duplicates += 1
             return False
-        if len(self._window) >= self._memory or len(self._seen) > 4 * self._memory * (
-            1 + self._per_seed
-        ):
+        most_seen = 4 * self._memory * (1 + self._per_seed)
+        if len(self._window) >= self._memory or len(self._seen) > most_seen:
             self._forget()
         if not self._closure.add(triplet):
             self.contradictions += 1
@@ -281,25 +289,12 @@ class with_closure:
         self._seen.add(triplet)
         return True
 
-    def _draw(self) -> Triplet | None:
-        """Return an implied triplet that was not yielded yet, or None after `_TRIES` draws."""
-        for _ in range(_TRIES):
-            triplet = self._closure.draw(self._rng)
-            if triplet is None:
-                return None
-            if triplet in self._seen or (
-                self._held_out is not None and self._held_out.touches(triplet)
-            ):
-                continue
-            self._seen.add(triplet)
-            return triplet
-        return None
-
     def _forget(self) -> None:
         """Drop the older half of the window."""
         while len(self._window) > self._memory // 2:
             self._window.popleft()
-        self._closure, self._seen = Closure(), set(self._window)
+        self._closure = Closure()
+        self._seen = set(self._window)
         for triplet in self._window:
             self._closure.add(triplet)
 
@@ -310,34 +305,33 @@ def paper_stream(
     """Yield the stream of OAHU's experiments (§4.3.2): random seeds, then implied triplets."""
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
-    known, seen = Closure(), set[Triplet]()
-    for _ in range(seeds):
-        triplet = next(source)
-        known.add(triplet)
+    closed = Closure()
+    seen: set[Triplet] = set()
+    for triplet in islice(source, seeds):
+        closed.add(triplet)
         seen.add(triplet)
         yield triplet
     for _ in range(closure):
-        drawn = _usable(known, rng, seen, held_out)
+        drawn = _implied(closed, rng, seen, held_out or HeldOut([]))
         if drawn is None:
             return
         seen.add(drawn)
         yield drawn
 
 
-def _usable(
-    known: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut | None
+def _implied(
+    closure: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut
 ) -> Triplet | None:
     """Return an implied triplet, preferably one not in `seen`, or None if there is none."""
     last = None
     for _ in range(_TRIES):
-        drawn = known.draw(rng)
+        drawn = closure.draw(rng)
         if drawn is None:
             break
-        if held_out is not None and held_out.touches(drawn):
-            continue
-        last = drawn
-        if drawn not in seen:
-            break
+        if not held_out.touches(drawn):
+            last = drawn
+            if drawn not in seen:
+                break
     return last
 
 
@@ -388,7 +382,10 @@ class ClickLog:
     def __init__(
         self, path: str | Path, ids: Mapping[str, int], *, follow: bool = False, poll: float = 1.0
     ) -> None:
-        self.path, self.ids, self.follow, self.poll = Path(path), ids, follow, poll
+        self.path = Path(path)
+        self.ids = ids
+        self.follow = follow
+        self.poll = poll
         self.lines = self.unknown = self.unusable = self.late = self.malformed = 0
 
     def __iter__(self) -> Iterator[Triplet]:
@@ -408,31 +405,33 @@ class ClickLog:
                 f"{self.path} has no column {', '.join(missing)}. A click log has the columns"
                 f" {', '.join(COLUMNS)}."
             )
-        places = [header.index(name) for name in COLUMNS]
+        columns = [header.index(name) for name in COLUMNS]
         latest = -math.inf
         for row in csv.reader(self._text(file)):
             if not row:
                 continue
-            when = _seconds(row[places[3]]) if len(row) == len(header) else None
+            when = None
+            if len(row) == len(header):
+                when = _seconds(row[columns[3]])
             if when is None:
                 self.malformed += 1
                 continue
             self.lines += 1
             self.late += when < latest
             latest = max(latest, when)
-            yield from self._triplets(*(row[place] for place in places[:3]))
+            yield from self._triplets(*(row[column] for column in columns[:3]))
 
     def _triplets(self, query: str, shown: str, chosen: str) -> Iterator[Triplet]:
-        positives, shown_rows = self._rows(chosen), self._rows(shown)
+        chosen_rows = self._rows(chosen)
+        shown_rows = self._rows(shown)
         queries = self._rows(query)
-        negatives = [row for row in shown_rows if row not in positives and row not in queries]
-        positives = [row for row in positives if row not in queries]
+        positives = [row for row in chosen_rows if row not in queries]
+        negatives = [row for row in shown_rows if row not in chosen_rows and row not in queries]
         if not (queries and positives and negatives):
             self.unusable += 1
             return
-        for positive in positives:
-            for negative in negatives:
-                yield Triplet(queries[0], positive, negative)
+        for positive, negative in product(positives, negatives):
+            yield Triplet(queries[0], positive, negative)
 
     def _rows(self, text: str) -> list[int]:
         """Return the rows of the ids without duplicates; count unknown ids."""
@@ -471,4 +470,6 @@ def _seconds(text: str) -> float | None:
             return datetime.fromisoformat(text.strip()).timestamp()
         except ValueError:
             return None
-    return value if math.isfinite(value) else None
+    if math.isfinite(value):
+        return value
+    return None

@@ -124,7 +124,8 @@ class Warm(LinearMap, RandomTriplets):
     memory: Annotated[int, Field(ge=256)] = 2000
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        number, places = len(EXPERTS), self.memory
+        number = len(EXPERTS)
+        places = self.memory
         self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
         self.alpha_ = np.eye(number + 1)[0]
@@ -138,13 +139,15 @@ class Warm(LinearMap, RandomTriplets):
         self.used_ = np.zeros(places, np.int64)
         # For each item of the memory, the latest d per expert, and the number of triplets learned
         # when the item was judged.
-        self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
+        self.verdicts_ = np.zeros((places, number))
+        self.judged_ = np.zeros(places, np.int64)
         # The sums of d and d² per expert over the items that the memory has evicted.
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
         self.components_ = np.eye(features)
         # Without a sample, sums over the first vectors yield mean and principal components.
-        self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
+        self.sum_ = np.zeros(features)
+        self.products_ = np.zeros((features, features))
         self.basis_: Floats = np.zeros((0, features))
         self.mean_ = np.zeros(features)
         if sample is not None:
@@ -155,14 +158,15 @@ class Warm(LinearMap, RandomTriplets):
         """Set the mean (the centre of all angles) and the directions along which A is learned."""
         features = len(mean)
         self.mean_ = mean
-        width = features if self.components is None else min(self.components, features)
-        self.basis_ = (
-            np.eye(features)
-            if width == features
-            else _signed(np.ascontiguousarray(np.linalg.eigh(covariance)[1][:, ::-1][:, :width].T))
-        )
-        self.sum_, self.products_ = np.zeros(0), np.zeros((0, 0))
-        self.moment_, self.pairs_ = np.zeros((FOLDS + 1, width, width)), np.zeros(FOLDS + 1)
+        width = min(self.components or features, features)
+        self.basis_ = np.eye(features)
+        if width < features:
+            _, directions = np.linalg.eigh(covariance)  # by increasing variance
+            self.basis_ = _signed(np.ascontiguousarray(directions[:, ::-1][:, :width].T))
+        self.sum_ = np.zeros(0)
+        self.products_ = np.zeros((0, 0))
+        self.moment_ = np.zeros((FOLDS + 1, width, width))
+        self.pairs_ = np.zeros(FOLDS + 1)
         self._decompose()
 
     def _decompose(self) -> None:
@@ -188,7 +192,8 @@ class Warm(LinearMap, RandomTriplets):
     def _block(self, triplets: Floats) -> None:
         """Judge experts on a block of centred triplets, learn it, and choose the metric."""
         places, to_judge = self._remember(triplets)
-        folds, codes = self.keys_[places, 0] % FOLDS, triplets @ self.basis_.T
+        folds = self.keys_[places, 0] % FOLDS
+        codes = triplets @ self.basis_.T
         self._judge_triplets(triplets, codes, folds[:, 0])
         self._judge_neighbours(to_judge)
         differences = codes[:, 0] - codes[:, 1]
@@ -203,7 +208,8 @@ class Warm(LinearMap, RandomTriplets):
 
     def _remember(self, triplets: Floats) -> tuple[Ints, Ints]:
         """Store triplets; return their places (T, 3), and those of the items to judge now."""
-        memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
+        memory = self._memory()
+        places = np.zeros(triplets.shape[:2], np.int64)
         for row, triplet in zip(places, triplets, strict=True):
             for column, vector in enumerate(triplet):
                 size = memory.size
@@ -226,7 +232,8 @@ class Warm(LinearMap, RandomTriplets):
         `items` (M, F) are centred, and `codes` (M, w) are their coordinates along `basis_`. The
         experts are those trained without the pairs of `fold`, the anchors' fold.
         """
-        squares, products = (items**2).sum(axis=1), items[anchors] @ items.T
+        squares = (items**2).sum(axis=1)
+        products = items[anchors] @ items.T
         yield squares - 2 * products
         codes = codes @ self.directions_[fold]
         outside = np.maximum(squares - (codes**2).sum(axis=1), 0.0)
@@ -278,11 +285,11 @@ class Warm(LinearMap, RandomTriplets):
         self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
         proven = (self.lead_ > self._bound()) & (self.triplets_lead_ > 0)
         self.left_ = bool(proven.any())
-        served = int(np.where(proven, self.lead_, -np.inf).argmax()) if self.left_ else -1
-        self.alpha_ = np.eye(len(EXPERTS) + 1)[served + 1]
-        features = self.basis_.shape[1]
-        self.components_ = np.eye(features)
+        self.alpha_ = np.eye(len(EXPERTS) + 1)[0]
+        self.components_ = np.eye(self.basis_.shape[1])
         if self.left_:
+            served = int(np.where(proven, self.lead_, -np.inf).argmax())
+            self.alpha_ = np.eye(len(EXPERTS) + 1)[served + 1]
             rotated = self.directions_[-1].T @ self.basis_
             scale = np.sqrt(self.scales_[-1, :, served])
             self.components_ += rotated.T @ ((scale - 1)[:, None] * rotated)
@@ -299,16 +306,9 @@ class Warm(LinearMap, RandomTriplets):
         """Return the memory as a view that shares its arrays with the fitted attributes."""
         view = getattr(self, "_view", None)
         if view is None or view.vectors is not self.held_:
-            view = self._view = Memory(
-                self.held_, self.keys_, self.group_, self.parted_, self.used_
-            )
+            view = Memory(self.held_, self.keys_, self.group_, self.parted_, self.used_)
+            self._view = view
         return view
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy builds a view of the arrays that it owns.
-        state: dict[str, Any] = {**super().__getstate__()}
-        state.pop("_view", None)
-        return state
 
     @property
     def _unit(self) -> bool:
@@ -318,7 +318,9 @@ class Warm(LinearMap, RandomTriplets):
     def transform(self, X: ArrayLike) -> Floats:
         """Return embeddings (N, F), whose Euclidean distances are the learned distances."""
         embeddings = super().transform(X)
-        return unit(embeddings) if self._unit else embeddings
+        if self._unit:
+            return unit(embeddings)
+        return embeddings
 
     def get_mahalanobis_matrix(self) -> Floats:
         """Return M (F, F) of the distance √((x − y)ᵀ M (x − y)) between items x and y.
@@ -337,11 +339,9 @@ class Warm(LinearMap, RandomTriplets):
 
     def get_metric(self) -> Callable[..., float]:
         """Return a function that computes the learned distance of two feature vectors (F,)."""
-        return (
-            MetricLearner.get_metric(self)
-            if getattr(self, "left_", False)
-            else super().get_metric()
-        )
+        if getattr(self, "left_", False):
+            return MetricLearner.get_metric(self)
+        return super().get_metric()
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the float32 head that computes `transform`; its distances are Euclidean."""
