@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from retrieval.host import hookspecs
-from retrieval.host.describe import snippet
+from retrieval.host.describe import COMMAND_KINDS, snippet
 from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
 from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
@@ -150,7 +150,7 @@ def _factory(factory: Factory, example: str) -> Iterator[str]:
     # what is to be filled in is not TOML yet
     language = (
         "sh"
-        if factory.kind in ("indexes", "stores")
+        if factory.kind in COMMAND_KINDS
         else "text"
         if " = …" in re.sub("#.*", "", example)
         else "toml"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         SPLITS as SPLITS,
         sides as sides,
     )
+    from retrieval.host.cluster import Cluster as Cluster
     from retrieval.host.factory import (
         Part as Part,
         check_parameters as check_parameters,

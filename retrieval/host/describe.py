@@ -9,6 +9,9 @@ from retrieval.host.factory import BUILT_IN, COMPONENTS, KINDS, SHORT, Factory
 from retrieval.host.plugins import Plugins
 from retrieval.host.values import toml_value
 
+COMMAND_KINDS = ("indexes", "stores", "clusters")
+"""Kinds of parts that a command names, not a recipe."""
+
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
     """Return plugins, factories (of all kinds or of one), and why some factories are disabled."""
@@ -58,7 +61,7 @@ def _factory_text(factory: Factory) -> str:
         lines.append("")
     if factory.hints:
         lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
-    lines.append("On the command line" if factory.kind in ("indexes", "stores") else "In a recipe")
+    lines.append("On the command line" if factory.kind in COMMAND_KINDS else "In a recipe")
     return "\n".join([*lines, *(f"  {line}" for line in snippet(factory).splitlines())])
 
 
@@ -71,6 +74,7 @@ def snippet(factory: Factory) -> str:
     query = "?" + "&".join(f"{key}=…" for key in required) if required else ""
     part = _inline(factory)
     item = part if settable else toml_value(name)
+    plugin = name.partition(".")[0]
     loss = '[loss]\nname = "pml.contrastive"\n'
     uses = {
         "metrics": f"[evaluate]\nmetrics = [{item}]",
@@ -78,6 +82,7 @@ def snippet(factory: Factory) -> str:
         "indexes": f"retrieval index create INDEX IMAGES --bundle BUNDLE --backend {name}{options}",
         "stores": f"retrieval index create {name}://PLACE{query} IMAGES --bundle BUNDLE",
         "trackers": f"retrieval train RECIPE --track {name}",
+        "clusters": f"retrieval compare RECIPE RECIPE --{plugin} ADDRESS",
         "distances": f"{loss}distance = {part}",
         "reducers": f"{loss}reducer = {part}",
         "regularizers": f"{loss}embedding_regularizer = {part}",

@@ -47,6 +47,7 @@ KINDS = {
     "reducers": "reducer",
     "regularizers": "regularizer",
     "trackers": "tracker",
+    "clusters": "cluster",
 }
 """Kinds of parts that plugins offer: the ending of the hook's name, and the singular."""
 
@@ -70,7 +71,7 @@ GIVEN = {
     "embedding_size": "width of the codes",
     "classes": "number of training classes",
     "distance": "the recipe's combiner, when it has one",
-    "address": "address of the index, for a store",
+    "address": "address of the index or the cluster, for a store or a cluster",
     "plugins": "files and modules that the user named as plugins, for a store",
 }
 """Values that the host passes to a factory with a parameter of that name."""

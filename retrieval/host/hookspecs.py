@@ -159,6 +159,14 @@ def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_clusters() -> Factories:  # type: ignore[empty-body]
+    """Called when `--ray` names a cluster. A factory returns a `retrieval.plugin.Cluster`.
+
+    The core looks for the factory `ray.cluster`.
+    """
+
+
+@hookspec
 def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
     """Called for each run when `retrieval report` writes a report.
 

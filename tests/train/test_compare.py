@@ -36,8 +36,10 @@ from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.search import Proposals, Search, Trial, search
-from retrieval.training.comparison.workers import OnRay, Processes
+from retrieval.training.comparison.workers import OnCluster, Processes
 from scipy.stats import kstest
+
+from retrieval_ray.cluster import RayCluster
 
 SLOW = '''
 """A loss that writes its process's id per call; if a file `slow` exists, it waits for another."""
@@ -291,11 +293,13 @@ def test_a_cluster_task_that_does_not_stop_is_killed(tmp_path):
         do([Job("seed", {}, tmp_path / "run", tmp_path / "run.json")])
 
     def interrupted(do: Any) -> None:
-        while not worker.refs:
+        while not cluster.running:
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    worker = OnRay(DeafRay(), "cpu", tmp_path, Meter("comparing", 1, "runs"))
+    cluster = RayCluster("auto")
+    cluster.use(DeafRay())
+    worker = OnCluster(cluster, "cpu", tmp_path, Meter("comparing", 1, "runs"))
     with pytest.raises(KeyboardInterrupt):
         worker.all([interrupted, training])
 

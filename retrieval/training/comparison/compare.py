@@ -15,6 +15,7 @@ from retrieval.base.locks import hold
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shown
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
+from retrieval.host.cluster import cluster_at
 from retrieval.host.main_script import exit_if_imported
 from retrieval.recipe.read import Recipe
 from retrieval.training.comparison import plan, space
@@ -144,6 +145,7 @@ def compare(
         )
     for tracker in track:
         full_name(read[0].loaded, tracker)
+    cluster = None if ray is None else cluster_at("ray", ray, read[0].loaded)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -155,7 +157,7 @@ def compare(
         meter = stack.enter_context(Meter("comparing", total, "runs"))
         jobs = Jobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(
-            prepared_workers(workers, ray, base.train.device, folder, meter)
+            prepared_workers(workers, cluster, base.train.device, folder, meter)
         )
         with signals(signal.default_int_handler):
             rows, *contestants = worker.all(

@@ -1,13 +1,11 @@
-"""Run the jobs of a comparison in this process, in worker processes, or on a Ray cluster."""
+"""Run the jobs of a comparison in this process, in worker processes, or on a cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +19,11 @@ from retrieval.base.cores import cores
 from retrieval.base.progress import Meter
 from retrieval.base.runtime import quiet_threads
 from retrieval.base.version import installed_version
-from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
+from retrieval.errors import DataError, Interrupted, RetrievalError
+from retrieval.host.cluster import Cluster, refuse_node
 from retrieval.host.main_script import refuse_unguarded
 from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
 
-MOST_CORES = 4
-"""Number of cores for a training on a cluster; fewer if the smallest node has fewer."""
-PATIENCE = 30.0
-"""Seconds that stopped trainings on a cluster have to write their checkpoints."""
-TRIES = 3
-"""Number of times that Ray restarts a job whose node or process died."""
 STOPPED = "The comparison was asked to stop."
 Answer: TypeAlias = tuple[Metrics, str, int]
 """A job's metrics, and the message ("" on success) and exit code of its error.
@@ -68,9 +61,6 @@ class Worker:
 class Parallel(Worker, ABC):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
-    lost: type[Exception] = BrokenExecutor
-    """The error of a job whose process died."""
-
     def __init__(self, meter: Meter) -> None:
         super().__init__(meter)
         self.stopped = False
@@ -100,7 +90,7 @@ class Parallel(Worker, ABC):
         except Exception as error:
             if self.stopped:
                 raise Interrupted(STOPPED) from None
-            if not isinstance(error, self.lost):
+            if not isinstance(error, BrokenExecutor):
                 raise
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise DataError(
@@ -152,61 +142,44 @@ class Processes(Parallel):
                     os.kill(process.pid, signal.SIGTERM)
 
 
-class OnRay(Parallel):
-    """Runs jobs as tasks of a Ray cluster whose nodes share the comparison's folder."""
+class OnCluster(Parallel):
+    """Runs jobs on a cluster whose nodes share the comparison's folder."""
 
-    def __init__(self, ray: Any, device: str, folder: Path, meter: Meter) -> None:
+    def __init__(self, cluster: Cluster, device: str, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
-        self.ray, self.refs, self.lost = ray, list[Any](), ray.exceptions.RayError
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
-        cpus = min([MOST_CORES, *(int(n["CPU"]) for n in nodes if n.get("CPU", 0) >= 1)])
-        self.arguments = installed_version(), folder, cpus
-        self.remote = ray.remote(_perform_on_node).options(
-            num_cpus=cpus, num_gpus=int(gpu), max_retries=TRIES, retry_exceptions=False
-        )
+        self._cluster = cluster
+        self._gpu = device != "cpu"
+        self._arguments = installed_version(), folder / "plan.json", cluster.threads
 
     def submit(self, job: Job) -> Future[Answer]:
-        """Start a task on the cluster."""
-        with self.lock:
-            if self.stopped:
-                raise Interrupted(STOPPED)
-            self.refs.append(self.remote.remote(job, *self.arguments))
-            future: Future[Answer] = self.refs[-1].future()
-            return future
+        """Start a job in a process of the cluster."""
+        return self._cluster.submit(_perform_on_node, job, *self._arguments, gpu=self._gpu)
 
     def stop(self) -> None:
-        """Cancel the tasks, and kill those that take longer than `PATIENCE`."""
-        with self.lock:
-            running = [*self.refs]
-        for force in (False, True):
-            for ref in running:
-                with contextlib.suppress(Exception):
-                    self.ray.cancel(ref, force=force)
-            if running and not force:
-                _, running = self.ray.wait(running, num_returns=len(running), timeout=PATIENCE)
+        """Interrupt the jobs."""
+        self._cluster.stop()
 
 
 @contextlib.contextmanager
 def workers(
-    count: int, ray: str | None, device: str, folder: Path, meter: Meter
+    count: int, cluster: Cluster | None, device: str, folder: Path, meter: Meter
 ) -> Iterator[Worker]:
     """Context manager that yields the worker for the jobs.
 
     Args:
         count: number of processes; 1 means this process.
-        ray: see `compare`.
+        cluster: the cluster that trains, or `None` for this computer.
         device: the `[train] device` of the recipes, which decides whether a job needs a GPU.
         folder: the comparison's folder, with its `plan.json`.
         meter: counts the finished jobs.
 
     Raises:
-        MissingDependency: Ray is not installed.
-        DataError: no cluster can be reached.
+        MissingDependency: the cluster's package is not installed.
+        DataError: the cluster cannot be reached.
     """
-    if ray is not None:
-        with _joined(ray) as module:
-            yield OnRay(module, device, folder, meter)
+    if cluster is not None:
+        with cluster:
+            yield OnCluster(cluster, device, folder, meter)
     elif count == 1:
         yield Worker(meter)
     else:
@@ -215,39 +188,6 @@ def workers(
             yield processes
         finally:
             processes.pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _joined(address: str) -> Iterator[Any]:
-    """Context manager that yields the module `ray` after joining a cluster.
-
-    If this process has joined a cluster already, that cluster is used and stays joined.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise MissingDependency(
-            "A cluster needs Ray. Install it on every node with: pip install"
-            " 'embedding-retrieval[ray]'"
-        ) from None
-    if ray.is_initialized():
-        yield ray
-        return
-    try:
-        if address != "auto":  # checked here, because Ray would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError, OverflowError, AssertionError) as fault:
-        reason = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
-        raise DataError(
-            f"The Ray cluster at {address} cannot be joined: {reason}. Name HOST:PORT of its head"
-            " node, or auto on one of its nodes. `ray start --head` starts one."
-        ) from None
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
 
 
 def _answer(job: Job) -> Answer:
@@ -286,16 +226,13 @@ def _begin_worker(threads: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _perform_on_node(job: Job, version: str, folder: Path, cpus: int) -> Answer:
-    node = socket.gethostname()
-    if version != installed_version() or not (folder / "plan.json").is_file():
-        sentence = (
-            f"Node {node} needs version {version} of embedding-retrieval and the folder {folder}."
-            f" It has version {installed_version()}; all nodes must share the output."
-        )
-        return {}, sentence, DataError.exit_code
+def _perform_on_node(job: Job, version: str, plan: Path, threads: int) -> Answer:
     quiet_threads()
-    torch.set_num_threads(cpus)
+    torch.set_num_threads(threads)
+    try:
+        refuse_node(version, plan)
+    except DataError as error:
+        return {}, str(error), error.exit_code
     try:
         return _answer(job)
     except KeyboardInterrupt:  # raised only between two trainings, so no file is half written
