@@ -184,7 +184,7 @@ class RemoteStore(Store):
         """Delete rows by id."""
 
     @abstractmethod
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
         """Return rows by id, in any order."""
 
     @abstractmethod
@@ -305,9 +305,11 @@ class RemoteStore(Store):
         """Create the index, which exists once its alias does; see `StorePlace.create`."""
         if self._alias() is not None:
             raise StoreError(f"{self.address} exists already.")
+        # An index that is deleted and created again has other collections, so that a process which
+        # still has the old one open notices: `changed`.
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
-        self._remove(self._prefix)
+        self._remove(self._prefix)  # what a call that was killed has left
         try:
             self._make(REGISTER)
             self._note({"index": {"format": FORMAT, "identity": identity}})
@@ -371,25 +373,26 @@ class RemoteStore(Store):
     def close(self) -> None:
         """Close the connection; see `Store`."""
         if not self._closed:
-            self._closed = True
+            self._closed = True  # first, so that `_ask` knows why a running request fails
             self._client.close()
 
     # The register
 
     def _read_register(self) -> RegisterContent:
         """Read the register, and update the known metadata fields."""
+        # In this order: a generation that is served by now had its note before.
         notes = self._notes()
         named = self._alias() or ""
         if not named.startswith(self._prefix):
             raise self._lost()
         served = int(named[len(self._prefix) :])
-        numbers = [
-            int(name.split()[1]) for name in notes if name.startswith("generation ") and notes[name]
-        ]
-        generations = [
-            _generation(number, notes[f"generation {number}"], served) for number in sorted(numbers)
-        ]
-        register = RegisterContent(notes, tuple(generations))
+        by_number = {}
+        for name, note in notes.items():
+            kind, _, number = name.partition(" ")
+            if kind == "generation" and note:
+                by_number[int(number)] = _generation(int(number), note, served)
+        generations = tuple(by_number[number] for number in sorted(by_number))
+        register = RegisterContent(notes, generations)
         self._fields = set(register.names("field "))
         self.lists = set(register.names("list "))
         return register
@@ -420,7 +423,7 @@ class RemoteStore(Store):
                 return 0
             rows = [Row.of(item) for item in items]
             self._fit(rows)
-            replaced = self._rows(served, [item.id for item in items], False)
+            replaced = self._rows(served, [item.id for item in items])
             # Readers refuse a filter on an unknown field, and Milvus compares a field that may hold
             # lists in another way. So the notes are written before the items.
             names = dict.fromkeys(name for item in items for name in _field_notes(item))
@@ -450,7 +453,7 @@ class RemoteStore(Store):
     def _joined(self, owner: str, count: int) -> Iterator[bytes]:
         """Yield the `count` pieces that `_cut` stored."""
         for number in range(count):
-            for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
+            for row in self._rows(REGISTER, [f"{owner}.{number}"]):
                 yield base64.b64decode(row.record["text"])
 
     def _drop_pieces(self, owner: str, count: int) -> None:
@@ -468,7 +471,7 @@ class RemoteStore(Store):
         with self._turn:
             while True:
                 served = self._writable().served
-                rows = self._rows(served, ids, False)
+                rows = self._rows(served, ids)
                 if filter is not None:
                     rows += self._all_rows(served, self._conditions(filter))
                 matching = {row.id: row for row in rows}
@@ -490,7 +493,7 @@ class RemoteStore(Store):
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
-        for row in self._rows(self._read_register().served, usable([id]), False):
+        for row in self._rows(self._read_register().served, usable([id])):
             if row.pieces is not None:
                 return b"".join(self._joined(row.version, row.pieces))
         return None
@@ -544,6 +547,7 @@ class RemoteStore(Store):
     def _search(
         self, served: Generation, queries: Floats, count: int, conditions: Conditions
     ) -> list[list[Item]]:
+        # Fewer items than requested are a complete answer only if there are no more.
         most = min(count, self.most_found)
         if most < count and self._count(served, ()) > most:
             raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
@@ -556,7 +560,7 @@ class RemoteStore(Store):
             for ids, near in zip(nearest, answers, strict=True):
                 ids.update(dict.fromkeys(near))
         # Several queries may share an item; its arrays are read once.
-        rows = self._rows(served, list({id for ids in nearest for id in ids}), True)
+        rows = self._rows(served, list({id for ids in nearest for id in ids}), arrays=True)
         items = {row.id: row.item() for row in rows}
         # An item that was deleted between the two requests is left out.
         return [[items[id] for id in ids if id in items] for ids in nearest]
@@ -571,6 +575,7 @@ class RemoteStore(Store):
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
         """Create a generation; it exists as soon as its note is written."""
+        # Generations of one bundle, such as those of its variants, share its pieces.
         pieces = None
         for note in self._notes().values():
             if isinstance(note, dict) and note.get("bundle") == bundle.sha256:
@@ -701,6 +706,7 @@ class RemoteStore(Store):
             target = register.latest(generation)
             if target.state == "served":
                 raise StoreError("The generation that is served cannot be dropped.")
+            # Without its note the generation does not exist, even if this process dies now.
             self._note({f"generation {target.number}": None})
             self._remove(self.collection(target.number))
             if target.bundle not in {generation.bundle for generation in self.generations()}:

@@ -16,7 +16,9 @@ import numpy as np
 from retrieval.store.filters import metadata_text
 from retrieval.store.items import VECTOR, Floats, Generation, Item
 
-PIECE_BYTES = 45_000  # bytes of an original or bundle per row: 60,000 characters of base64
+# Bytes of an original or bundle per row. As base64 they are 60,000 characters, which fit into a
+# text of Milvus.
+PIECE_BYTES = 45_000
 _FIELDS = ("id", "label", "stamp", "keep", "bytes", "width", "height")
 
 
@@ -81,6 +83,7 @@ class Row:
         if not self.arrays:
             return dict(self.record), []
         vectors = [self.arrays[VECTOR][start:stop] for start, stop in generation.spans]
+        # Engines return vectors as lists of numbers; base64 is shorter and exact.
         texts = {
             name: base64.b64encode(self.arrays[name].astype("<f4").tobytes()).decode()
             for name in generation.widths

@@ -12,7 +12,7 @@ from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of
 from torch import Tensor, nn
 
-from retrieval_oahu.combiners import Hedge
+from retrieval_oahu.combiners import Hedge, root
 from retrieval_oahu.online import refuse_range, warn_tau
 
 _MAX_TRIPLETS = 200_000
@@ -93,8 +93,7 @@ class ABTL(CheckedLoss):
         losses_by_space = []
         for space in range(self.distance.spaces):
             difference = queries[:, None, space] - references[None, :, space]
-            # 1e-12 keeps the gradient of the root finite at zero.
-            matrix = (difference.square().sum(2) + 1e-12).sqrt()
+            matrix = root(difference.square().sum(2))
             losses_by_space.append(abtl(matrix[a, p], matrix[a, n], self.tau))
         losses = torch.stack(losses_by_space)
         if self.training and torch.is_grad_enabled():

@@ -16,6 +16,9 @@ from torch.nn import functional
 from retrieval_oahu.network import TINY, Rule, hedge_update
 from retrieval_oahu.online import refuse_range
 
+# The faster way, a product of matrices, loses the digits of small distances.
+_EXACT = "donot_use_mm_for_euclid_dist"
+
 
 class OverComplete(nn.Module):
     """OAHU's network: features (B, F) → weighted unit embeddings of the spaces (B, (L + 1) E).
@@ -95,6 +98,11 @@ class UnitLength(nn.Module):
         return functional.normalize(full_precision(x), dim=1, eps=TINY)
 
 
+def root(squares: Tensor) -> Tensor:
+    """Return square roots whose gradient is finite at zero."""
+    return (squares + 1e-12).sqrt()
+
+
 class Bilinear(Combiner):
     """The distance |Wᵀx − y|, which orders unit vectors y as the similarity xᵀ W y does.
 
@@ -108,14 +116,11 @@ class Bilinear(Combiner):
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R)."""
-        return torch.cdist(
-            self.query_vectors(query_emb), ref_emb, compute_mode="donot_use_mm_for_euclid_dist"
-        )
+        return torch.cdist(self.query_vectors(query_emb), ref_emb, compute_mode=_EXACT)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (N,)."""
-        squares: Tensor = (self.query_vectors(query_emb) - ref_emb).square().sum(1)
-        return (squares + 1e-12).sqrt()
+        return root((self.query_vectors(query_emb) - ref_emb).square().sum(1))
 
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return Wᵀ x (N, F)."""
@@ -188,6 +193,7 @@ class Hedge(Combiner):
 
     def observe(self, losses: Tensor) -> None:
         """Update the weights with the losses (L + 1,) of the spaces, by Eq 20."""
+        # The function of the learner `OAHU`, so that both weigh spaces alike.
         updated = hedge_update(
             self.get_buffer("alpha").cpu().numpy(),
             losses.detach().double().cpu().numpy(),
@@ -202,15 +208,13 @@ class Hedge(Combiner):
         """Return √(Σ α_l D_l²) (Q, R)."""
         query = self._weighted(query_emb)
         reference = self._weighted(ref_emb)
-        if torch.is_grad_enabled():  # 1e-12 keeps the gradient of the root finite at zero
-            squares: Tensor = (query[:, None] - reference).square().sum(2)
-            return (squares + 1e-12).sqrt()
-        return torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
+        if torch.is_grad_enabled():
+            return root((query[:, None] - reference).square().sum(2))
+        return torch.cdist(query, reference, compute_mode=_EXACT)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (N,)."""
-        squares: Tensor = (self._weighted(query_emb) - self._weighted(ref_emb)).square().sum(1)
-        return (squares + 1e-12).sqrt()
+        return root((self._weighted(query_emb) - self._weighted(ref_emb)).square().sum(1))
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings side by side; they do not depend on the weights."""
@@ -231,6 +235,7 @@ class Hedge(Combiner):
         """Hook that runs after the weights have changed."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
+        # Torch copies the loaded weights into the buffer; what is derived from them must follow.
         super()._load_from_state_dict(*arguments)
         self._weights_changed()
 

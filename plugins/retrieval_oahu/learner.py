@@ -176,9 +176,8 @@ class OAHU(RandomTriplets):
             if 0 <= self.seen_ < SETTLE:
                 self._follow(triplet)
             rows = self._standardized(triplet)
-            losses = network.step(
-                rows, self.alpha_.astype(rows.dtype), self.tau, self.learning_rate
-            )
+            alpha = self.alpha_.astype(rows.dtype)  # float64 would widen all products
+            losses = network.step(rows, alpha, self.tau, self.learning_rate)
             self.alpha_ = hedge_update(self.alpha_, losses, self.beta, self.smoothing, self.rule)
             used += bool((losses > 0).any())
             step += 1

@@ -95,7 +95,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
             self._settle((differences**2).sum(axis=1))
 
     def _settle(self, squares: Floats) -> None:
-        mean = float(squares.mean()) or 1.0
+        mean = float(squares.mean()) or 1.0  # 0 if all vectors are equal
         self.unit_ = mean**0.5
         self.distances_ = np.sort(squares / mean)
 

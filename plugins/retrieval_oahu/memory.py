@@ -25,14 +25,14 @@ few relations are known, and items with a known relation are farther away.
 
 
 class Memory:
-    """A memory in a learner's arrays, which are changed in place. A place is a row of the arrays.
+    """A memory in a learner's arrays, which are changed in place. A slot is a row of the arrays.
 
     Args:
         vectors: (m, F) centred features of the items.
         keys: (m, 2) uint64 digests of the items' bytes, which identify the items.
-        group: (m,) number of each place's group, below m. An empty place has a group of its own.
+        group: (m,) number of each slot's group, below m. An empty slot has a group of its own.
         parted: (m, m) bool, whether two groups are dissimilar.
-        used: (m,) time of each place's last use, or 0. A full memory evicts the item whose last use
+        used: (m,) time of each slot's last use, or 0. A full memory evicts the item whose last use
             is the earliest.
     """
 
@@ -50,27 +50,27 @@ class Memory:
         self.parted = parted
         self.used = used
         self._clock = int(used.max(initial=0))
-        self.size = int((used > 0).sum())  # places are filled in order
-        self._place = {keys[place].tobytes(): place for place in range(self.size)}
+        self.size = int((used > 0).sum())  # slots are filled in order
+        self._slot = {keys[slot].tobytes(): slot for slot in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return an item's place and whether it is new; a new item may evict another."""
+        """Return an item's slot and whether it is new; a new item may evict another."""
         self._clock += 1
-        place = self._place.get(key)
-        new = place is None
-        if place is None:
+        slot = self._slot.get(key)
+        new = slot is None
+        if slot is None:
             if self.size < len(self.used):
-                place = self.size
+                slot = self.size
                 self.size += 1
             else:
-                place = int(self.used.argmin())
-                del self._place[self.keys[place].tobytes()]
-                self._leave(place)
-            self._place[key] = place
-            self.vectors[place] = vector
-            self.keys[place] = np.frombuffer(key, np.uint64)
-        self.used[place] = self._clock
-        return place, new
+                slot = int(self.used.argmin())
+                del self._slot[self.keys[slot].tobytes()]
+                self._leave(slot)
+            self._slot[key] = slot
+            self.vectors[slot] = vector
+            self.keys[slot] = np.frombuffer(key, np.uint64)
+        self.used[slot] = self._clock  # an item that comes again stays longer
+        return slot, new
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
         """Add a triplet's two pairs; drop relations that contradict them."""
@@ -98,7 +98,7 @@ class Memory:
         otherwise. The result is the mean of these votes.
 
         Args:
-            anchors: (A,) places of the items.
+            anchors: (A,) slots of the items.
             distances: (A, size) distances to every item. They are changed in place.
             share: share of the memory that may vote; see `NEAR`.
         """
@@ -127,13 +127,13 @@ class Memory:
             total += (favouring > largest) + 0.5 * (favouring == largest)
         return total / len(VOTERS)
 
-    def _leave(self, place: int) -> None:
+    def _leave(self, slot: int) -> None:
         """Move an item into an empty group, which has no known relations."""
-        group = int(self.group[place])
+        group = int(self.group[slot])
         if np.count_nonzero(self.group == group) > 1:
             used_groups = np.zeros(len(self.group), bool)
             used_groups[self.group] = True
-            self.group[place] = group = int(used_groups.argmin())
+            self.group[slot] = group = int(used_groups.argmin())
         self.parted[group] = self.parted[:, group] = False
 
 

@@ -58,6 +58,7 @@ class Spaces:
         if manifest.subspaces:
             weights = np.array([space.weight for space in manifest.subspaces])
         else:
+            # A query's embeddings have the weights as lengths; an embedding that is 0 says nothing.
             query = encoded.query.reshape(len(inputs), count, -1)
             weights = np.linalg.norm(query, axis=2).max(axis=0)
         return cls(np.ascontiguousarray(embeddings), weights / weights.sum())
@@ -71,9 +72,8 @@ class Spaces:
 
     def codes(self) -> Floats:
         """Return embeddings (N, (L + 1) E), whose squared Euclidean distance is Σ α_l D_l²."""
-        weighted = (
-            self.embeddings * np.sqrt(self.alpha).astype(self.embeddings.dtype)[:, None, None]
-        )
+        factors = np.sqrt(self.alpha).astype(self.embeddings.dtype)
+        weighted = self.embeddings * factors[:, None, None]
         return np.ascontiguousarray(weighted.transpose(1, 0, 2)).reshape(len(self), -1)
 
     def distances(self, references: Spaces) -> Floats:
@@ -112,9 +112,8 @@ class Spaces:
                 f"Both sides of the pairs must have the same number of items, not {len(self)} and"
                 f" {len(references)}."
             )
-        return np.asarray(
-            self.alpha @ (self.distances(references) / 2 < threshold), dtype=np.float64
-        )
+        alike = self.distances(references) / 2 < threshold
+        return np.asarray(self.alpha @ alike, dtype=np.float64)
 
     def retrieve(self, references: Spaces, k: int = 10) -> tuple[Ints, Floats64]:
         """Return rows and scores (N, k), best first, by Eq 27; see `OAHU.retrieve`.
@@ -134,7 +133,8 @@ class Spaces:
         best = np.empty((len(self), width))
         for query in range(len(self)):
             first = np.sort(np.unique(flat[query], return_index=True)[1])[:width]
-            best_rows[query], best[query] = flat[query, first], value[query, first]
+            best_rows[query] = flat[query, first]
+            best[query] = value[query, first]
         return best_rows, best
 
     def _candidates(self, references: Spaces, k: int) -> tuple[Ints, Floats64]:
@@ -156,9 +156,8 @@ class Spaces:
         least = distances[..., :1]
         most = distances[..., -1:]
         # If all distances are equal (or k = 1), the paper has 0/0; here they count as nearest.
-        spread = np.divide(
-            distances - least, most - least, out=np.zeros_like(distances), where=most > least
-        )
+        zeros = np.zeros_like(distances)
+        spread = np.divide(distances - least, most - least, out=zeros, where=most > least)
         return rows, np.exp(-spread) * self.alpha[:, None, None]
 
 
@@ -172,10 +171,11 @@ def _nearest(query: Floats, references: Floats, k: int) -> tuple[Ints, Floats64]
     step = max(1, _BLOCK // size)
     for start in range(0, len(query), step):
         block = query[start : start + step]
+        # The query's norm is left out, because it does not change the order.
         approximate = norms - 2 * block @ references.T
         if wide < size:
             candidates = np.argpartition(approximate, wide - 1, axis=1)[:, :wide]
-            candidates = np.sort(candidates, axis=1)
+            candidates = np.sort(candidates, axis=1)  # so that equal distances are ordered by row
         else:
             candidates = np.broadcast_to(np.arange(size), (len(block), size))
         difference = references[candidates].astype(np.float64) - block[:, None]

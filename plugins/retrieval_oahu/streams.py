@@ -55,19 +55,19 @@ class Closure:
 
     def similar(self, x: int, y: int) -> bool:
         """Return whether the triplets imply that two items are similar."""
-        return x == y or (x in self._group and self._group[x] == self._group.get(y))
+        group = self._group.get(x)
+        return x == y or (group is not None and group == self._group.get(y))
 
     def dissimilar(self, x: int, y: int) -> bool:
         """Return whether the triplets imply that two items are dissimilar."""
-        return (
-            x in self._group and y in self._group and self._group[y] in self._parted[self._group[x]]
-        )
+        if x not in self._group or y not in self._group:
+            return False
+        return self._group[y] in self._parted[self._group[x]]
 
     def add(self, triplet: Triplet) -> bool:
         """Add a triplet unless it contradicts earlier ones; return whether it was added."""
         a, p, n = triplet
-        contradicts = self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n)
-        if contradicts:
+        if self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n):
             self.contradictions += 1
             return False
         for item in triplet:
@@ -110,6 +110,7 @@ class Closure:
         """Join two groups of similar items."""
         if larger == smaller:
             return
+        # Each item that moves comes into a group of at least twice the size, so it moves rarely.
         if len(self._members[larger]) < len(self._members[smaller]):
             larger, smaller = smaller, larger
         for item in self._members[smaller]:
@@ -278,6 +279,7 @@ class with_closure:
         if triplet in self._seen:
             self.duplicates += 1
             return False
+        # `_seen` also has the implied triplets, so it may fill before the window does.
         most_seen = 4 * self._memory * (1 + self._per_seed)
         if len(self._window) >= self._memory or len(self._seen) > most_seen:
             self._forget()
@@ -303,7 +305,7 @@ def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
     """Yield the stream of OAHU's experiments (§4.3.2): random seeds, then implied triplets."""
-    rng = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([seed, 1])  # independent of the generator of the seeds
     source = from_labels(labels, seed=seed, held_out=held_out)
     closed = Closure()
     seen: set[Triplet] = set()
@@ -398,7 +400,8 @@ class ClickLog:
             raise DataError(f"{self.path} cannot be read as a click log: {reason}.") from fault
 
     def _read(self, file: TextIO) -> Iterator[Triplet]:
-        header = [name.strip() for name in next(csv.reader([next(self._text(file), "")]), [])]
+        first = next(self._text(file), "")
+        header = [name.strip() for name in next(csv.reader([first]), [])]
         missing = [name for name in COLUMNS if name not in header]
         if missing:
             raise DataError(

@@ -125,22 +125,22 @@ class Warm(LinearMap, RandomTriplets):
 
     def _begin(self, features: int, sample: Floats | None) -> None:
         number = len(EXPERTS)
-        places = self.memory
+        slots = self.memory
         self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
         self.alpha_ = np.eye(number + 1)[0]
         self._record(self.alpha_, 0)
         self.lead_, self.differing_, self.triplets_lead_ = np.zeros((3, number))
         self.waiting_ = np.zeros((0, 3, features))
-        self.held_ = np.zeros((places, features))
-        self.keys_ = np.zeros((places, 2), np.uint64)
-        self.group_ = np.arange(places)
-        self.parted_ = np.zeros((places, places), bool)
-        self.used_ = np.zeros(places, np.int64)
+        self.held_ = np.zeros((slots, features))
+        self.keys_ = np.zeros((slots, 2), np.uint64)
+        self.group_ = np.arange(slots)
+        self.parted_ = np.zeros((slots, slots), bool)
+        self.used_ = np.zeros(slots, np.int64)
         # For each item of the memory, the latest d per expert, and the number of triplets learned
         # when the item was judged.
-        self.verdicts_ = np.zeros((places, number))
-        self.judged_ = np.zeros(places, np.int64)
+        self.verdicts_ = np.zeros((slots, number))
+        self.judged_ = np.zeros(slots, np.int64)
         # The sums of d and d² per expert over the items that the memory has evicted.
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
@@ -175,6 +175,7 @@ class Warm(LinearMap, RandomTriplets):
         # The mean eigenvalue is over all F directions, with 0 for those outside `basis_`.
         means = np.trace(self.moment_, axis1=1, axis2=2) / self.basis_.shape[1]
         weight = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
+        # Rounding can make an eigenvalue of a second moment negative.
         values = np.maximum(values, 0.0) * (weight / np.where(means > 0, means, 1.0))[:, None]
         self.scales_ = 1 / (1 + values[..., None] / [expert.reach for expert in EXPERTS])
 
@@ -191,8 +192,8 @@ class Warm(LinearMap, RandomTriplets):
 
     def _block(self, triplets: Floats) -> None:
         """Judge experts on a block of centred triplets, learn it, and choose the metric."""
-        places, to_judge = self._remember(triplets)
-        folds = self.keys_[places, 0] % FOLDS
+        slots, to_judge = self._remember(triplets)
+        folds = self.keys_[slots, 0] % FOLDS
         codes = triplets @ self.basis_.T
         self._judge_triplets(triplets, codes, folds[:, 0])
         self._judge_neighbours(to_judge)
@@ -207,22 +208,24 @@ class Warm(LinearMap, RandomTriplets):
         self._decide()
 
     def _remember(self, triplets: Floats) -> tuple[Ints, Ints]:
-        """Store triplets; return their places (T, 3), and those of the items to judge now."""
+        """Store triplets; return their slots (T, 3), and those of the items to judge now."""
         memory = self._memory()
-        places = np.zeros(triplets.shape[:2], np.int64)
-        for row, triplet in zip(places, triplets, strict=True):
+        slots = np.zeros(triplets.shape[:2], np.int64)
+        for row, triplet in zip(slots, triplets, strict=True):
             for column, vector in enumerate(triplet):
                 size = memory.size
-                row[column], new = memory.take(vector, digest(vector))
-                if new:
-                    place = row[column]
+                slot, is_new = memory.take(vector, digest(vector))
+                row[column] = slot
+                if is_new:
                     self.turnover_ += memory.size == size
-                    self.let_go_ += self.verdicts_[place], self.verdicts_[place] ** 2
-                    self.verdicts_[place], self.judged_[place] = 0.0, -1
+                    # The evicted item's verdict still counts.
+                    self.let_go_ += self.verdicts_[slot], self.verdicts_[slot] ** 2
+                    self.verdicts_[slot] = 0.0
+                    self.judged_[slot] = -1
             memory.learn(*row.tolist())
-        items = np.array(list(dict.fromkeys(places[:, :2].ravel().tolist())))
+        items = np.array(list(dict.fromkeys(slots[:, :2].ravel().tolist())))
         # An item is judged again once the stream is twice as long as at its last judgement.
-        return places, items[2 * self.judged_[items] <= self.learned_]
+        return slots, items[2 * self.judged_[items] <= self.learned_]
 
     def _distances(
         self, items: Floats, codes: Floats, anchors: Ints, fold: int
@@ -247,8 +250,8 @@ class Warm(LinearMap, RandomTriplets):
             else:
                 yield lengths - 2 * inner
 
-    def _judge_neighbours(self, places: Ints) -> None:
-        """Set `verdicts_` of the items at `places`: the experts' votes minus Euclidean votes."""
+    def _judge_neighbours(self, slots: Ints) -> None:
+        """Set `verdicts_` of the items at `slots`: the experts' votes minus Euclidean votes."""
         memory = self._memory()
         if memory.size <= VOTERS[-1]:
             return
@@ -256,13 +259,13 @@ class Warm(LinearMap, RandomTriplets):
         codes = held @ self.basis_.T
         share = NEAR_TURNED_OVER if self.turnover_ else NEAR
         for fold in range(FOLDS):
-            in_fold = places[self.keys_[places, 0] % FOLDS == fold]
+            in_fold = slots[self.keys_[slots, 0] % FOLDS == fold]
             votes = [
                 memory.votes(in_fold, distances, share)
                 for distances in self._distances(held, codes, in_fold, fold)
             ]
             self.verdicts_[in_fold] = (np.array(votes[1:]) - votes[0]).T
-        self.judged_[places] = self.learned_
+        self.judged_[slots] = self.learned_
 
     def _judge_triplets(
         self, triplets: Floats, codes: Floats, folds: NDArray[np.unsignedinteger[Any]]
@@ -272,12 +275,13 @@ class Warm(LinearMap, RandomTriplets):
             in_fold = folds == fold
             rows = np.arange(in_fold.sum())
             # rows 3t, 3t + 1 and 3t + 2 are the anchor, positive and negative of triplet t
-            items, along = (x[in_fold].reshape(-1, x.shape[2]) for x in (triplets, codes))
-            euclid, *experts = (
+            items = triplets[in_fold].reshape(-1, triplets.shape[2])
+            along = codes[in_fold].reshape(-1, codes.shape[2])
+            wrong = [
                 _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
                 for distances in self._distances(items, along, 3 * rows, fold)
-            )
-            self.triplets_lead_ += euclid - np.array(experts)
+            ]
+            self.triplets_lead_ += wrong[0] - np.array(wrong[1:])
 
     def _decide(self) -> None:
         """Serve the best expert that passes both tests, or Euclidean distance, and set the map."""

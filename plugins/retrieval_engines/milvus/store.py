@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import grpc
@@ -59,7 +60,7 @@ class MilvusStore(RemoteStore):
     engine = "Milvus"
     errors = (MilvusException, grpc.RpcError, ValueError)
     capabilities = frozenset({"ordered"})
-    most_found = 16_384
+    most_found = 16_384  # Milvus's own limit
 
     def __init__(
         self, server: Mapping[str, Any], address: str, name: str, timeout: float, exact: bool = True
@@ -199,7 +200,7 @@ class MilvusStore(RemoteStore):
             size = len(json.dumps(row.record, ensure_ascii=False).encode())
             if size > TEXT_BYTES:
                 raise DataError(
-                    f"The item {row.record['id']!r} has {size:,} bytes of id, label, metadata and"
+                    f"The item {row.id!r} has {size:,} bytes of id, label, metadata and"
                     f" paths; Milvus stores at most {TEXT_BYTES:,} bytes."
                 )
 
@@ -257,7 +258,7 @@ class MilvusStore(RemoteStore):
             self._ask(self._client.query, name, filter=filter, output_fields=fields, **options)
         )
 
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
         fields = ["record"]
         if arrays:
             fields += ["space", "arrays", "vector"]
@@ -271,11 +272,14 @@ class MilvusStore(RemoteStore):
     def _page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
+        # Each item has one such row: that of its first sub-space, or its only one.
         chosen = ["space <= 0", *conditions]
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
+        # Milvus selects the rows with the lowest keys, but promises no order of them.
         rows = self._query(generation, _joined(chosen, "and"), ["key", "record"], limit=limit)
-        return [_row(row, generation) for row in sorted(rows, key=lambda row: str(row["key"]))]
+        rows.sort(key=itemgetter("key"))
+        return [_row(row, generation) for row in rows]
 
     def _count(self, generation: Generation, conditions: Conditions) -> int:
         chosen = _joined(["space <= 0", *conditions], "and")

@@ -20,8 +20,11 @@ from retrieval_engines.rows import Row
 
 BATCH_BYTES = 8 << 20  # size of a request that writes points
 PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+# Arrays are the largest part of an item, and most reads do not need them.
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
 NOTES = str(uuid.UUID(int=0))  # id of the point that holds the notes
+# A search that begins after a write must see it, and a replica may lag behind.
+EVERY_REPLICA = models.ReadConsistencyType.ALL
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 
 
@@ -30,6 +33,7 @@ def point_of(text: str) -> str:
 
     `_page` lists items in the order of their point ids.
     """
+    # Qdrant takes only integers and UUIDs as ids of points.
     return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
 
 
@@ -93,6 +97,7 @@ class QdrantStore(RemoteStore):
         self._remove(name)
         self._ask(self._client.create_collection, name, vectors_config=vectors)
         if not generation.number:
+            # `set_payload` changes only points that exist.
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
     # The register: the payload of one point of collection 0 has the notes of the index.
@@ -125,7 +130,7 @@ class QdrantStore(RemoteStore):
             points,
             with_payload=payload,
             with_vectors=arrays,
-            consistency=models.ReadConsistencyType.ALL,
+            consistency=EVERY_REPLICA,
         )
         return list(answer)
 
@@ -143,7 +148,7 @@ class QdrantStore(RemoteStore):
         points = [point_of(id) for id in ids]
         self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
         points = list(map(point_of, ids))
         return list(map(_row, self._retrieve(generation.number, points, arrays)))
 
@@ -160,7 +165,7 @@ class QdrantStore(RemoteStore):
             offset=start,  # Qdrant includes this point, if it exists
             limit=limit + 1,
             with_payload=PLAIN,
-            consistency=models.ReadConsistencyType.ALL,
+            consistency=EVERY_REPLICA,
         )
         return [_row(point) for point in points if point.id != start][:limit]
 
@@ -192,7 +197,7 @@ class QdrantStore(RemoteStore):
             self._client.query_batch_points,
             self.collection(generation.number),
             requests,
-            consistency=models.ReadConsistencyType.ALL,
+            consistency=EVERY_REPLICA,
         )
         return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 

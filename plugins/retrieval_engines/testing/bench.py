@@ -147,11 +147,12 @@ class Bench:
                 for id, item in self.items.items()
                 if matches(chosen, item.id, item.label, item.metadata)
             }
-        assert self.store.count(chosen) == len(expected), filter
+        about = f"with the filter {filter}"
+        assert self.store.count(chosen) == len(expected), about
         ids = [item.id for item in all_pages(self.store, chosen)]
         if "ordered" in self.store.capabilities:
-            assert ids == sorted(expected), filter
-        assert sorted(ids) == sorted(expected), filter
+            assert ids == sorted(expected), about
+        assert sorted(ids) == sorted(expected), about
         read = self.store.get(expected, arrays=True)
         assert read.keys() == expected.keys()
         for id, item in expected.items():

@@ -176,10 +176,8 @@ class GenerationCases(Bench):
         assert self.store.pending(second, 100) == []
         assert self.store.switch(second) is True
         self.bundle = self.other
-        found = {
-            item.id: item for item in self.embedded(before.values()) if item.id not in left_out
-        }
-        self.check_search(random_vectors(3, WIDTH + 5, 0), found, 100)
+        expected = {item.id: self.expected(items)[item.id] for item in items[5:]}
+        self.check_search(random_vectors(3, WIDTH + 5, 0), expected, 100)
         assert self.store.get(before).keys() == before.keys()
         read = self.store.get(left_out, arrays=True)
         assert not any(item.arrays for item in read.values()), "arrays of a left-out item"
@@ -195,9 +193,9 @@ class GenerationCases(Bench):
         """If the index stores features, pending items have them."""
         width = 8
         self.create(features=width)
-        features = dict(
-            zip((f"id {n}" for n in range(20)), random_vectors(20, width, 3), strict=True)
-        )
+        features = {
+            f"id {number}": vector for number, vector in enumerate(random_vectors(20, width, 3))
+        }
         self.put(
             [
                 replace(item, arrays={**item.arrays, FEATURES: features[item.id]})
@@ -224,7 +222,7 @@ class GenerationCases(Bench):
         """`embed` refuses invalid arrays and missing or unknown items; then nothing changes."""
         self.create(6)
         second = self.begin()
-        first, *others = self.store.pending(second, 10)
+        first, *rest = self.store.pending(second, 10)
         for arrays in (
             self.items[first.id].arrays,  # of the first bundle
             {VECTOR: np.full(WIDTH + 5, np.nan)},
@@ -232,13 +230,13 @@ class GenerationCases(Bench):
         ):
             assert len(self.store.pending(second, 10)) == 6
             with refused(DataError):
-                self.store.embed(second, [*self.embedded(others), replace(first, arrays=arrays)])
-        first, *others = self.store.pending(second, 10)
+                self.store.embed(second, [*self.embedded(rest), replace(first, arrays=arrays)])
+        first, *rest = self.store.pending(second, 10)
         with refused(DataError, saying=first.id):
-            self.store.embed(second, self.embedded(others))
+            self.store.embed(second, self.embedded(rest))
         with refused(DataError, saying="stranger"):
             strange = random_item("stranger", 0, self.other)
-            self.store.embed(second, [*self.embedded([first, *others]), strange])
+            self.store.embed(second, [*self.embedded([first, *rest]), strange])
         assert len(self.store.pending(second, 10)) == 6
         self.check()
         expected = dict(self.items)
