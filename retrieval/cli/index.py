@@ -619,6 +619,12 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
 @click.option("--batch-size", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @limited
 @DEVICE
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Embed on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
+    " must share BUNDLE, SOURCES and --output.",
+)
 @JSON
 def embed_command(
     bundle: Path,

@@ -1,4 +1,7 @@
-"""Embed items into a folder of Parquet files, a part of the items at a time."""
+"""Embed items into a folder of Parquet files, a part of the items at a time.
+
+This process embeds the parts, or processes of a cluster do, which write the same files.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,24 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrieval.base.arrays import Floats32
 from retrieval.base.files import make_folder, whole_file, write_text
 from retrieval.base.locks import hold
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device
+from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
+from retrieval.host.cluster import cluster_at, refuse_node
 from retrieval.images.images import Limits
 from retrieval.index.adding import Options, Result, embed, refuse_twice
 from retrieval.index.embedded import BAD, SIZES, Plan, part_file, schema_of
@@ -74,6 +81,7 @@ def embed_sources(
     batch_size: int | None = None,
     limits: Limits | None = None,
     device: Device = "auto",
+    ray: str | None = None,
     progress: Progress = True,
 ) -> Embedding:
     """Embed items into a folder of Parquet files.
@@ -87,13 +95,15 @@ def embed_sources(
         features: also write the backbone's features. The bundle must be split into backbone and
             head, or take features.
         batch_size: number of items per batch. `None` is that of the folder to complete, or 32.
+        ray: embed on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. All nodes
+            must share the bundle, the sources and the output.
         variant, limits, device, progress: see `Index.create`.
 
     Raises:
-        DataError: there are no items, an id is used twice, no item can be used, or the folder
-            contains another embedding.
+        DataError: there are no items, an id is used twice, no item can be used, the folder
+            contains another embedding, or the cluster cannot be reached.
         BundleError: the bundle cannot be used or has no features.
-        MissingDependency: pyarrow is not installed.
+        MissingDependency: pyarrow, or Ray for the cluster, is not installed.
     """
     began = time.monotonic()
     pyarrow()
@@ -123,7 +133,11 @@ def embed_sources(
             plan = _resumed(folder, plan, batch_size)
             if not (folder / PLAN).exists():
                 write_text(folder / PLAN, plan.text(), DataError)
-            bad, resumed = _embed_missing(folder, plan, collected, bundle, limits)
+            embedder = _PartEmbedder(bundle, folder, plan, limits)
+            embedded: _EmbedParts = partial(map, embedder)
+            if ray is not None:
+                embedded = partial(_embed_on_cluster, ray, embedder, device)
+            bad, resumed = _embed_missing(folder, plan, collected, embedded)
     return Embedding(
         output=folder,
         items=plan.items - bad,
@@ -183,41 +197,120 @@ def _hash_of(sources: Sources) -> str:
     return total.hexdigest()
 
 
+BadItems = list[dict[str, str]]
+"""For each item of a part that cannot be used, its "key", "source" and "fault"."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The items of a part, and their features (n, F), or `None` for images."""
+
+    number: int
+    items: Sequence[Source]
+    features: Floats32 | None
+
+    @classmethod
+    def of(cls, sources: Sources, plan: Plan, number: int) -> _Part:
+        """Return a part of the sources."""
+        rows = plan.rows(number)
+        items = sources.items[rows.start : rows.stop]
+        if sources.features is None:
+            return cls(number, items, None)
+        # A process of a cluster gets the features of its part alone.
+        items = [replace(item, row=row) for row, item in enumerate(items)]
+        return cls(number, items, sources.features[rows.start : rows.stop])
+
+
+_EmbedParts = Callable[[Sequence[_Part]], Iterator[tuple[int, BadItems]]]
+"""Embeds and writes parts; yields each part's number and its items that cannot be used."""
+
+
+class _PartEmbedder:
+    """Embeds parts with one bundle and writes them into a folder."""
+
+    def __init__(self, bundle: Bundle, folder: Path, plan: Plan, limits: Limits) -> None:
+        self.bundle = bundle
+        self.folder = folder
+        self.plan = plan
+        self.limits = limits
+        self._options = Options(batch_size=plan.batch_size, limits=limits)
+
+    def __call__(self, part: _Part) -> tuple[int, BadItems]:
+        """Embed and write a part; return its number, and its items that cannot be used."""
+        results = self._embedded(part.items, part.features)
+        return part.number, write_part(self.folder, self.plan, part.number, part.items, results)
+
+    def _embedded(self, items: Sequence[Source], features: Floats32 | None) -> list[Result]:
+        contents = originals(items, features)
+        keep_features = FEATURES in self.plan.widths
+        batches = embed(self.bundle, contents, self._options, keep_features=keep_features)
+        try:
+            return [result for batch in batches for result in batch]
+        except DataError as fault:  # NaN for some item: find it by embedding each item alone
+            if len(items) == 1:
+                return [(items[0].item(), f"{items[0].name}: {fault}")]
+            return [result for item in items for result in self._embedded([item], features)]
+
+
+def _embed_on_cluster(
+    address: str, embedder: _PartEmbedder, device: Device, parts: Sequence[_Part]
+) -> Iterator[tuple[int, BadItems]]:
+    """Embed parts on a Ray cluster; yield what `_PartEmbedder` returns, in any order."""
+    if not parts:
+        return
+    start = partial(
+        _start_on_node,
+        installed_version(),
+        embedder.folder,
+        embedder.plan,
+        embedder.limits,
+        embedder.bundle.path.absolute(),
+        device,
+    )
+    with cluster_at("ray", address) as cluster:
+        yield from cluster.each(start, parts, gpu=device != "cpu")
+
+
+def _start_on_node(
+    version: str, folder: Path, plan: Plan, limits: Limits, path: Path, device: Device
+) -> _PartEmbedder:
+    """Return the embedder of a process of a cluster, which opens the bundle from its folder."""
+    refuse_node(version, folder / PLAN)
+    bundle = Bundle.open(path, variant=plan.variant, device=device)
+    if bundle.sha256 != plan.bundle:
+        raise DataError(f"The bundle {path} was changed while it was in use. Start again.")
+    return _PartEmbedder(bundle, folder, plan, limits)
+
+
 def _embed_missing(
-    folder: Path, plan: Plan, sources: Sources, bundle: Bundle, limits: Limits
+    folder: Path,
+    plan: Plan,
+    sources: Sources,
+    embedded: _EmbedParts,
 ) -> tuple[int, int]:
-    """Embed and write all missing parts.
+    """Embed and write all missing parts by `embedded`.
 
     Returns:
         The number of items that cannot be used, and the number of items in parts that existed.
     """
-    options = Options(batch_size=plan.batch_size, limits=limits)
-
-    def embedded(part: Sequence[Source]) -> list[Result]:
-        contents = originals(part, sources.features)
-        batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
-        try:
-            return [result for batch in batches for result in batch]
-        except DataError as fault:  # NaN for some item: find it by embedding each item alone
-            if len(part) == 1:
-                return [(part[0].item(), f"{part[0].name}: {fault}")]
-            return [result for source in part for result in embedded([source])]
-
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad_of_part = {number: bad for number, bad in states.items() if bad is not None}
     resumed = sum(len(plan.rows(number)) for number in bad_of_part)
     shown_faults = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            for number in sorted(states.keys() - bad_of_part.keys()):
-                rows = plan.rows(number)
-                part = sources.items[rows.start : rows.stop]
-                bad_of_part[number] = write_part(folder, plan, number, part, embedded(part))
-                for entry in bad_of_part[number][: max(0, _FAULTS_SHOWN - shown_faults)]:
+            missing = sorted(states.keys() - bad_of_part.keys())
+            parts = [_Part.of(sources, plan, number) for number in missing]
+            for number, bad in embedded(parts):
+                bad_of_part[number] = bad
+                for entry in bad[: max(0, _FAULTS_SHOWN - shown_faults)]:
                     meter.say(f"bad: {entry['fault']}")
-                shown_faults += len(bad_of_part[number])
-                meter.update(len(part))
+                shown_faults += len(bad)
+                meter.update(len(plan.rows(number)))
     finally:
+        # A killed process of a cluster leaves its file, whose name no other process uses.
+        for unfinished in folder.glob("part-*.tmp"):
+            unfinished.unlink(missing_ok=True)
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
             for _, bad in sorted(bad_of_part.items()):
                 for entry in bad:
@@ -238,12 +331,8 @@ def _plan_hash(plan: Plan) -> str:
 
 def write_part(
     folder: Path, plan: Plan, number: int, part: Sequence[Source], results: Sequence[Result]
-) -> list[dict[str, str]]:
-    """Write a part atomically.
-
-    Returns:
-        For each item that cannot be used, its "key", "source" and "fault".
-    """
+) -> BadItems:
+    """Write a part atomically; return its items that cannot be used."""
     bad = [
         {"key": source.key, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
         for source, (_, fault) in zip(part, results, strict=True)
@@ -255,7 +344,8 @@ def write_part(
     table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note).encode()})
     # Compress only text; vectors look random and would not shrink.
     texts = [name for name in table.schema.names if name not in plan.widths]
-    with whole_file(part_file(folder, number), DataError) as path:
+    # A cluster that takes a process for dead may have another one write the same part.
+    with whole_file(part_file(folder, number), DataError, shared=True) as path:
         pa.parquet.write_table(
             table,
             path,
@@ -286,7 +376,7 @@ def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
     return pa.table(columns, schema_of(plan))
 
 
-def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
+def finished_part(folder: Path, plan: Plan, number: int) -> BadItems | None:
     """Return the unusable items of a part as `write_part` does.
 
     Returns `None` if the part is missing, damaged or of another plan.
@@ -295,7 +385,7 @@ def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]]
     try:
         with pa.parquet.ParquetFile(part_file(folder, number)) as file:
             note = json.loads((file.schema_arrow.metadata or {})[_NOTE_KEY])
-            bad: list[dict[str, str]] = note["bad"]
+            bad: BadItems = note["bad"]
             whole = file.metadata.num_rows + len(bad) == len(plan.rows(number))
             same = (note["plan"], note["part"]) == (_plan_hash(plan), number)
             return bad if whole and same else None

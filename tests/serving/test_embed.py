@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 import tomli_w
 from retrieval.base.locks import hold
+from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
+from retrieval.host.cluster import Cluster, refuse_node
 from retrieval.index import embedding
 from retrieval.index.embedding import embed_sources
 from retrieval.index.index import create_index, open_index
@@ -164,6 +167,7 @@ def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path,
 
 
 SMALL_PARTS = """
+from retrieval.host.cluster import Cluster, refuse_node
 from retrieval.index import embedding
 embedding._SMALLEST_PART = 30
 from retrieval.cli.app import main
@@ -268,3 +272,55 @@ def test_a_second_command_on_the_same_folder_is_refused(photos, bundle_path, tmp
     with hold(tmp_path / "v", "embedding into this folder", DataError):
         refuses("embedding into this folder", embedded, bundle_path, [photos], tmp_path / "v")
     assert embedded(bundle_path, [photos], tmp_path / "v").resumed > 0
+
+
+class OneProcess(Cluster):
+    """A cluster that is this process; it embeds the parts from the last to the first."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __enter__(self):
+        if self.address != "here:1":
+            raise DataError(f"The cluster at {self.address} cannot be joined.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.address = ""
+
+    def submit(self, function, *arguments, gpu):
+        raise NotImplementedError
+
+    def each(self, start, items, *, gpu):
+        work = pickle.loads(pickle.dumps(start))()
+        for item in reversed(items):
+            yield work(pickle.loads(pickle.dumps(item)))
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", ["plain", "features"])
+def test_a_cluster_writes_the_same_files(kind, photos, makers, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval_ray.cluster.RayCluster", OneProcess)
+    if kind == "plain":
+        bundle, source = makers.make_bundle(tmp_path / "b"), photos
+    else:
+        bundle, source = makers.make_bundle(tmp_path / "b", kind="features"), tmp_path / "f.npz"
+        rows = np.random.default_rng(0).normal(size=(100, 64)).astype(np.float32)
+        np.savez(source, features=rows)
+    refuses("cannot be joined", embedded, bundle, source, tmp_path / "c", ray="there:1")
+    embedded(bundle, source, tmp_path / "a")
+    done = embedded(bundle, source, tmp_path / "c", ray="here:1")
+    assert done.parts > 2
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "c" / path.name).read_bytes(), path
+    # of a complete folder nothing is left to embed, so no cluster is joined
+    assert embedded(bundle, source, tmp_path / "c", ray="there:1").resumed == done.items
+
+
+def test_a_node_that_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    refuse_node(installed_version(), tmp_path / "file")
+    for version, shared in (("9.9", "file"), (installed_version(), "missing")):
+        refuses("all nodes must share the output", refuse_node, version, tmp_path / shared)
