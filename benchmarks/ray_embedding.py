@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 from PIL import Image
-from ray.cluster_utils import Cluster
 from retrieval.index.embedding import Embedding, embed_sources
 from retrieval.plugin import read_idx
 
@@ -77,6 +75,9 @@ def differing(first: Path, second: Path) -> list[str]:
 
 
 def measured(bundle: Path, count: int, folder: Path) -> Row:
+    import ray  # here, so that the page can be rendered without it
+    from ray.cluster_utils import Cluster
+
     photos = folder / "photos"
     write_photos(photos, count)
 
