@@ -126,7 +126,8 @@ class Objective:
 
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
     """Return (h(a) − h(b)) / (a − b) of `Objective`'s h without cancellation; h′(a) where a = b."""
-    aa, bb = a * a, b * b
+    aa = a * a
+    bb = b * b
     ab = a * b
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
     top = top + 4 * beta * aa * bb * (aa + ab + bb) + beta**2 * aa**2 * bb**2
@@ -168,7 +169,8 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Result:
         stuck = not result.value < value * (1 - 1e-12)
         if result.slope <= tol or iterations >= max_iter or stuck:
             return Result(result.half, result.value, result.slope, iterations)
-        half, value = result.half, result.value
+        half = result.half
+        value = result.value
 
 
 def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Result:
@@ -221,7 +223,8 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Re
             "maxcor": 20,
         },
     )
-    flat, iterations = result.x, int(result.nit)
+    flat = result.x
+    iterations = int(result.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
     # At such slopes, the line search fails, because a step changes the value by less than its
@@ -232,7 +235,10 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Re
         next_slope = float(np.abs(next_gradient).max())
         if next_slope >= slope:
             break
-        flat, value, gradient, slope = flat - gradient, next_value, next_gradient, next_slope
+        flat = flat - gradient
+        value = next_value
+        gradient = next_gradient
+        slope = next_slope
         iterations += 1
     return Result(factor(flat)[0], value * unit, slope, iterations)
 

@@ -29,7 +29,9 @@ def best_scale(
     `moments` are aᵢ (C,), whose sum is above 0; `eigenvalues` are the λᵢ (C,) of M; `dissimilar` is
     d > 0.
     """
-    a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
+    a = moments.double()
+    squared = eigenvalues.double().square()
+    d = dissimilar.double()
     high = (d / a.sum()).log() / 2
     low = (
         high - torch.log1p(torch.as_tensor(1.158 * alpha, dtype=torch.float64, device=a.device)) / 2
@@ -39,7 +41,8 @@ def best_scale(
         x = beta * (2 * middle).exp() * squared
         s = x / (2 + x)
         slope = middle.exp() * (a * (1 + alpha * s * s * (5 - 4 * s))).sum() - d * (-middle).exp()
-        low, high = torch.where(slope > 0, low, middle), torch.where(slope > 0, middle, high)
+        low = torch.where(slope > 0, low, middle)
+        high = torch.where(slope > 0, middle, high)
     return float(((low + high) / 2).exp())
 
 
@@ -93,7 +96,10 @@ class GeometricMeanLoss(CheckedLoss):
                 )
         if scale not in ("free", "fixed"):
             raise ValueError(f'scale is "{scale}" and must be "free" or "fixed"')
-        self.alpha, self.beta, self.ridge, self.scale = alpha, beta, ridge, scale
+        self.alpha = alpha
+        self.beta = beta
+        self.ridge = ridge
+        self.scale = scale
 
     def _sub_loss_names(self) -> list[str]:
         return ["pos_loss", "neg_loss"]
@@ -102,15 +108,17 @@ class GeometricMeanLoss(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Squares:
         """Return the losses of the pairs in the format of pytorch-metric-learning's reducers."""
-        pairs = (
-            indices_utils.get_all_pairs_indices(
+        if indices_tuple is None:
+            pairs = indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels
             )
-            if indices_tuple is None
-            else listed_pairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
-        )
+        else:
+            pairs = listed_pairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
         queries = len(embeddings)
-        items = embeddings if ref_emb is embeddings else torch.cat([embeddings, ref_emb])
+        if ref_emb is embeddings:
+            items = embeddings
+        else:
+            items = torch.cat([embeddings, ref_emb])
         mean = items.mean(0)
         items = items - mean  # differences lose fewer digits after centring
         size = items.shape[1]
@@ -153,14 +161,16 @@ class GeometricMeanLoss(CheckedLoss):
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
     """Return ‖x_a − x_b‖² (P,) of pairs, where b indexes the rows of `_reference`."""
-    q, r = x[:queries], _reference(x, queries)
+    q = x[:queries]
+    r = _reference(x, queries)
     matrix = q.square().sum(1)[:, None] + r.square().sum(1) - 2 * (q @ r.T)
     return matrix[pairs].clamp_min(0)
 
 
 def _mean_square_by_column(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
     """Return the mean of (x_a − x_b)² over pairs, column by column (C,)."""
-    q, r = x[:queries], _reference(x, queries)
+    q = x[:queries]
+    r = _reference(x, queries)
     counts = x.new_zeros(len(q), len(r)).index_put_(pairs, x.new_ones(()), accumulate=True)
     total = counts.sum(1) @ q.square() + counts.sum(0) @ r.square() - 2 * (q * (counts @ r)).sum(0)
     return total.clamp_min(0) / pairs[0].numel()
@@ -168,7 +178,9 @@ def _mean_square_by_column(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -
 
 def _reference(x: Tensor, queries: int) -> Tensor:
     """Return the rows after the queries, or the queries if there are no others."""
-    return x[queries:] if len(x) > queries else x
+    if len(x) > queries:
+        return x[queries:]
+    return x
 
 
 def _check_regular(eigenvalues: Tensor, items: int, ridge: float) -> None:

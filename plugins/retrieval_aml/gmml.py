@@ -64,7 +64,8 @@ def moments_of_classes(x: Floats, codes: Ints) -> Moments:
     n, features = x.shape
     counts = np.bincount(codes)
     mean = x.mean(axis=0)
-    similar, dissimilar = np.zeros((features, features)), np.zeros((features, features))
+    similar = np.zeros((features, features))
+    dissimilar = np.zeros((features, features))
     order = np.argsort(codes, kind="stable")
     centres = np.empty((len(counts), features))
     for c, rows in enumerate(np.split(order, counts.cumsum()[:-1])):
@@ -241,7 +242,10 @@ class PairLearner(Seeded, LinearMap):
             moments = moments_of_classes(x, codes)
         else:
             classes = int(codes.max()) + 1
-            drawn = 1000 * classes * (classes - 1) if self.n_pairs == "paper" else self.n_pairs
+            if self.n_pairs == "paper":
+                drawn = 1000 * classes * (classes - 1)
+            else:
+                drawn = self.n_pairs
             moments = moments_of_drawn_pairs(x, codes, drawn, seed)
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
@@ -268,7 +272,8 @@ class PairLearner(Seeded, LinearMap):
         )
 
     def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
-        self.n_similar_, self.n_dissimilar_ = moments.n_similar, moments.n_dissimilar
+        self.n_similar_ = moments.n_similar
+        self.n_dissimilar_ = moments.n_dissimilar
         if not (self.n_similar_ and self.n_dissimilar_):
             kinds = ("similar", "dissimilar")
             missing, other = kinds[::-1] if self.n_similar_ else kinds
@@ -287,11 +292,14 @@ class PairLearner(Seeded, LinearMap):
         return self
 
     def _scale(self, x: Floats) -> Floats:
-        return deviations(x) if self.standardize else np.ones(x.shape[1])
+        if self.standardize:
+            return deviations(x)
+        return np.ones(x.shape[1])
 
     def _regularized(self, moments: Moments, x: Floats) -> tuple[Floats, Floats]:
         """Return A + λM₀⁻¹ and B + λM₀."""
-        a, b = moments.similar, moments.dissimilar
+        a = moments.similar
+        b = moments.dissimilar
         if self.regularization > 0:
             prior = self._prior(x)
             a = symmetric(a + self.regularization * np.linalg.inv(prior))
@@ -345,7 +353,10 @@ def checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, Bools]:
     if flags.shape != (len(x),):
         raise ValueError(f"There are {len(x)} pairs, but similar has the shape {flags.shape}.")
     if flags.dtype != np.bool_:
-        known = set(np.unique(flags).tolist()) if flags.dtype.kind in "iuf" else {None}
+        if flags.dtype.kind in "iuf":
+            known = set(np.unique(flags).tolist())
+        else:
+            known = {None}
         if not (known <= {0, 1} or known <= {-1, 1}):
             raise ValueError(
                 "similar must consist of True and False, 1 and 0, or 1 and -1, where 1 marks"
@@ -409,5 +420,6 @@ class GMML(PairLearner):
     standardize: bool = False
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        self.converged_, self.n_iter_ = True, 0
+        self.converged_ = True
+        self.n_iter_ = 0
         return geodesic_factor(similar, dissimilar, self.t)

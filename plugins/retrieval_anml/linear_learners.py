@@ -60,7 +60,10 @@ class NeighborhoodLearner(LinearMap):
                 or a parameter is out of range.
         """
         raw, codes = self._checked(X, y)
-        scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
+        if self.standardize:
+            scale = deviations(raw)
+        else:
+            scale = np.ones(raw.shape[1])
         x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
@@ -120,7 +123,10 @@ class NeighborhoodLearner(LinearMap):
     def _start(self, x: Floats) -> Floats:
         """Return L₀ = N^(−1/4) V, where V is the identity, or the principal directions if C < F."""
         features = x.shape[1]
-        width = features if self.n_components is None else self.n_components
+        if self.n_components is None:
+            width = features
+        else:
+            width = self.n_components
         if not 1 <= width <= features:
             raise ValueError(
                 f"n_components is {width}; it must lie between 1 and the {features} features."
@@ -224,7 +230,10 @@ class LANML(NeighborhoodLearner):
             )
         count = self.neighbors
         if count is None:
-            count = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
+            if (self.gamma1 if self.k1 is None else self.k1) < 0:
+                count = NEAREST
+            else:
+                count = "all"
         return Neighborhoods(
             x,
             codes,
@@ -281,7 +290,10 @@ class PNCA(NeighborhoodLearner):
     regularization: NotNegative = 0.0
 
     def _neighborhoods(self, x: Floats, codes: Ints, queries: int | None) -> Neighborhoods:
-        power = 1.0 if self.form == "mean" else 1 / self.alpha
+        if self.form == "mean":
+            power = 1.0
+        else:
+            power = 1 / self.alpha
         # log s = power · log |S| − b_α(S) and log Σ_D = log |D| − b_1(D); 1 − p is the sigmoid of
         # log Σ_D − log s.
         return Neighborhoods(

@@ -79,7 +79,9 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
     import torch
 
     if np.isinf(gamma):
-        return a.amin(axis) if gamma > 0 else a.amax(axis)
+        if gamma > 0:
+            return a.amin(axis)
+        return a.amax(axis)
     mean = a.mean(axis, keepdim=True)
     if abs(gamma) < torch.finfo(a.dtype).tiny:
         return mean.squeeze(axis)
@@ -121,16 +123,19 @@ def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) ->
         return 0.0
     if k == 1:
         return float("inf")
-    target, spread = values[:k].mean(), values[-1] - values[0]
+    target = values[:k].mean()
+    spread = values[-1] - values[0]
     if not values[0] < target < values.mean():
         raise ValueError(
             f"The numbers have ties: the mean of the {k} smallest equals the"
             f" {'smallest' if target <= values[0] else 'mean of all'}, which no finite γ above 0"
             " gives."
         )
-    low, high = 0.0, 1.0 / spread
+    low = 0.0
+    high = 1.0 / spread
     while _array_mean(values, high, 0) > target:  # b decreases in γ
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > tol * high:
         middle = (low + high) / 2
         if middle in (low, high):

@@ -50,7 +50,9 @@ class Outer:
     @property
     def floor(self) -> float:
         """The largest x at which ℓ and its slope are exactly 0."""
-        return -self.margin if self.name in ("hinge", "smooth_hinge") else -np.inf
+        if self.name in ("hinge", "smooth_hinge"):
+            return -self.margin
+        return -np.inf
 
     def __call__(self, x: Floats) -> tuple[Floats, Floats]:
         """Return ℓ and its slope at each x; at the hinge's kink, the slope is a subgradient."""
@@ -75,7 +77,10 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     """
     count = d.shape[1] - (skip is not None)
     flat = abs(gamma) < 1e-8  # here the log-exp mean equals the mean up to rounding
-    e = np.zeros_like(d) if flat else d * -gamma
+    if flat:
+        e = np.zeros_like(d)
+    else:
+        e = d * -gamma
     if skip is not None:
         e[np.arange(len(d)), skip] = -np.inf
     top = e.max(axis=1, keepdims=True)
@@ -83,7 +88,10 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     np.exp(e, out=e)
     mass = e.sum(axis=1, keepdims=True)
     e /= mass
-    radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
+    if flat:
+        radius = np.einsum("ij,ij->i", e, d)
+    else:
+        radius = -(top + np.log(mass / count))[:, 0] / gamma
     return radius, e
 
 
@@ -94,7 +102,10 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
     elements uses all of them. For `skip` see `soft_radius`. The derivatives are 1/|k| at the
     selected elements and 0 elsewhere.
     """
-    ranked = d if k > 0 else -d
+    if k > 0:
+        ranked = d
+    else:
+        ranked = -d
     if skip is not None:
         ranked = ranked.copy()
         ranked[np.arange(len(d)), skip] = np.inf
@@ -155,7 +166,9 @@ class _Class:
 
     @property
     def similar(self) -> int:
-        return self.count - 1 if self.neighbors is None else self.neighbors.shape[1]
+        if self.neighbors is None:
+            return self.count - 1
+        return int(self.neighbors.shape[1])
 
 
 @dataclass(frozen=True)
@@ -242,10 +255,14 @@ class Neighborhoods:
         k1: int | None = None,
         k2: int | None = None,
     ) -> None:
-        self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
-        self.k1, self.k2 = k1, k2
+        self.gamma1 = gamma1
+        self.gamma2 = gamma2
+        self.outer = outer
+        self.k1 = k1
+        self.k2 = k2
         self.sharpness = gamma2 if k2 is None else 1.0
-        self.regularization, self.offset = regularization, offset
+        self.regularization = regularization
+        self.offset = offset
         # Distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0.
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
@@ -260,7 +277,8 @@ class Neighborhoods:
         self, counts: Ints, neighbors: int | None, queries: int | None, seed: int
     ) -> Iterator[_Class]:
         random = np.random.RandomState(seed)
-        possible, start = int(counts[counts > 1].sum()), 0
+        possible = int(counts[counts > 1].sum())
+        start = 0
         for count in counts.tolist():
             chosen = np.arange(count)
             if queries is not None and queries < possible:
@@ -269,11 +287,10 @@ class Neighborhoods:
                 )
             if count > 1:
                 x = self.x[start : start + count]
-                near = (
-                    None
-                    if neighbors is None or neighbors >= count - 1
-                    else _nearest(x, chosen, neighbors)
-                )
+                if neighbors is None or neighbors >= count - 1:
+                    near = None
+                else:
+                    near = _nearest(x, chosen, neighbors)
                 yield _Class(start, start + count, chosen, near)
             start += count
 
@@ -300,8 +317,10 @@ class Neighborhoods:
         square = np.einsum("ij,ij->i", z, z)[:, None]
         ones = np.ones_like(square)
         # left @ right.T has the elements −2ab + |a|² + |b|², the squared distances.
-        left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
-        gradient, pushed = np.zeros_like(z), np.zeros((len(z), z.shape[1] + 1))
+        left = np.hstack([-2 * z, square, ones])
+        right = np.hstack([z, ones, square])
+        gradient = np.zeros_like(z)
+        pushed = np.zeros((len(z), z.shape[1] + 1))
         total = sum(self._group(g, z, left, right, gradient, pushed) for g in self.groups)
         # A row of W sums to 0 (−ℓ′ over D_i, ℓ′ over S_i), so diag(W1) vanishes.
         gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
@@ -328,14 +347,19 @@ class Neighborhoods:
         collects Σ_i W_ij z_i and Σ_i W_ij of each item j.
         """
         listed = group.neighbors
-        similar = group.count - 1 if listed is None else listed.shape[1]
-        dissimilar, total = len(z) - group.count, 0.0
+        if listed is None:
+            similar = group.count - 1
+        else:
+            similar = listed.shape[1]
+        dissimilar = len(z) - group.count
+        total = 0.0
         offset = self.offset(similar, dissimilar)
         rows = max(1, BLOCK // max(len(z), 0 if listed is None else similar * z.shape[1]))
         space = np.empty(min(rows, len(group.queries)) * len(z))
         waiting = _Waiting(pushed)
         for i in range(0, len(group.queries), rows):
-            query, starts = group.queries[i : i + rows], group.starts[i : i + rows]
+            query = group.queries[i : i + rows]
+            starts = group.starts[i : i + rows]
             t = self._exponents(left[query], right, space)
             near = starts[:, None] + np.arange(group.count)
             same_class: Any = np.arange(len(query))[:, None], near
@@ -351,9 +375,12 @@ class Neighborhoods:
             push = self._push(t, radius + offset, dissimilar)
             if push is None:
                 continue
-            query, near, weights = query[push.rows], near[push.rows], weights[push.rows]
+            query = query[push.rows]
+            near = near[push.rows]
+            weights = weights[push.rows]
             total += push.loss
-            slope, scale = push.slope[:, None], (push.slope / push.mass)[:, None]
+            slope = push.slope[:, None]
+            scale = (push.slope / push.mass)[:, None]
             w = push.weights * -scale  # S_i and D_i have no item in common
             if isinstance(w, np.ndarray):
                 np.put_along_axis(w, near, slope * weights, axis=1)
@@ -391,7 +418,10 @@ class Neighborhoods:
             return None
         if rows.all():
             rows = slice(None)  # no copies
-        t, top, least, radius = t[rows], top[rows], least[rows], radius[rows]
+        t = t[rows]
+        top = top[rows]
+        least = least[rows]
+        radius = radius[rows]
         if self.k2 is None:
             t -= top[:, None]
             weights, mass = exponentials(t)
@@ -402,9 +432,9 @@ class Neighborhoods:
         return _Push(rows, float(loss.sum()), slope, weights, mass)
 
     def _radius(self, d: Floats, skip: Ints | None = None) -> tuple[Floats, Floats]:
-        return (
-            soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
-        )
+        if self.k1 is None:
+            return soft_radius(d, self.gamma1, skip)
+        return hard_radius(d, self.k1, skip)
 
 
 class _Waiting:

@@ -95,7 +95,8 @@ def gaps(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
         (-similarity, positive, rule.gamma1, p if p is None else -p),
         (similarity, negative, rule.gamma2, rule.negative_threshold),
     )
-    total, defined = similarity.sum(1) * 0, (positive | negative).any(1)
+    total = similarity.sum(1) * 0
+    defined = (positive | negative).any(1)
     for values, mask, gamma, threshold in sides:
         if threshold is not None:
             values = torch.nn.functional.pad(values, (0, 1), value=threshold)

@@ -39,7 +39,10 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
     matrix: Tensor = distance(query, reference)
     if getattr(distance, "is_inverted", False):
         return matrix
-    squared = matrix if type(distance) is LpDistance and distance.power == 2 else matrix.square()
+    if type(distance) is LpDistance and distance.power == 2:
+        squared = matrix
+    else:
+        squared = matrix.square()
     return 1 - squared / 2
 
 
@@ -63,7 +66,8 @@ def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | 
     Raises:
         ValueError: a threshold is not finite, or q exceeds p by more than `OVERLAP`.
     """
-    p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
+    p = _threshold("positive_threshold", positive)
+    q = _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
             f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}:"
@@ -87,7 +91,9 @@ def outer_loss(x: Tensor, outer: str) -> Tensor:
     """Return ℓ(x): log(1 + eˣ) for "logistic", max(0, x) for "hinge", x for "identity"."""
     if outer == "logistic":
         return F.softplus(x)
-    return x.relu() if outer == "hinge" else x
+    if outer == "hinge":
+        return x.relu()
+    return x
 
 
 class SimilarityLoss(CheckedLoss):

@@ -80,7 +80,9 @@ class JPEG:
         file = io.BytesIO()
         image.save(file, "JPEG", quality=quality)
         lossy = torch.from_numpy(np.array(Image.open(file)))
-        return lossy[None] if len(pixels) == 1 else lossy.permute(2, 0, 1).contiguous()
+        if len(pixels) == 1:
+            return lossy[None]
+        return lossy.permute(2, 0, 1).contiguous()
 
 
 def affine(
@@ -124,7 +126,9 @@ def rotation(
 
 
 def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
-    return list(degrees) if isinstance(degrees, tuple) else degrees
+    if isinstance(degrees, tuple):
+        return list(degrees)
+    return degrees
 
 
 def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:

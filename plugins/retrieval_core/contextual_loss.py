@@ -65,9 +65,13 @@ class Contextual(CheckedLoss):
                 f"weight + mean_weight is {weight + mean_weight:g} but must be at most 1, because"
                 " the contrastive loss gets the rest"
             )
-        self.neighbors, self.epsilon = neighbors, epsilon
-        self.weight, self.mean_weight, self.mean = weight, mean_weight, mean
-        self.positive_margin, self.negative_margin = positive_margin, negative_margin
+        self.neighbors = neighbors
+        self.epsilon = epsilon
+        self.weight = weight
+        self.mean_weight = mean_weight
+        self.mean = mean
+        self.positive_margin = positive_margin
+        self.negative_margin = negative_margin
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any

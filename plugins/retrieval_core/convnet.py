@@ -70,7 +70,10 @@ class ConvNet(Backbone):
             if stage:
                 stages.append(nn.MaxPool2d(2))
             for _ in range(layers):
-                first = 1 if stages else stem
+                if stages:
+                    first = 1
+                else:
+                    first = stem
                 kernel = max(3, 2 * first - 1)  # windows overlap
                 stages.append(
                     nn.Conv2d(

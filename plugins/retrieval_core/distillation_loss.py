@@ -49,8 +49,10 @@ class Distillation(nn.Module):
         # not persistent, because a resumed run reads the teacher's file again
         self.register_buffer("teacher", teacher, persistent=False)
         self.register_buffer("classes", classes, persistent=False)
-        self.cosine, self.relational = cosine, relational
-        self.loss, self.loss_weight = loss, loss_weight
+        self.cosine = cosine
+        self.relational = relational
+        self.loss = loss
+        self.loss_weight = loss_weight
 
     def forward(
         self,
@@ -125,7 +127,8 @@ def distillation(
     """
     try:
         with np.load(teacher, allow_pickle=False) as file:
-            vectors, item_classes = file["vectors"], file["classes"]
+            vectors = file["vectors"]
+            item_classes = file["classes"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
             f"[loss] teacher: {teacher} is not a file of teacher embeddings ({error})."

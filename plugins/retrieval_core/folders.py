@@ -67,17 +67,22 @@ def image_folder(
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     above = int(split)  # number of folders above the levels
     images = find_images(folder)
-    files, notes = images.images, report_left_out(images, folder, skip_bad)
+    files = images.images
+    notes = report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
     _refuse_shallow(folder, keys, above + len(names), levels is None)
-    classes = [inner for place in top for inner in _folders(place)] if split else top
+    if split:
+        classes = [inner for place in top for inner in _folders(place)]
+    else:
+        classes = top
     filled = {folder.joinpath(*key.parts[: above + 1]) for key in keys}
     if empty := [place.relative_to(folder) for place in classes if place not in filled]:
         log.warning("%s: no image in %s.", folder, some(empty))
     if skip_bad:
         kept, unread = skip_unreadable(files, str(folder))
         notes += unread
-        files, keys = [files[i] for i in kept], [keys[i] for i in kept]
+        files = [files[i] for i in kept]
+        keys = [keys[i] for i in kept]
     deepest = max((len(key.parts) - 1 for key in keys), default=0) - above
     if levels is not None or deepest > len(names):
         notes = [*notes, _level_note(folder, names, chosen, deepest)]
@@ -101,7 +106,10 @@ def _refuse_shallow(folder: Path, keys: list[Path], depth: int, plain: bool) -> 
     shallow = [key for key in keys if len(key.parts) <= depth]
     if shallow:
         plural = len(shallow) > 1
-        where = "no class folder" if plain else f"fewer than {depth} folders"
+        if plain:
+            where = "no class folder"
+        else:
+            where = f"fewer than {depth} folders"
         raise DataError(
             f"{folder}: {len(shallow):,} image{'s are' if plural else ' is'} in {where},"
             f" so there is no label: {some(shallow)}. Move {'them' if plural else 'it'}."
@@ -180,7 +188,8 @@ def manifest(
     Raises:
         DataError: the file has problems. The message lists them with their lines.
     """
-    root = manifest.parent if root is None else root
+    if root is None:
+        root = manifest.parent
     rows: list[Row] = []
     table = _read_table(manifest, root, path, label)
     problems = table.problems
@@ -188,7 +197,8 @@ def manifest(
     boxes: list[Box | None] = []
     seen: dict[tuple[str, Box | None], int] = {}
     for line, row in table.rows:
-        problem, box = _row_problem(row, root, path, label), None
+        problem = _row_problem(row, root, path, label)
+        box = None
         if boxed and not problem:
             box, problem = _box(row)
         if not problem:
@@ -206,7 +216,8 @@ def manifest(
     notes: list[str] = []
     if skip_bad:
         kept, notes = skip_unreadable([root / row[path] for row in rows], str(manifest))
-        rows, boxes = [rows[i] for i in kept], [boxes[i] for i in kept]
+        rows = [rows[i] for i in kept]
+        boxes = [boxes[i] for i in kept]
     columns = list(rows[0])
     reserved = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
     further = [name for name in columns if name not in reserved]
@@ -233,9 +244,13 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
     if not row[path]:
         return f"{path} is empty."
     if is_missing_text(row[label]):
-        hint = f": '{row[label]}' stands for a missing value" if row[label] else ""
+        if row[label]:
+            hint = f": '{row[label]}' stands for a missing value"
+        else:
+            hint = ""
         return f"{row[path]} has no {label}{hint}."
-    split, role = row.get("split"), row.get("role")
+    split = row.get("split")
+    role = row.get("role")
     if split is not None and split not in SPLITS and not (split == "" and role):
         return f"split must be {', '.join(SPLITS)}, not '{split}'.{did_you_mean(split, SPLITS)}"
     if role is not None and role not in ROLES:
@@ -288,7 +303,8 @@ def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
 
 def _flags_to_roles(table: CsvTable) -> None:
     """Convert OML's `is_query` and `is_gallery` to roles, and its validation to the test side."""
-    both, single = [], False
+    both = []
+    single = False
     for line, row in table.rows:
         row["role"] = ""
         if row.get("split") == "train":
@@ -304,7 +320,10 @@ def _flags_to_roles(table: CsvTable) -> None:
         elif row.get("split"):
             table.problems.append((line, "is_query or is_gallery must be true outside train."))
     if both and single:
-        also = f" (and in {len(both) - 1:,} more lines)" if len(both) > 1 else ""
+        if len(both) > 1:
+            also = f" (and in {len(both) - 1:,} more lines)"
+        else:
+            also = ""
         problem = (
             f"is_query and is_gallery are both true{also}, but in other rows only one is true."
             " Either all rows of the test side must have both roles, or each must have one."

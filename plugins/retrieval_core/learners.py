@@ -36,9 +36,13 @@ class PCA(Seeded, LinearMap):
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Learn from features (N, F); labels are ignored."""
         x = self._training_features(X)
-        width = min(64, *x.shape) if self.n_components is None else self.n_components
+        if self.n_components is None:
+            width = min(64, *x.shape)
+        else:
+            width = self.n_components
         fitted = SklearnPCA(width, whiten=self.whiten, random_state=self._chosen_seed()).fit(x)
-        self.mean_, self.components_ = fitted.mean_, fitted.components_
+        self.mean_ = fitted.mean_
+        self.components_ = fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]
             # As in scikit-learn, a direction without variance stays small; scaled up it is noise.
@@ -117,7 +121,8 @@ class NCA(Seeded, LinearMap):
             tol=self.tol,
             random_state=self._chosen_seed(),
         ).fit(x, codes)
-        self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
+        self.components_ = fitted.components_
+        self.n_iter_ = fitted.n_iter_
         # Distances do not depend on the mean; float32 embeddings near zero are more precise.
         self.mean_ = x.mean(axis=0)
         return self

@@ -56,14 +56,18 @@ def lfw_people(
         )
     images = find_images(folder)
     images.left_out.pop("not an image", None)  # the lists and other files of the archive
-    files, notes = images.images, report_left_out(images, folder, skip_bad)
+    files = images.images
+    notes = report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
     sides = dict.fromkeys(range(len(files)), "")
     if view != "none":
         # If the folder is a link, its parent and the parent of its target are searched.
         around = dict.fromkeys([folder, folder.absolute().parent, folder.resolve().parent])
-        places = list(around) if lists is None else [lists]
+        if lists is None:
+            places = list(around)
+        else:
+            places = [lists]
         sides = _sides(places, view, fold, keys, problems)
     if problems:
         refuse(str(folder), problems)
@@ -102,7 +106,10 @@ def _sides(
     places: list[Path], view: str, fold: int, keys: list[str], problems: list[str]
 ) -> dict[int, str]:
     """Return the side of each item of a view; add the problems of the lists to `problems`."""
-    names = ["people.txt"] if view == "folds" else ["peopleDevTrain.txt", "peopleDevTest.txt"]
+    if view == "folds":
+        names = ["people.txt"]
+    else:
+        names = ["peopleDevTrain.txt", "peopleDevTest.txt"]
     groups: list[set[int]] = []
     for name in names:
         path = next((place / name for place in places if (place / name).is_file()), None)
@@ -123,7 +130,10 @@ def _sides(
             f"fold = {fold}: people.txt has {len(groups)} folds; one tests and the others train."
         )
         return {}
-    tested = groups[fold - 1] if view == "folds" else groups[1]
+    if view == "folds":
+        tested = groups[fold - 1]
+    else:
+        tested = groups[1]
     trained = set().union(*(group for group in groups if group is not tested))
     people = [{keys[i].split("/")[0] for i in side} for side in (trained, tested)]
     if both := sorted(people[0] & people[1]):
@@ -148,7 +158,10 @@ def _groups(path: Path, folds: bool, keys: list[str], problems: list[str]) -> li
     def read(expected: str, words: int) -> tuple[int, str, int]:
         line, row = next(lines, (0, []))
         if len(row) != words or not re.fullmatch("[1-9][0-9]{0,8}", row[-1]):
-            actual = f"line {line} is '{' '.join(row)[:60]}'" if row else "the file ends"
+            if row:
+                actual = f"line {line} is '{' '.join(row)[:60]}'"
+            else:
+                actual = "the file ends"
             raise DataError(f"{actual} where {expected} is expected.")
         return line, row[0], int(row[-1])
 

@@ -42,7 +42,8 @@ class Matryoshka(nn.Module):
         self.losses = nn.ModuleList(
             losses if distinct else [copy.deepcopy(loss) for loss in losses]
         )
-        self.widths, self.weights = tuple(widths), tuple(weights)
+        self.widths = tuple(widths)
+        self.weights = tuple(weights)
         self.unit = Normalize() if normalize else nn.Identity()
 
     def forward(
@@ -65,11 +66,10 @@ class Matryoshka(nn.Module):
         total = embeddings.sum() * 0
         for loss, width, weight in zip(self.losses, self.widths, self.weights, strict=True):
             if weight:
-                reference = (
-                    {}
-                    if ref_emb is None
-                    else {"ref_emb": self._prefix(ref_emb, width), "ref_labels": ref_labels}
-                )
+                if ref_emb is None:
+                    reference = {}
+                else:
+                    reference = {"ref_emb": self._prefix(ref_emb, width), "ref_labels": ref_labels}
                 if indices_tuple is not None:
                     reference["indices_tuple"] = indices_tuple
                 total = total + weight * loss(self._prefix(embeddings, width), labels, **reference)

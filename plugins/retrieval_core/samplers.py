@@ -28,7 +28,8 @@ class RandomItems(BatchSampler):
 
     def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> Batches:
         """Return the batches of an epoch."""
-        size, count = items.classes * items.rows, len(items.labels)
+        size = items.classes * items.rows
+        count = len(items.labels)
         rounds = -(-items.batches * size // count)
         order = np.concatenate([random.permutation(count) for _ in range(rounds)])
         return np.split(order[: items.batches * size], items.batches)
@@ -48,7 +49,8 @@ class Hierarchical(BatchSampler):
             level: column of metadata with the coarser label, such as `genus`.
             groups: number of groups in a batch.
         """
-        self.level, self.groups = level, groups
+        self.level = level
+        self.groups = groups
 
     def batches(self, items: TrainingItems) -> int:
         """Return the number of batches, after checking classes and groups."""
@@ -62,7 +64,8 @@ class Hierarchical(BatchSampler):
         share = -(-items.classes // self.groups)
         drawn = []
         for _ in range(items.batches):
-            first, rest = [], []
+            first = []
+            rest = []
             for number in random.permutation(len(groups)):
                 group = groups[number]
                 classes = [group[i] for i in random.permutation(len(group))]

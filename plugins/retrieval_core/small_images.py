@@ -221,7 +221,10 @@ def cifar10(folder: Path, counts: Counts = "published") -> Dataset:
                 " read."
             )
         pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10")
-        split = "test" if name.startswith("test") else "train"
+        if name.startswith("test"):
+            split = "test"
+        else:
+            split = "train"
         parts.append(Part(name.removesuffix(".bin"), split, pixels, codes[:, 0].tolist()))
     if counts == "published":
         _check_counts(f"{folder} (CIFAR-10)", CIFAR_COUNTS, parts)

@@ -126,7 +126,8 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
     else:
         sources = collect([path], "features")
         assert sources.features is not None
-        items, arrays = sources.items, sources.features
+        items = sources.items
+        arrays = sources.features
     metadata = [dict(item.metadata) for item in items]
     columns = {
         name: (

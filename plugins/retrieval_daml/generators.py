@@ -129,7 +129,8 @@ class HardNegativeGenerator(TripletGenerator):
         gap = distance(synthetic, anchor).square() - self.margin
         if self.form == "triplet":
             gap = gap - distance(positive, anchor).square()
-        hard, reg = _squared(synthetic, anchor), _squared(synthetic, negative)
+        hard = _squared(synthetic, anchor)
+        reg = _squared(synthetic, negative)
         return hard + self.lambda_reg * reg + self.lambda_adv * gap.relu().mean()
 
 
@@ -187,9 +188,11 @@ class HardPositiveGenerator(TripletGenerator):
         distance: PairDistance,
     ) -> Tensor:
         """Return J_gen = J_hard + λ₁ J_reg + λ₂ J_adv; see `retrieval.plugin.Generator`."""
-        negative_distance, moved = distance(negative, anchor), distance(synthetic, anchor)
+        negative_distance = distance(negative, anchor)
+        moved = distance(synthetic, anchor)
         gap = negative_distance.square() - moved.square() - self.margin
-        hard, reg = -_squared(synthetic, anchor), _squared(synthetic, positive)
+        hard = -_squared(synthetic, anchor)
+        reg = _squared(synthetic, positive)
         return hard + self.lambda_reg * reg + self.lambda_adv * gap.relu().mean()
 
 

@@ -120,8 +120,10 @@ class LocalMetrics(Combiner):
                     f" of {metrics}, or metrics to one of {', '.join(map(str, divisors))}."
                 ]
             )
-        self.embedding_size, self.metrics = embedding_size, metrics
-        self.name, self.views = name, views and metrics > 1
+        self.embedding_size = embedding_size
+        self.metrics = metrics
+        self.name = name
+        self.views = views and metrics > 1
         self.exact = self.plain = metrics == 1
 
     def build_head(self, features: int) -> nn.Module:
@@ -228,7 +230,9 @@ class UniformMetrics(LocalMetrics):
         local = self.paired_distances(query_emb, ref_emb)
         if self.metrics == 1:
             return local.squeeze(-1)
-        return local.mean(-1) if self.exponent == 1 else local.square().mean(-1).sqrt()
+        if self.exponent == 1:
+            return local.mean(-1)
+        return local.square().mean(-1).sqrt()
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
         """Return mean cosine similarities (Q, R), for losses that work on similarities."""
@@ -249,7 +253,8 @@ class _Flows(nn.Module):
 
     def __init__(self, embedding: nn.Module, flows: nn.Linear) -> None:
         super().__init__()
-        self.embedding, self.flows = embedding, flows
+        self.embedding = embedding
+        self.flows = flows
 
     def forward(self, features: Tensor) -> Tensor:
         """Return codes (B, D + 2H) of features (B, F)."""
@@ -312,7 +317,9 @@ class Discriminator(LocalMetrics):
                 raise RecipeError(
                     [f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."]
                 )
-        self.mu, self.rho, self.hidden = mu, rho, hidden
+        self.mu = mu
+        self.rho = rho
+        self.hidden = hidden
         self.fixed_candidates = candidates
         if metrics > 1:
             self.flows = nn.Linear(features, 2 * hidden)
@@ -445,7 +452,9 @@ class Discriminator(LocalMetrics):
         """Return the number of candidates that a server rescores by default for these codes."""
         if self.fixed_candidates is not None:
             return self.fixed_candidates
-        return 500 if self.sharpness(codes) > SHARP else 200
+        if self.sharpness(codes) > SHARP:
+            return 500
+        return 200
 
     @torch.no_grad()
     def sharpness(self, codes: Tensor) -> float:

@@ -39,7 +39,10 @@ class Measure:
             type(distance) is LpDistance and distance.p == 2 and distance.power in (1, 2)
         )
         x = distance.maybe_normalize(query)
-        y = x if reference is query else distance.maybe_normalize(reference)
+        if reference is query:
+            y = x
+        else:
+            y = distance.maybe_normalize(reference)
         if self.euclidean:  # squared: the root has no gradient at zero
             squares = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * (x @ y.T)
             self.matrix: Tensor = squares.relu()
@@ -50,7 +53,9 @@ class Measure:
         """Return D² (B, R) of every pair."""
         if self.inverted:
             return 2 - 2 * self.matrix
-        return self.matrix if self.euclidean else self.matrix.square()
+        if self.euclidean:
+            return self.matrix
+        return self.matrix.square()
 
     def squared(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return D² (N,) of pairs."""
@@ -239,7 +244,10 @@ class LiftedLoss(PaperLoss):
             _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
         )
         of_items = torch.stack([push[a], push_of_positive])
-        total = of_items.amax(0) if printed else of_items.logsumexp(0)
+        if printed:
+            total = of_items.amax(0)
+        else:
+            total = of_items.logsumexp(0)
         losses = (total + measure.plain(a, p)).relu()
         if not printed:
             losses = losses.square()
@@ -303,11 +311,15 @@ class NPairLoss(PaperLoss):
         """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
             assert labels is not None
-            reference = None if ref_emb is embeddings else ref_labels
+            if ref_emb is embeddings:
+                reference = None
+            else:
+                reference = ref_labels
             a, p, turn = pairs_by_round(labels, reference)
             other = (turn[:, None] == turn).fill_diagonal_(False)  # a round has one pair per class
             first, second = other.nonzero(as_tuple=True)
-            b, n = a[first], p[second]
+            b = a[first]
+            n = p[second]
         else:
             a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:

@@ -45,7 +45,10 @@ class OnePerClass(nn.Module):
     ) -> TripletIndices:
         """Return triplets; see `retrieval.plugin.Miner`."""
         same_items = ref_emb is None or ref_labels is None
-        known_labels = labels if ref_labels is None else ref_labels
+        if ref_labels is None:
+            known_labels = labels
+        else:
+            known_labels = ref_labels
         classes, group = torch.unique(known_labels, return_inverse=True)
         order = torch.argsort(group, stable=True)
         # class c is order[start[c] : start[c] + count[c]]
@@ -56,9 +59,14 @@ class OnePerClass(nn.Module):
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
         row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
-        positives = count[cls] - 1 if same_items else count[cls]
+        if same_items:
+            positives = count[cls] - 1
+        else:
+            positives = count[cls]
         kept = positives > 0
-        row, cls, positives = row[kept], cls[kept], positives[kept]
+        row = row[kept]
+        cls = cls[kept]
+        positives = positives[kept]
         differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
@@ -121,7 +129,8 @@ class SemiHard(nn.Module):
         query = reference = full_precision(embeddings)
         known_labels = labels
         if ref_emb is not None and ref_labels is not None:
-            reference, known_labels = full_precision(ref_emb), ref_labels
+            reference = full_precision(ref_emb)
+            known_labels = ref_labels
         same = labels[:, None] == known_labels
         with torch.autocast(device_type=query.device.type, enabled=False):
             matrix = Measure(self.distance, query, reference).all_squared()
@@ -132,7 +141,9 @@ class SemiHard(nn.Module):
         gap = matrix[a] - matrix[a, p][:, None]
         fits = (gap > 0) & (gap < self.margin) & ~same[a]
         has_fit = fits.any(1)
-        a, p, fits = a[has_fit], p[has_fit], fits[has_fit]
+        a = a[has_fit]
+        p = p[has_fit]
+        fits = fits[has_fit]
         if len(a) == 0:
             return a, p, a
         if self.pick == "hardest":

@@ -45,7 +45,9 @@ def adapted(name: str) -> type:
     ) -> Any:
         self.preprocessor_ = None
         self.n_features_in_ = X.shape[-1]
-        return X if y is None else (X, y)
+        if y is None:
+            return X
+        return (X, y)
 
     return type(name, (getattr(metric_learn, name),), {"_prepare_inputs": unchecked})
 
@@ -85,7 +87,8 @@ class MetricLearnLearner(LinearMap):
         """
         x, codes = self._training_items(X, y)
         self._check_sizes(np.bincount(codes), x.shape[1])
-        fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
+        fitted = adapted(self.estimator)(**self._settings())
+        options = self._fit_options()
         try:
             with warnings.catch_warnings():
                 # metric-learn warns of fewer pairs than requested, of a default number of bases and
@@ -98,7 +101,9 @@ class MetricLearnLearner(LinearMap):
         except Exception as error:  # metric-learn raises many kinds
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             # LinAlgError is a ValueError, so callers can catch either, as with metric-learn itself.
-            kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
+            kind = ValueError
+            if isinstance(error, np.linalg.LinAlgError):
+                kind = np.linalg.LinAlgError
             raise kind(
                 f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items with"
                 f" {x.shape[1]} features ({reason}). {ADVICE}"
@@ -186,7 +191,9 @@ class ITML(Seeded, MetricLearnLearner):
     def _fit_options(self) -> dict[str, Any]:
         if (self.lower is None) != (self.upper is None):
             raise ValueError("lower and upper belong together: set both or neither.")
-        return {} if self.lower is None else {"bounds": [self.lower, self.upper]}
+        if self.lower is None:
+            return {}
+        return {"bounds": [self.lower, self.upper]}
 
 
 @dataclass(eq=False, repr=False)

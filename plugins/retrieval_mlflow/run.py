@@ -13,7 +13,9 @@ from retrieval.plugin import TrackedRun
 
 EXPERIMENT = "retrieval"
 """Name of the experiment if MLFLOW_EXPERIMENT_NAME is not set."""
-MAX_KEY, MAX_VALUE, MAX_PARAMETERS = 250, 6000, 100
+MAX_KEY = 250
+MAX_VALUE = 6000
+MAX_PARAMETERS = 100
 """MLflow's limits: characters of a parameter's name and of its value, and parameters per call."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -48,7 +50,10 @@ class MlflowRun:
                 self._client.update_run(run.key, status="RUNNING")
                 self._key = run.key
         if not self._key:
-            tags = {"comparison": run.group} if run.group else {}
+            if run.group:
+                tags = {"comparison": run.group}
+            else:
+                tags = {}
             created = self._client.create_run(self._experiment(), run_name=run.name, tags=tags)
             self._key = created.info.run_id
         self._parameters(run.configuration, known)
@@ -86,7 +91,8 @@ class MlflowRun:
         """Log the metrics of an epoch at its number, counted from 1; log final metrics at 0."""
         from mlflow.entities import Metric
 
-        now, step = int(time.time() * 1000), epoch or 0
+        now = int(time.time() * 1000)
+        step = epoch or 0
         entries = [Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._key, metrics=entries)
 

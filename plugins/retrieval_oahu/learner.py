@@ -135,7 +135,10 @@ class OAHU(RandomTriplets):
         check_is_fitted(self, "n_triplets_")
         levels = [self.input_layer_, *self.layers_]
         head = OverComplete.of_weights(levels, self.hidden, self.mean_, self.scale_, self.alpha_)
-        kind = HedgeScore if self.search == "score" else HedgeSum
+        if self.search == "score":
+            kind = HedgeScore
+        else:
+            kind = HedgeSum
         return head, kind.of_weights(self.alpha_, self.embedding)
 
     def __sklearn_tags__(self) -> Tags:

@@ -138,7 +138,8 @@ class ManifoldLoss(losses.ManifoldLoss):
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
         """Return the loss by name, with matrices (N + K, N + K)."""
-        proxy, items = self.meta_classes[labels].unsqueeze(1), len(embeddings)
+        proxy = self.meta_classes[labels].unsqueeze(1)
+        items = len(embeddings)
         walks = self._walks(torch.cat([embeddings, self.proxies]))
         unit = F.normalize(walks, dim=1, eps=1e-8)
         contextual = self._excess(unit[:items] @ unit[items:].T, proxy)

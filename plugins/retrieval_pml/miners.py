@@ -37,7 +37,10 @@ class MultiSimilarityMiner(miners.MultiSimilarityMiner):
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
         matrix = self.distance(embeddings, ref_emb)
-        distances = -matrix if self.distance.is_inverted else matrix
+        if self.distance.is_inverted:
+            distances = -matrix
+        else:
+            distances = matrix
         positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
         negative = ~positive
         if ref_emb is embeddings:
@@ -66,7 +69,10 @@ class TripletMarginMiner(miners.TripletMarginMiner):
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return triplets; see `retrieval.plugin.Miner`."""
         matrix = self.distance(embeddings, ref_emb)
-        distances = -matrix if self.distance.is_inverted else matrix
+        if self.distance.is_inverted:
+            distances = -matrix
+        else:
+            distances = matrix
 
         def mask(a: Tensor, p: Tensor) -> Tensor:
             gap: Tensor = distances[a] - distances[a, p].unsqueeze(1)
@@ -75,7 +81,9 @@ class TripletMarginMiner(miners.TripletMarginMiner):
             violating = gap.le(self.margin)
             if self.type_of_triplets == "hard":
                 return violating & (gap <= 0)
-            return violating & (gap > 0) if self.type_of_triplets == "semihard" else violating
+            if self.type_of_triplets == "semihard":
+                return violating & (gap > 0)
+            return violating
 
         return _triplets(mask, labels, ref_labels, ref_emb is embeddings)
 
@@ -92,7 +100,8 @@ class AngularMiner(miners.AngularMiner):
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return triplets; see `retrieval.plugin.Miner`."""
-        unit, reference = self.distance.normalize(embeddings), self.distance.normalize(ref_emb)
+        unit = self.distance.normalize(embeddings)
+        reference = self.distance.normalize(ref_emb)
 
         def mask(a: Tensor, p: Tensor) -> Tensor:
             sides = self.distance.pairwise_distance(unit[a], reference[p]).unsqueeze(1)

@@ -105,7 +105,10 @@ class _Miner(BaseMiner):
             raise ValueError(
                 f"{type(self).__name__} looks only at its batch and accepts no ref_emb"
             )
-        reference = None if ref_emb is None else full_precision(ref_emb)
+        if ref_emb is None:
+            reference = None
+        else:
+            reference = full_precision(ref_emb)
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
             return super().forward(full_precision(embeddings), labels, reference, ref_labels)
 
@@ -167,7 +170,9 @@ def offer(
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": cls}
     make.__doc__ = _documented(inspect.cleandoc(doc or cls.__doc__), [p.name for p in parameters])
-    return traits(**takes)(make) if built is not cls else make
+    if built is not cls:
+        return traits(**takes)(make)
+    return make
 
 
 def _upstream_parameters(cls: type) -> dict[str, Any]:
@@ -191,7 +196,10 @@ def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parame
     known = NAMES.get(name, name)
     annotation = types.get(known, TYPES.get(known))
     if annotation is None:
-        annotation = float if type(default) is int else type(default)
+        if type(default) is int:
+            annotation = float
+        else:
+            annotation = type(default)
     if type(default) is int and annotation not in (int, PositiveInt):
         default = float(default)
     return inspect.Parameter(
@@ -244,7 +252,9 @@ def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
     positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
     negative = ~positive
-    offset = 0 if ref_labels is labels else first_row()
+    offset = first_row()
+    if ref_labels is labels:
+        offset = 0
     if offset is not None:
         positive.diagonal(offset).fill_(False)
     return positive, negative

@@ -161,7 +161,10 @@ class LiftedStructureLoss(losses.LiftedStructureLoss):
             return self.zero_losses()
         mat = self.distance(embeddings, ref_emb)
         push = _log_sums(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
-        around = push[a1] if ref_emb is not embeddings else torch.logaddexp(push[a1], push[p])
+        if ref_emb is not embeddings:
+            around = push[a1]
+        else:
+            around = torch.logaddexp(push[a1], push[p])
         loss = F.relu(around + self.distance.margin(mat[a1, p], self.pos_margin)) ** 2 / 2
         return losses_of(loss, (a1, p), "pos_pair")
 
@@ -279,7 +282,10 @@ class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
 
     def pushed(self, values: Tensor) -> Tensor:
         """Return the exponents (P,) of pairs with these distances or similarities."""
-        sign = 1 if self.distance.is_inverted else -1
+        if self.distance.is_inverted:
+            sign = 1
+        else:
+            sign = -1
         exponents: Tensor = values * (sign / self.temperature)
         return exponents
 

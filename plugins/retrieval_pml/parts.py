@@ -90,7 +90,8 @@ class PerAnchorReducer(reducers.PerAnchorReducer):
         self, losses: Tensor, loss_indices: Sequence[Tensor], embeddings: Tensor, labels: Tensor
     ) -> Any:
         """Return the mean losses of the anchors, reduced by the inner reducer."""
-        anchors, zeros = loss_indices[0], losses.new_zeros(len(embeddings))
+        anchors = loss_indices[0]
+        zeros = losses.new_zeros(len(embeddings))
         total = zeros.index_add(0, anchors, losses)
         count = zeros.index_add(0, anchors, torch.ones_like(losses))
         return self.element_reduction(

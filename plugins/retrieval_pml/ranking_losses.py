@@ -40,7 +40,8 @@ class SmoothAPLoss(losses.SmoothAPLoss):
 
         The memory grows with the number of positive pairs times the number of items.
         """
-        mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
+        mat = self.distance(embeddings)
+        same = labels.unsqueeze(1) == labels.unsqueeze(0)
         query, item = torch.where(same)
         # (pairs, N): whether each item ranks before this positive for the query, as a sigmoid
         ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
@@ -77,7 +78,8 @@ class PNPLoss(losses.PNPLoss):
 
         The memory grows with the number of positive pairs times the number of items.
         """
-        mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
+        mat = self.distance(embeddings)
+        same = labels.unsqueeze(1) == labels.unsqueeze(0)
         query, item = torch.where(same)  # a query counts as its own positive
         before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
         cost = negatives = (before * ~same[query]).sum(1)  # before each positive
@@ -187,16 +189,21 @@ class NCALoss(losses.NCALoss):
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, query_labels, dtype=query.dtype, using_ref=not same_items
         )
-        scale = self.softmax_scale if self.distance.is_inverted else -self.softmax_scale
+        if self.distance.is_inverted:
+            scale = self.softmax_scale
+        else:
+            scale = -self.softmax_scale
         logits = self.distance(query, reference) * scale
         same = query_labels.unsqueeze(1) == reference_labels.unsqueeze(0)
         if same_items:
             itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
-            logits, same = logits.masked_fill(itself, -torch.inf), same & ~itself
+            logits = logits.masked_fill(itself, -torch.inf)
+            same = same & ~itself
         kept = torch.where(same.any(1))[0]
         if len(kept) == 0:
             return self.zero_losses()
-        logits, same = logits[kept], same[kept]
+        logits = logits[kept]
+        same = same[kept]
         neighbours = torch.logsumexp(logits.masked_fill(~same, -torch.inf), 1)
         loss = torch.logsumexp(logits, 1) - neighbours
         return losses_of(loss * weights[kept], kept, "element")

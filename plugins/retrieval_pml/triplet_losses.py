@@ -41,7 +41,10 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     ) -> Any:
         """Return the losses by name; where possible, add up all triplets without listing them."""
         mat = self.distance(embeddings, ref_emb)
-        reducer = self.reducer.inner if isinstance(self.reducer, Sums) else self.reducer
+        if isinstance(self.reducer, Sums):
+            reducer = self.reducer.inner
+        else:
+            reducer = self.reducer
         if isinstance(reducer, reducers.MultipleReducers):
             reducer = dict(reducer.reducers).get("loss", reducer.default_reducer)
         if indices_tuple is None and self.rows_by_labels and type(reducer) in _SUMMABLE:
@@ -54,10 +57,16 @@ class TripletMarginLoss(losses.TripletMarginLoss):
             return self.zero_losses()
         to_negative = mat[anchor, negative]
         if self.swap:
-            among = mat if ref_emb is embeddings else self.distance(ref_emb)
+            if ref_emb is embeddings:
+                among = mat
+            else:
+                among = self.distance(ref_emb)
             to_negative = self.distance.smallest_dist(to_negative, among[positive, negative])
         violation = self.distance.margin(mat[anchor, positive], to_negative) + self.margin
-        loss = F.softplus(violation) if self.smooth_loss else F.relu(violation)
+        if self.smooth_loss:
+            loss = F.softplus(violation)
+        else:
+            loss = F.relu(violation)
         return losses_of(loss, triplets, "triplet")
 
     @property
@@ -68,14 +77,20 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     @property
     def rows(self) -> Rows | None:
         """How the loss can be divided among processes: by anchors, unless triplets are drawn."""
-        return "anchors" if self.triplets_per_anchor == "all" else None
+        if self.triplets_per_anchor == "all":
+            return "anchors"
+        return None
 
     def _all_triplets(self, mat: Tensor, labels: Tensor, ref_labels: Tensor, reducer: Any) -> Any:
         positive, negative = label_masks(labels, ref_labels)
         if not bool((positive.any(1) & negative.any(1)).any()):
             return self.zero_losses()
-        distances = -mat if self.distance.is_inverted else mat
-        low, high = getattr(reducer, "low", None), getattr(reducer, "high", None)
+        if self.distance.is_inverted:
+            distances = -mat
+        else:
+            distances = mat
+        low = getattr(reducer, "low", None)
+        high = getattr(reducer, "high", None)
         total, count = _AllTriplets.apply(distances, positive, negative, self.margin, low, high)
         total = total.to(mat.dtype)
         if isinstance(self.reducer, Sums):
@@ -114,10 +129,8 @@ class _AllTriplets(torch.autograd.Function):
         anchor, other = torch.where(positive)
         limit = distances[anchor, other] + margin
         slope = torch.zeros_like(distances)
-        total, counted = (
-            distances.new_zeros((), dtype=torch.float64),
-            torch.zeros((), dtype=torch.int64, device=distances.device),
-        )
+        total = distances.new_zeros((), dtype=torch.float64)
+        counted = torch.zeros((), dtype=torch.int64, device=distances.device)
         step = max(1, TRIPLETS // distances.shape[1])
         for start in range(0, len(anchor), step):
             part = slice(start, start + step)
@@ -186,7 +199,8 @@ class MarginLoss(losses.MarginLoss):
         if indices_tuple is not None or self.triplets_per_anchor != "all" or not divided:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         positive, negative = label_masks(labels, ref_labels)
-        positives, negatives = positive.sum(1, keepdim=True), negative.sum(1, keepdim=True)
+        positives = positive.sum(1, keepdim=True)
+        negatives = negative.sum(1, keepdim=True)
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
@@ -258,7 +272,10 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
         high = (low + 1).clamp(max=self.num_bins - 1)  # differences in the last bin stay there
         batch = torch.zeros_like(self.hist_).index_add(0, low, 1 - upper_share)
         batch = batch.index_add(0, high, upper_share)
-        momentum = self.momentum if bool(self.hist_.any()) else 1.0
+        if bool(self.hist_.any()):
+            momentum = self.momentum
+        else:
+            momentum = 1.0
         mixed = (1 - momentum) * self.hist_ + momentum * batch
         self.hist_ = mixed / mixed.sum()
 

@@ -53,7 +53,10 @@ class MultipleLosses(losses.MultipleLosses):
             raise ValueError(f"there are {len(losses)} losses, but {len(weights)} weights")
         if miner_for is not None and miners is None:
             raise ValueError("miner_for names the losses of the miners, but there are no miners")
-        positions = list(miner_for) if miner_for is not None else list(range(len(losses)))
+        if miner_for is not None:
+            positions = list(miner_for)
+        else:
+            positions = list(range(len(losses)))
         if miners is not None and (
             len(miners) != len(positions)
             or len(set(positions)) < len(positions)
@@ -222,7 +225,10 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 indices = (indices[0][kept], indices[1][kept], *indices[2:])
         if input_indices_tuple is not None:
             convert = loss_and_miner_utils
-            to_kind = convert.convert_to_triplets if len(indices) == 3 else convert.convert_to_pairs
+            if len(indices) == 3:
+                to_kind = convert.convert_to_triplets
+            else:
+                to_kind = convert.convert_to_pairs
             extra = to_kind(input_indices_tuple, labels)
             if len(extra) == 3:
                 extra = (extra[0], places[extra[1]], places[extra[2]])

@@ -139,14 +139,16 @@ def _folders(
     published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool
 ) -> Dataset:
     """Return the data set of a folder with a subfolder per class, without the class `left_out`."""
-    root = (
-        folder
-        if folder.name == name and folder.is_dir()
-        else published.root(folder, name, inside=[]) / name
-    )
+    if folder.name == name and folder.is_dir():
+        root = folder
+    else:
+        root = published.root(folder, name, inside=[]) / name
     images = find_images(root)
     keys = [path.relative_to(root) for path in images.images]
-    dangling = [images.dangling(root)] if images.nowhere else []
+    if images.nowhere:
+        dangling = [images.dangling(root)]
+    else:
+        dangling = []
     rows = [
         Row(key.as_posix(), key.parts[0], "")
         for key in keys
@@ -190,7 +192,10 @@ def cifar100(
         inside=["cifar-100-binary"],
     )
     names = {kind: _names(root / name, classes) for kind, (name, classes) in _LISTS.items()}
-    images, metadata, splits, keys = [], [], [], []
+    images = []
+    metadata = []
+    splits = []
+    keys = []
     for side in ("train", "test"):
         pixels, codes = read_records(root / f"{side}.bin", (20, 100), "CIFAR-100")
         images.append(pixels)

@@ -81,7 +81,9 @@ def _scalar(value: Any) -> Any:
     array: Array = np.asarray(value)
     if array.dtype == object and array.size == 1:
         array = np.asarray(array.ravel()[0])
-    return array.ravel()[0].item() if array.size == 1 and array.dtype.kind in "iufU" else None
+    if array.size == 1 and array.dtype.kind in "iufU":
+        return array.ravel()[0].item()
+    return None
 
 
 def _check_sizes(path: Path) -> None:
@@ -95,7 +97,8 @@ def _check_sizes(path: Path) -> None:
     order = {b"IM": "<", b"MI": ">"}.get(data[126:_HEADER])
     if order is None:
         raise DataError(f"{path} is not a MATLAB file of format 5.")
-    offset, total = _HEADER, 0
+    offset = _HEADER
+    total = 0
     while offset + 8 <= len(data) and total <= _MAX_UNPACKED_BYTES:
         kind, length = struct.unpack_from(f"{order}II", data, offset)
         element = data[offset + 8 : offset + 8 + length]
@@ -155,7 +158,10 @@ def cub200(
             continue
         if crop and key not in boxes:
             problems.append(f"{path} has no box in bounding_boxes.txt.")
-        side = "train" if number <= SPECIES // 2 else "test"
+        if number <= SPECIES // 2:
+            side = "train"
+        else:
+            side = "test"
         rows.append(Row(path, names[number], side, box=boxes.get(key)))
     images = root / "images"
     return assemble(CUB, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad)
@@ -169,7 +175,9 @@ def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
 def _species(path: Path, text: str, problems: list[str]) -> int | None:
     """Return the number of a species, or None after adding a problem."""
     parsed = numbers(path, None, [text], problems, 1, SPECIES)
-    return None if parsed is None else parsed[0]
+    if parsed is None:
+        return None
+    return parsed[0]
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
@@ -223,7 +231,10 @@ def cars196(
             continue
         if crop and any(not isinstance(edge, int | float) for edge in box):
             problems.append(f"{path} has no box in the annotations.")
-        side = "train" if number <= MODELS // 2 else "test"
+        if number <= MODELS // 2:
+            side = "train"
+        else:
+            side = "test"
         rows.append(Row(path, f"{int(number):03d}", side, box=box))
     return assemble(
         CARS, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad

@@ -106,7 +106,8 @@ def google_landmarks_v2(
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
     """
-    name, listed = "train_clean.csv", "index_image_to_landmark.csv"
+    name = "train_clean.csv"
+    listed = "index_image_to_landmark.csv"
     solution = "retrieval_solution_v2.1.csv"
     root = LANDMARKS.root(folder, name, listed, solution)
     problems: list[str] = []
@@ -185,10 +186,14 @@ def in_shop(
     )
     if images == folder:
         IN_SHOP.root(folder, "img")
-    name, boxed = "list_eval_partition.txt", "list_bbox_inshop.txt"
+    name = "list_eval_partition.txt"
+    boxed = "list_bbox_inshop.txt"
     listed = IN_SHOP.file(folder, f"Eval/{name}", name)
     problems: list[str] = []
-    boxes = _boxes(IN_SHOP.file(folder, f"Anno/{boxed}", boxed), problems) if crop else {}
+    if crop:
+        boxes = _boxes(IN_SHOP.file(folder, f"Anno/{boxed}", boxed), problems)
+    else:
+        boxes = {}
     rows = []
     for line, (path, item, status) in read_lines(listed, 3, problems, skip=2):
         if status not in _ROLES:

@@ -57,7 +57,9 @@ def read_lines(
             raise DataError(f"{path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}.")
         with path.open(encoding="utf-8-sig", newline="" if comma else None) as file:
             lines = iter(partial(file.readline, _MAX_LINE), "")
-            split = csv.reader(lines) if comma else (line.split() for line in lines)
+            split: Iterator[list[str]] = (line.split() for line in lines)
+            if comma:
+                split = csv.reader(lines)
             for number, row in enumerate(split, 1):
                 if number <= skip or not row:  # a header, or an empty line
                     continue
@@ -91,7 +93,10 @@ def numbers(
         if not (
             word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
         ):
-            where = path.name if line is None else f"{path.name}, line {line}"
+            if line is None:
+                where = path.name
+            else:
+                where = f"{path.name}, line {line}"
             problems.append(f"{where}: {word!r} is not a number from {first} to {last:,}.")
             return None
         values.append(int(word))
@@ -227,7 +232,8 @@ def assemble(
     notices = list(notes)
     if skip_bad:
         kept, unread = skip_unreadable([images / row.path for row in rows], str(where))
-        rows, notices = [rows[i] for i in kept], [*notices, *unread]
+        rows = [rows[i] for i in kept]
+        notices = [*notices, *unread]
     return FileDataset(
         [images / row.path for row in rows],
         [row.label for row in rows],

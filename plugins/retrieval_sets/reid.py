@@ -133,9 +133,10 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     problems: list[str] = []
     rows = list(_rows(root, sides, problems))
     kept = [row for row in rows if row.label != "-1"]
-    notes = (
-        [f"{len(rows) - len(kept):,} junk images are left out."] if len(kept) < len(rows) else []
-    )
+    if len(kept) < len(rows):
+        notes = [f"{len(rows) - len(kept):,} junk images are left out."]
+    else:
+        notes = []
     return assemble(
         MARKET, root, kept, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
     )

@@ -38,7 +38,10 @@ class WandbRun:
 
         Offline, each part of a resumed run has its own folder; all parts have one id.
         """
-        timeout = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": INIT_SECONDS}
+        if "WANDB_INIT_TIMEOUT" in os.environ:
+            timeout = {}
+        else:
+            timeout = {"init_timeout": INIT_SECONDS}
         self._run = self._wandb.init(
             name=run.name,
             group=run.group,
