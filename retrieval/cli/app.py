@@ -117,8 +117,8 @@ class App(Group):
 
 
 def _imported(location: str) -> click.Command:
-    found: click.Command = resolve_name(location)
-    return found
+    command: click.Command = resolve_name(location)
+    return command
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:

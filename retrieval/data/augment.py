@@ -39,7 +39,9 @@ _TRIES = 10
 """Number of random boxes that a crop tries, as in torchvision."""
 _DRAWS = 3 + 2 * _TRIES
 """Draws per image: mirror, top, left, the area of each box, the aspect ratio of each box."""
-_UNIFORM_KEY, _SEEDS_KEY, _MIX_KEY = 1, 2, 3
+_UNIFORM_KEY = 1
+_SEEDS_KEY = 2
+_MIX_KEY = 3
 """Keep the three kinds of draws independent, although seed, epoch and batch are the same."""
 
 
@@ -57,17 +59,25 @@ def crop_box(
     box with a ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6).
     `draws` is one row of `Draws.uniform`.
     """
-    low, high = math.log(ratio[0]), math.log(ratio[1])
+    low = math.log(ratio[0])
+    high = math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
     for area_draw, ratio_draw in zip(tries[:_TRIES], tries[_TRIES:], strict=True):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
         aspect = math.exp(low + (high - low) * ratio_draw)
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
         if 1 <= w <= width and 1 <= h <= height:
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
     whole = width / height
-    w = width if whole <= ratio[1] else max(1, round(height * ratio[1]))
-    h = height if whole >= ratio[0] else max(1, round(width / ratio[0]))
+    if whole <= ratio[1]:
+        w = width
+    else:
+        w = max(1, round(height * ratio[1]))
+    if whole >= ratio[0]:
+        h = height
+    else:
+        h = max(1, round(width / ratio[0]))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
@@ -114,7 +124,9 @@ class Changes:
         assert self.table.crop_scale is not None
         # Convert to grey or RGB first, because a palette cannot be interpolated.
         image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
-        size, scale, ratio = image.size[::-1], self.table.crop_scale, self.table.crop_ratio
+        size = image.size[::-1]
+        scale = self.table.crop_scale
+        ratio = self.table.crop_ratio
         image = functional.resized_crop(
             image,
             *crop_box(draws.uniform, *size, scale, ratio),
@@ -122,7 +134,9 @@ class Changes:
             interpolation=InterpolationMode(preprocessing.interpolation),
         )
         pixels = np.asarray(image, dtype=np.uint8)
-        return pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
+        if preprocessing.channels == 1:
+            return pixels[None]
+        return pixels.transpose(2, 0, 1)
 
     def mirror(self, pixels: Pixels, draws: Draws) -> Pixels:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
@@ -138,7 +152,8 @@ class Changes:
             DataError: a transform fails, or changes size or type.
         """
         image = torch.from_numpy(pixels)
-        shape, drawing = image.shape, Drawing(int(draws.seeds))
+        shape = image.shape
+        drawing = Drawing(int(draws.seeds))
         for number, transform in enumerate(self.transforms):
             try:
                 with drawing:
@@ -198,7 +213,8 @@ class Mix:
         side = (1 - weight) ** 0.5  # the box's share of height and width: its area is 1 − weight
         spans = []
         for length, centre in zip(shape, random.random(2).tolist(), strict=True):
-            middle, half = int(centre * length), int(side * length) // 2
+            middle = int(centre * length)
+            half = int(side * length) // 2
             spans.append(slice(max(0, middle - half), min(length, middle + half)))
         rows, columns = spans
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -207,7 +223,8 @@ class Mix:
     def mixed(self, images: Pixels, partners: Pixels) -> Pixels:
         """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
-            own, other = images.astype(np.float32), partners.astype(np.float32)
+            own = images.astype(np.float32)
+            other = partners.astype(np.float32)
             return np.rint(self.weight * own + (1 - self.weight) * other).astype(np.uint8)
         mixed = images.copy()
         mixed[:, :, *self.box] = partners[:, :, *self.box]

@@ -93,7 +93,10 @@ def frozen_features(
                 return FileMap(file, last_words).floats((len(dataset), width))
     except OSError as error:
         full = error.errno == errno.ENOSPC
-        reason = "the disk is full" if full else error.strerror or str(error)
+        if full:
+            reason = "the disk is full"
+        else:
+            reason = error.strerror or str(error)
         where, variable = (place, "RETRIEVAL_CACHE") if place else ("a temporary folder", "TMPDIR")
         raise DataError(
             f"Features cannot be kept in {where}: {reason}. Make room, or set {variable} to"

@@ -51,11 +51,15 @@ class ArrayDataset(Dataset):
         self.arrays: Array = arrays
         self.labels = labels
         self.keys = [str(i) for i in range(len(arrays))] if keys is None else keys
-        self.splits, self.roles, self.metadata = splits, roles, metadata
+        self.splits = splits
+        self.roles = roles
+        self.metadata = metadata
 
     def __getitem__(self, index: int) -> Image | Array:
         item: Array = self.arrays[index]
-        return item if self.kind == "features" else from_array(item)
+        if self.kind == "features":
+            return item
+        return from_array(item)
 
 
 class FileDataset(Dataset):
@@ -91,23 +95,32 @@ class FileDataset(Dataset):
         self.advice = advice
         self.labels = labels
         self.keys = [os.fspath(file) for file in files] if keys is None else keys
-        self.splits, self.roles, self.metadata = splits, roles, metadata
+        self.splits = splits
+        self.roles = roles
+        self.metadata = metadata
 
     def __getitem__(self, index: int) -> Image:
         try:
             image = decode(self.files[index])
         except DataError as error:
             raise DataError(f"{error} {self.advice}".rstrip()) from error
-        box = None if self.boxes is None else self.boxes[index]
-        return image if box is None else _cut(image, box, self.keys[index])
+        if self.boxes is None:
+            box = None
+        else:
+            box = self.boxes[index]
+        if box is None:
+            return image
+        return _cut(image, box, self.keys[index])
 
 
 def _cut(image: Image, box: Box, key: str) -> Image:
     """Crop an image to a box, including every pixel that the box touches."""
     scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a smaller size
     box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
-    left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
-    right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
+    left = max(0, math.floor(box[0]))
+    top = max(0, math.floor(box[1]))
+    right = min(image.width, math.ceil(box[2]))
+    bottom = min(image.height, math.ceil(box[3]))
     if left >= right or top >= bottom:
         shown = ", ".join(f"{edge:g}" for edge in box)
         raise DataError(
@@ -121,7 +134,8 @@ class Subset(Dataset):
     """Some items of a dataset, without the dataset's split and roles."""
 
     def __init__(self, dataset: Dataset, items: Ints) -> None:
-        self._dataset, self._items = dataset, items
+        self._dataset = dataset
+        self._items = items
         self.kind = dataset.kind
         self.labels = [dataset.labels[i] for i in items]
         self.keys = [dataset.keys[i] for i in items]

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 LEAST = 1 << 24
 """Fewest values (pixels × channels of all images) for which making an ONNX graph saves time."""
 
-_MOST_VALUES, _MOST_IMAGES = 1 << 17, 64
+_MOST_VALUES = 1 << 17
+_MOST_IMAGES = 64
 """Largest number of values, and of images, in one run of a graph.
 
 Intermediate results of so few images stay in the CPU cache.
@@ -48,7 +49,10 @@ def backbone_features(
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
     what = f"The backbone {type(model.backbone).__name__}"
-    vectors = dataset.arrays if dataset.kind == "features" else None
+    if dataset.kind == "features":
+        vectors = dataset.arrays
+    else:
+        vectors = None
     if vectors is not None and not list(model.backbone.parameters()):
         features = np.asarray(vectors, dtype=np.float32)
         check_width(features, what, model.backbone.features)
@@ -90,7 +94,8 @@ def _features(
             batch_size=batch_size,
         )
 
-    identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)
+    identity = fingerprint(model.backbone)
+    runtime = runtime_for(model, dataset, device)
     if runtime is not None:
         try:
             return cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
@@ -124,7 +129,9 @@ class OnnxBackbone:
 
     def __init__(self, model: Model, dataset: Dataset) -> None:
         assert model.preprocessing is not None
-        self._model, self._dataset, self._shape = model, dataset, model.preprocessing.shape
+        self._model = model
+        self._dataset = dataset
+        self._shape = model.preprocessing.shape
         self._session: Any = None
         self._rows = max(1, min(_MOST_IMAGES, _MOST_VALUES // int(np.prod(self._shape))))
 

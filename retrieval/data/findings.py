@@ -140,9 +140,16 @@ class Findings:
         for by in get_args(By):
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             group.sort(key=lambda x: (-self.leaks(x) - self.contradicts(x), x.distance))
-            leaks, labels = sum(map(self.leaks, group)), sum(map(self.contradicts, group))
-            about = f" (within {self.within[by]:.3g})" if by in self.within else ""
-            marks = [f"{leaks:,} across the split"] if leaks else []
+            leaks = sum(map(self.leaks, group))
+            labels = sum(map(self.contradicts, group))
+            if by in self.within:
+                about = f" (within {self.within[by]:.3g})"
+            else:
+                about = ""
+            if leaks:
+                marks = [f"{leaks:,} across the split"]
+            else:
+                marks = []
             marks += [f"{labels:,} with different labels"] if labels else []
             about += f", {' and '.join(marks)}" if marks else ""
             lines += _part(by, list(map(self._line, group)), shown, about)
@@ -167,7 +174,10 @@ class Findings:
         return {subject.label for subject in self.subjects if subject.label is not None}
 
     def _line(self, alike: Alike) -> str:
-        parts = ["LEAK"] if self.leaks(alike) else []
+        if self.leaks(alike):
+            parts = ["LEAK"]
+        else:
+            parts = []
         parts += ["LABEL"] if self.contradicts(alike) else []
         parts += [f"{alike.distance:.3f}"] if alike.by in self.within else []
         for i in alike.items[:_NAMED]:
@@ -221,7 +231,10 @@ def _part(kind: str, lines: Sequence[str], shown: int, about: str = "") -> list[
     """Return a heading with the number of lines, then the first lines; `[]` without lines."""
     if not lines:
         return []
-    more = [f"  … and {len(lines) - shown:,} more"] if len(lines) > shown else []
+    if len(lines) > shown:
+        more = [f"  … and {len(lines) - shown:,} more"]
+    else:
+        more = []
     head = f"{len(lines):,} {_TITLES[kind][len(lines) > 1]}{about}:"
     return [head, *(f"  {one_line(line)}" for line in lines[:shown]), *more]
 

@@ -57,4 +57,6 @@ def _rows_not_finite(dataset: Dataset) -> list[int]:
 
 def is_missing(label: Any) -> bool:
     """Return whether a value means a missing label: None, blank text, NaN, or pandas' NaT or NA."""
-    return not label.strip() if isinstance(label, str) else labels.is_missing(label)
+    if isinstance(label, str):
+        return not label.strip()
+    return labels.is_missing(label)

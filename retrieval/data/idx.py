@@ -51,6 +51,9 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DataError(f"{path} cannot be read: {reason}.") from error
     if len(content) != size:
-        more = "more" if len(content) > size else f"{len(content):,}"
+        if len(content) > size:
+            more = "more"
+        else:
+            more = f"{len(content):,}"
         raise DataError(f"{path} should hold {size:,} bytes after its header, but holds {more}.")
     return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)

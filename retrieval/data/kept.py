@@ -23,7 +23,8 @@ FORMAT = "retrieval inputs 1"
 ITEMS = 512
 """Largest number of items that verify a bundle on export, and of items that calibrate it."""
 
-MOST_ITEMS, MOST_BYTES = 64, 8 << 20
+MOST_ITEMS = 64
+MOST_BYTES = 8 << 20
 """Largest number of stored items, and their largest total size in bytes."""
 
 

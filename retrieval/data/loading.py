@@ -86,14 +86,18 @@ class RawInputs:
 
     def changed(self, indices: Ints, changes: Changes, draws: Draws) -> Pixels:
         """Return randomly changed images, uint8 (B, channels, H, W)."""
-        preprocessing, rows = self.preprocessing, range(len(indices))
+        preprocessing = self.preprocessing
+        rows = range(len(indices))
         assert preprocessing is not None
 
         def crop(row: int) -> Pixels:
             return changes.crop(self._image(indices[row]), preprocessing, draws[row])
 
         cropped = changes.table.crop_scale is not None
-        pixels = np.stack(self._map(crop, rows)) if cropped else self.batch(indices)
+        if cropped:
+            pixels = np.stack(self._map(crop, rows))
+        else:
+            pixels = self.batch(indices)
         pixels = changes.mirror(pixels, draws)
         if not changes.transforms:
             return pixels
@@ -111,7 +115,9 @@ class RawInputs:
 
     def _image(self, index: int) -> Image:
         item = self.dataset[int(index)]
-        return from_array(item) if isinstance(item, np.ndarray) else item
+        if isinstance(item, np.ndarray):
+            return from_array(item)
+        return item
 
     def _item(self, index: int) -> Array:
         if self.preprocessing is None:
@@ -149,10 +155,14 @@ def _as_inputs(arrays: Array | None, preprocessing: Preprocessing | None) -> Arr
     if arrays is None:
         return None
     if preprocessing is None:
-        return arrays if arrays.dtype == np.float32 else None
+        if arrays.dtype == np.float32:
+            return arrays
+        return None
     height, width = preprocessing.size
     fits = arrays.shape[1:] == (height, width) and preprocessing.channels == 1
-    return arrays[:, None] if fits and preprocessing.resize in (None, min(height, width)) else None
+    if fits and preprocessing.resize in (None, min(height, width)):
+        return arrays[:, None]
+    return None
 
 
 def _decoders() -> int:
@@ -205,7 +215,8 @@ class BatchMaker:
         """Return how the images of the job's batch are mixed, or None."""
         if self.changes is None or self.raw.preprocessing is None:
             return None
-        key, shape = (self.seed, job.epoch, job.batch), self.raw.preprocessing.size
+        key = (self.seed, job.epoch, job.batch)
+        shape = self.raw.preprocessing.size
         return Mix.drawn(self.changes.table, key, len(job.items), shape)
 
 
@@ -328,7 +339,10 @@ class TrainBatches:
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
         is_changed = augmentation.active and preprocessing is not None
-        changes = Changes(augmentation, tuple(transforms)) if is_changed else None
+        if is_changed:
+            changes = Changes(augmentation, tuple(transforms))
+        else:
+            changes = None
         self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
         # Slices of pixels in memory are fast. A random crop cannot use them, because it starts from
@@ -369,7 +383,8 @@ class TrainBatches:
                 f"[sampler]: a batch of {uneven[0]} rows (classes × items × views) cannot be shared"
                 f" equally by {world} processes. Make classes × items a multiple of {world}."
             )
-        jobs, labels = [], []
+        jobs = []
+        labels = []
         for batch_number, positions in enumerate(rows[start:], start):
             share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
             job = Job(self.indices[positions], number, batch_number, share)
@@ -426,7 +441,9 @@ def inputs(
     def make(block: Ints) -> Tensor:
         return torch.from_numpy(raw.batch(block))
 
-    return map(make, blocks) if raw.ready(chosen) else _ahead(make, blocks)
+    if raw.ready(chosen):
+        return map(make, blocks)
+    return _ahead(make, blocks)
 
 
 def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:

@@ -18,7 +18,8 @@ from retrieval.base.progress import Meter
 from retrieval.errors import DataError
 from retrieval.images.images import to_mode
 
-SIDE, COLOURS = 16, 4
+SIDE = 16
+COLOURS = 4
 """Height and width of a picture's brightness channel, and of each of its two colour channels."""
 WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
 _EVEN = 2.0
@@ -124,17 +125,20 @@ def near_pairs(
     # Each pair has its own margin, so that one long vector does not make all pairs candidates.
     shortened = (1 - 8 * float(np.finfo(np.float32).eps) * (width + 8)) * squares
     parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
-    total, done = 0, 0
+    total = 0
+    done = 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
             block = slice(done, done + max(1, _ENTRIES // size))
             squared = shortened[block, None] + shortened[done:]
             squared -= 2 * (centred[block] @ centred[done:].T)
             row, other = np.nonzero(squared <= within**2)
-            first, second = (done + row)[row < other], (done + other)[row < other]
+            first = (done + row)[row < other]
+            second = (done + other)[row < other]
             if same is not None:
                 kept = same[first] != same[second]
-                first, second = first[kept], second[kept]
+                first = first[kept]
+                second = second[kept]
             for start in range(0, len(first), 4096):
                 pair = first[start : start + 4096], second[start : start + 4096]
                 differences = vectors[pair[0]].astype(np.float64) - vectors[pair[1]]

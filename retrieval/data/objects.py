@@ -126,8 +126,12 @@ class ItemDataset(Dataset):
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self._read, self._name = read, name
-        self.labels, self.splits, self.roles, self.metadata = labels, splits, roles, metadata
+        self._read = read
+        self._name = name
+        self.labels = labels
+        self.splits = splits
+        self.roles = roles
+        self.metadata = metadata
         self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
 
     def __getitem__(self, index: int) -> Image:
@@ -173,8 +177,12 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
     """Return a dataset of images or vectors in a list, an array or a tensor."""
     if hasattr(images, "detach"):
         images = images.detach().cpu().numpy()
-        images = images.transpose(0, 2, 3, 1) if images.ndim == 4 else images
-    array = images if isinstance(images, np.ndarray) else None
+        if images.ndim == 4:
+            images = images.transpose(0, 2, 3, 1)
+    if isinstance(images, np.ndarray):
+        array = images
+    else:
+        array = None
     listed = reading(f"{name}, images", as_list if array is None else list, images)
     if len(listed) != len(labels):
         raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
@@ -206,9 +214,14 @@ def _of_table(
     """Return a dataset of a Hugging Face `Dataset` or a `DataFrame`."""
     columns = [*getattr(table, "column_names", getattr(table, "columns", ()))]
     features = getattr(table, "features", {})
-    default = "path" if "path" in columns and "image" not in columns else "image"
-    image, label = default if image is None else image, "label" if label is None else label
-    split = "split" if split is None and "split" in columns else split
+    if "path" in columns and "image" not in columns:
+        default = "path"
+    else:
+        default = "image"
+    image = default if image is None else image
+    label = "label" if label is None else label
+    if split is None and "split" in columns:
+        split = "split"
     named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
     problems = [
         f"it has no column {column!r} (it has: {', '.join(map(str, columns))})."
@@ -224,7 +237,9 @@ def _of_table(
         listed = [None if is_missing(value) else value for value in _listed(table[column])]
         names: list[str] = getattr(features.get(column), "names", None) or []
         by_number: dict[Any, str] = dict(enumerate(names))
-        return [by_number.get(value) for value in listed] if names else listed
+        if names:
+            return [by_number.get(value) for value in listed]
+        return listed
 
     def holds_images(column: Any) -> bool:
         """Return whether a Hugging Face column may hold images, which are not read."""
@@ -273,7 +288,10 @@ def _without_columns(
     keyed = isinstance(first, Mapping)
     image_key: Any = image if image is not None else "image" if keyed else 0
     label_key: Any = label if label is not None else "label" if keyed else 1
-    members = list(first) if keyed else [*range(len(first))]
+    if keyed:
+        members = list(first)
+    else:
+        members = [*range(len(first))]
     for chosen in (image_key, label_key):
         if chosen not in members:
             raise DataError(f"{name}: an item has no {chosen!r} (it has: {members}).")
@@ -281,7 +299,10 @@ def _without_columns(
     def read_all(member: Any) -> list[Any]:
         return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
 
-    values = _listed_labels(obj) if label is None else None
+    if label is None:
+        values = _listed_labels(obj)
+    else:
+        values = None
     if values is None:
         values = read_all(label_key)
     whole = obj
@@ -325,14 +346,18 @@ def _pixels(obj: Any, first: Any) -> Pixels | None:
         return None
     # The array may be laid out differently from the images, such as with channels first.
     same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
-    return array if same else None
+    if same:
+        return array
+    return None
 
 
 def _listed_labels(obj: Any) -> list[Any] | None:
     """Return the labels that one of torchvision's classes lists without reading images, or None."""
     if _is_subset(obj):
         whole = _listed_labels(obj.dataset)
-        return None if whole is None else [whole[i] for i in obj.indices]
+        if whole is None:
+            return None
+        return [whole[i] for i in obj.indices]
     if not _of_torchvision(obj) or getattr(obj, "target_transform", None) is not None:
         return None
     joint = getattr(obj, "transforms", None) is not None
@@ -341,7 +366,9 @@ def _listed_labels(obj: Any) -> list[Any] | None:
     for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)
         if hasattr(values, "__len__") and len(values) == len(obj):
-            return [value[1] for value in values] if attribute in _PAIRS else list(values)
+            if attribute in _PAIRS:
+                return [value[1] for value in values]
+            return list(values)
     return None
 
 
@@ -350,10 +377,16 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
 
     A number becomes its name in `classes`. A missing label, or -1 as in STL-10, becomes "".
     """
-    names = list(classes) if isinstance(classes, list | tuple) else []
+    if isinstance(classes, list | tuple):
+        names = list(classes)
+    else:
+        names = []
     texts = []
     for value in _listed(values):
-        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+        if hasattr(value, "item") and not getattr(value, "ndim", 0):
+            plain = value.item()
+        else:
+            plain = value
         if isinstance(plain, float) and plain.is_integer():
             plain = int(plain)  # pandas turns integers into floats if one is missing
         if is_missing(plain) or (isinstance(plain, int) and plain == -1):

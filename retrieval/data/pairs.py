@@ -92,7 +92,10 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     for i, key in enumerate(keys):
         path = PurePosixPath(key)
         items[f"{path.parent.name}/{path.stem}" if lfw else key].append(i)
-    example = f" (the data have keys such as {keys[0]!r})" if len(keys) else ""
+    if len(keys):
+        example = f" (the data have keys such as {keys[0]!r})"
+    else:
+        example = ""
     indices = np.zeros((len(rows), 2), np.int64)
     seen: dict[frozenset[str], Row] = {}
     for i, row in enumerate(rows):
@@ -101,7 +104,10 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
             if len(places) == 1:
                 indices[i, side] = places[0]
                 continue
-            fault = f"{len(places)} items have that name" if places else "there is no such item"
+            if places:
+                fault = f"{len(places)} items have that name"
+            else:
+                fault = "there is no such item"
             problems.append(f"line {row.line}: {name!r}: {fault}{'' if places else example}.")
             example = example if places else ""  # only in the first message
         earlier = seen.setdefault(frozenset((row.first, row.second)), row)
@@ -115,13 +121,19 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
             )
     same = np.array([row.same for row in rows], np.bool_)
     if len(same) and (same.all() or not same.any()):
-        word = "the same" if same.all() else "different"
+        if same.all():
+            word = "the same"
+        else:
+            word = "different"
         problems.append(f"all {len(same):,} pairs are {word}: both kinds are needed.")
     elif not rows and not problems:
         problems.append("it lists no pair.")
     names = sorted({row.fold for row in rows} - {""}, key=natural)
     numbers = {name: k for k, name in enumerate(names)}
-    fold = np.array([numbers[row.fold] for row in rows], np.int64) if names else None
+    if names:
+        fold = np.array([numbers[row.fold] for row in rows], np.int64)
+    else:
+        fold = None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
     if problems:
@@ -170,7 +182,8 @@ def _csv(file: Path, content: bytes) -> tuple[list[Row], list[str]]:
 def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     """Return the pairs of a list of Labeled Faces in the Wild, and problems."""
     (start, head), *body = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
-    folds, per_kind = int(head[0]) if len(head) == 2 else 1, int(head[-1])
+    folds = int(head[0]) if len(head) == 2 else 1
+    per_kind = int(head[-1])
     problems = []
     if not per_kind or len(body) != folds * 2 * per_kind:
         problems.append(
@@ -191,7 +204,10 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
                 )
                 continue
         first, second = (f"{name}/{name}_{int(number):04d}" for name, number in images)
-        fold = str(i // (2 * per_kind or 1) + 1) if len(head) == 2 else ""
+        if len(head) == 2:
+            fold = str(i // (2 * per_kind or 1) + 1)
+        else:
+            fold = ""
         rows.append(Row(line, first, second, len(words) == 3, fold))
     counts = Counter((row.fold, row.same) for row in rows)
     for fold in dict.fromkeys(row.fold for row in rows) if not problems else ():

@@ -84,8 +84,10 @@ class TorchBatches(BatchSampler):
     """
 
     def __init__(self, sampler: Any, seed: int, size: int) -> None:
-        self._fresh, self._seed = sampler, seed
-        self._current, self._next = copy.deepcopy(sampler), 0
+        self._fresh = sampler
+        self._seed = seed
+        self._current = copy.deepcopy(sampler)
+        self._next = 0
         with _seeded(seed % 2**32):
             first = next(iter(copy.deepcopy(sampler)), ())
         self._size = size if np.ndim(first) == 0 else None
@@ -107,7 +109,8 @@ class TorchBatches(BatchSampler):
     ) -> list[list[int]]:
         """Return the batches of an epoch."""
         if epoch < self._next:
-            self._current, self._next = copy.deepcopy(self._fresh), 0
+            self._current = copy.deepcopy(self._fresh)
+            self._next = 0
         while self._next <= epoch:
             if hasattr(self._current, "set_epoch"):
                 self._current.set_epoch(self._next)
@@ -123,7 +126,8 @@ class TorchBatches(BatchSampler):
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Context manager that seeds the global generators and restores them."""
-    numpy_state, python_state = np.random.get_state(), python_random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = python_random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
@@ -181,8 +185,12 @@ def drawn_batches(
         PluginError: the sampler fails, draws more or fewer batches than its length, or returns
             anything but positions.
     """
-    named = sampler._fresh if isinstance(sampler, TorchBatches) else sampler
-    who, items = f"The sampler {type(named).__name__}", replace(items, embeddings=embeddings)
+    if isinstance(sampler, TorchBatches):
+        named = sampler._fresh
+    else:
+        named = sampler
+    who = f"The sampler {type(named).__name__}"
+    items = replace(items, embeddings=embeddings)
     with calling(who):
         batches: Iterable[Any] = sampler.draw(items, epoch, random_of(seed, epoch))
         drawn = [np.asarray(batch) for batch in batches]

@@ -192,7 +192,10 @@ def _part_of_each(
         count = min(max(int(len(shuffled) * part + 0.5), 2), len(shuffled) - 2)
         if part and count >= 2:  # false for a class of fewer than four items
             parts.append(shuffled[:count])
-    second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+    if parts:
+        second = np.sort(np.concatenate(parts))
+    else:
+        second = np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
 
 
@@ -221,7 +224,8 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
     roles = np.array([dataset.roles[i] for i in test] if dataset.roles else [], dtype=object)
     if not roles.any():
         return test, None
-    query, gallery = test[roles == "query"], test[roles == "gallery"]
+    query = test[roles == "query"]
+    gallery = test[roles == "gallery"]
     if left := len(test) - len(query) - len(gallery):
         notes.append(f"{left:,} test items are neither query nor gallery, and are left out.")
     return query, gallery
@@ -230,7 +234,8 @@ def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Item
 def _training_problem(splits: Splits) -> str | None:
     """Return why nothing can be learned from the training side; add a note on lone items."""
     counts = np.bincount(splits.labels[splits.train], minlength=len(splits.classes))
-    present, single = np.flatnonzero(counts), np.flatnonzero(counts == 1)
+    present = np.flatnonzero(counts)
+    single = np.flatnonzero(counts == 1)
     if not len(present):
         return "nothing is left to train on."
     if len(present) == 1:
@@ -249,9 +254,13 @@ def _training_problem(splits: Splits) -> str | None:
 
 def _test_problem(splits: Splits) -> str | None:
     """Return why no query can find a match; add a note on queries without a match."""
-    labels, query, gallery = splits.labels, splits.query, splits.gallery
+    labels = splits.labels
+    query = splits.query
+    gallery = splits.gallery
     if not len(query):
-        return "nothing is left to test on." if gallery is None else "no item is a query."
+        if gallery is None:
+            return "nothing is left to test on."
+        return "no item is a query."
     if gallery is None:
         if np.bincount(labels[query]).max() < 2:
             return "no test class has two items, so no query can find another of its class."

@@ -95,7 +95,10 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
         for item in () if items is None else items.tolist():
             sides[item] = side
     # If several items share a file, its bytes do not identify an item.
-    files = None if getattr(dataset, "boxes", None) is not None else dataset.files
+    if getattr(dataset, "boxes", None) is not None:
+        files = None
+    else:
+        files = dataset.files
 
     def open_item(row: int) -> Item:
         item = dataset[row]
@@ -120,8 +123,12 @@ def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
     by_folder = not side and all(len(p) > 2 and p[0].lower() in SIDES for p in inside)
     for item, parts in zip(sources.items, inside, strict=True):
-        name = item.key if item.row is not None else item.name
-        name = str(named.joinpath(*parts)) if parts else name
+        if item.row is not None:
+            name = item.key
+        else:
+            name = item.name
+        if parts:
+            name = str(named.joinpath(*parts))
         if by_folder:
             split, role = SIDES[parts[0].lower()]
             yield Subject(name, parts[1], role or split)

@@ -42,7 +42,10 @@ def measuring(
         if distance == "euclidean":
             return codes, gallery, None
         if distance == "cosine":
-            scaled = None if gallery is None else _unit(gallery, "gallery codes")
+            if gallery is None:
+                scaled = None
+            else:
+                scaled = _unit(gallery, "gallery codes")
             return _unit(codes, "codes"), scaled, None
         raise DataError(
             f"There is no distance '{distance}'.{did_you_mean(distance, NAMES)} The names are"
@@ -69,7 +72,10 @@ def _function(distance: Any, owner: Any) -> DistanceBlock:
             " from codes (B, C) and (R, C) to distances (B, R)."
         )
     # pytorch-metric-learning's similarities say by this attribute that larger is closer
-    sign = -1 if getattr(owner, "is_inverted", False) else 1
+    if getattr(owner, "is_inverted", False):
+        sign = -1
+    else:
+        sign = 1
 
     def measure(queries: Tensor, items: Tensor) -> Tensor:
         with calling(what, "Evaluate fewer items at once."):

@@ -159,7 +159,8 @@ def evaluate(
     if bundle is not None:
         protocol.refuse_bundle()
     device = device_of(run)
-    model, codes = run.model.to(device), ItemCodes(run, device)
+    model = run.model.to(device)
+    codes = ItemCodes(run, device)
 
     def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Evaluation:
         sides = encode(query), None if gallery is None else encode(gallery)
@@ -169,10 +170,14 @@ def evaluate(
     if not contestants["trained"].queries:
         raise DataError(unanswerable(run, side))
     if baseline:
-        raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+        if run.dataset.kind == "features":
+            raw = "raw vectors"
+        else:
+            raw = "raw pixels"
         contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))
     values = {name: contestant.values for name, contestant in contestants.items()}
-    trained, candidates = contestants["trained"], None
+    trained = contestants["trained"]
+    candidates = None
     if bundle is not None:
         values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
@@ -201,14 +206,24 @@ def _served(
     """
     from retrieval.bundle.bundle import Bundle
 
-    bundle, itself = Bundle.open(path), gallery is None
+    bundle = Bundle.open(path)
+    itself = gallery is None
     queries = encoded(bundle, run, query)
-    items = queries if gallery is None else encoded(bundle, run, gallery)
+    if gallery is None:
+        items = queries
+    else:
+        items = encoded(bundle, run, gallery)
     query_class = run.splits.labels[query]
-    item_class = query_class if gallery is None else run.splits.labels[gallery]
+    if gallery is None:
+        item_class = query_class
+    else:
+        item_class = run.splits.labels[gallery]
     metrics = {name: m for name, m in metrics.items() if isinstance(m.depth, int)}
     deepest = max((int(m.depth) for m in metrics.values()), default=1)
-    exclude = np.arange(len(query)) if itself else None
+    if itself:
+        exclude = np.arange(len(query))
+    else:
+        exclude = None
     rows = served_rows(bundle, queries, items, min(deepest, len(item_class) - itself), exclude)
     relevant = class_sizes(query_class, item_class) - int(itself)
     matches = (item_class[rows] == query_class[:, None]) & (rows >= 0)
@@ -245,7 +260,8 @@ def served_rows(
 
     If the manifest's `merge` is "score", the order of the first results depends on k.
     """
-    rescorer, vectors = bundle.manifest.rescorer, items["vector"]
+    rescorer = bundle.manifest.rescorer
+    vectors = items["vector"]
     size = len(vectors) - (exclude is not None)
     count = min(k if rescorer is None else rescorer.candidates, size)
     subspaces = bundle.manifest.subspaces
@@ -255,7 +271,8 @@ def served_rows(
         near = np.unique(proposed[:, i])
         code = codes = None
         if rescorer is not None:
-            code, codes = queries["code"][i], items["code"][near]
+            code = queries["code"][i]
+            codes = items["code"][near]
         distances = measured(bundle, query, code, vectors[near], codes, k)
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered

@@ -100,7 +100,9 @@ def left_out(evaluation: Any) -> str:
     if not evaluation.singletons:
         return ""
     text = f"; {evaluation.singletons:,} left out: no other item of their class"
-    return text if evaluation.queries else f"{text}. Without a query there is no score."
+    if evaluation.queries:
+        return text
+    return f"{text}. Without a query there is no score."
 
 
 @shown
@@ -155,10 +157,19 @@ def evaluate(
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together, but one of them is missing.")
     codes = as_tensor(codes, "codes")
-    gallery = None if gallery is None else as_tensor(gallery, "gallery codes")
-    searched = codes if gallery is None else gallery
+    if gallery is None:
+        gallery = None
+    else:
+        gallery = as_tensor(gallery, "gallery codes")
+    if gallery is None:
+        searched = codes
+    else:
+        searched = gallery
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
-    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    if exclude is None:
+        hidden = None
+    else:
+        hidden = exclude.hidden(query_class, item_class)
     codes, gallery, measure = measuring(codes, gallery, distance)
     return evaluate_search(
         Search(codes, gallery, hidden, measure, device),
@@ -195,9 +206,16 @@ def resolve_metrics(
         if isinstance(item, str) and "." not in item:
             resolved[item] = metric(item)
         elif isinstance(item, str | Mapping):
-            table = {"name": item} if isinstance(item, str) else item
+            table: Mapping[str, Any]
+            if isinstance(item, str):
+                table = {"name": item}
+            else:
+                table = item
             parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
-            name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
+            if parameters:
+                name = f"{table.get('name')}({parameters})"
+            else:
+                name = str(table.get("name"))
             plugins = plugins or load_plugins()
             resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
         else:
@@ -237,7 +255,10 @@ def evaluate_search(
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
             members = answerable[texts[answerable] == value]
-            measured = means(values, members) if len(members) else {}
+            if len(members):
+                measured = means(values, members)
+            else:
+                measured = {}
             groups[value] = {**measured, "queries": float(len(members))}
     if clusters:
         values_by_name |= cluster_metrics(search.queries, query_class)
@@ -286,7 +307,10 @@ def matching(
     each query needs. k is at least the depth of each query in the block.
     """
     # `Ranking` serves the first `ranked` queries. Those for which it fails are searched in full.
-    ranked = Ranking.serves(len(item_class), depths) if search.ranks_all else 0
+    if search.ranks_all:
+        ranked = Ranking.serves(len(item_class), depths)
+    else:
+        ranked = 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
@@ -316,8 +340,11 @@ def is_answerable(
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
     """Return for each query (Q,) the number of visible items of its class."""
-    hidden = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
-    return class_sizes(query_class, item_class) - hidden
+    sizes = class_sizes(query_class, item_class)
+    if search.hidden is None:
+        # A gallery of the queries themselves holds each query once, and hides it from itself.
+        return sizes - int(search.gallery is None)
+    return sizes - search.hidden.matching()
 
 
 def class_sizes(query_class: Ints, item_class: Ints) -> Ints:
@@ -459,7 +486,10 @@ class Levels(Relevance):
     def __init__(
         self, query: Sequence[Sequence[Any]], gallery: Sequence[Sequence[Any]] | None = None
     ) -> None:
-        items = query if gallery is None else gallery
+        if gallery is None:
+            items = query
+        else:
+            items = gallery
         if len(query) != len(items) or not query:
             raise DataError(
                 f"The queries have {len(query)} levels and the gallery {len(items)}: both need the"
@@ -493,7 +523,10 @@ class Tags(Relevance):
         from sklearn.preprocessing import MultiLabelBinarizer
 
         query = _checked_tags(query, "query")
-        items = query if gallery is None else _checked_tags(gallery, "gallery")
+        if gallery is None:
+            items = query
+        else:
+            items = _checked_tags(gallery, "gallery")
         binarizer = MultiLabelBinarizer(sparse_output=True).fit([*query, *items])
         self._query = binarizer.transform(query)
         self._gallery = binarizer.transform(items).T.tocsr()
@@ -524,7 +557,10 @@ def _graded_values(
 ) -> tuple[dict[str, Values], Ints]:
     """Return the result of `query_values`."""
     total = len(search.queries)
-    size = total if search.gallery is None else len(search.gallery)
+    if search.gallery is None:
+        size = total
+    else:
+        size = len(search.gallery)
     if relevance.sizes != (total, size):
         raise DataError(
             f"There are {total:,} queries and {size:,} gallery items, but relevance has grades for"
@@ -542,7 +578,8 @@ def _graded_values(
             kept = relevant[rows] > 0
             if not kept.any():
                 continue
-            rows, grades = rows[kept], grades[kept]
+            rows = rows[kept]
+            grades = grades[kept]
             depth = min(size, depth_of(metrics, int(relevant[rows].max()), size))
             blocks = search.blocks(rows, np.full(len(rows), depth))
             items = np.concatenate([near for _, near, _ in blocks])
@@ -590,7 +627,10 @@ def cluster_metrics(codes: Array | Tensor, labels: Array) -> dict[str, float]:
 def kmeans(codes: Array | Tensor, count: int) -> Ints:
     """Return each code's cluster number (N,), by k-means of codes (N, C) into `count` clusters."""
     faiss = load_faiss()
-    array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
+    if isinstance(codes, Tensor):
+        array = codes.detach().cpu().numpy()
+    else:
+        array = np.asarray(codes)
     table = array - array.mean(0, dtype=np.float64)  # a large offset would lose precision
     # scaling by a power of two is exact, and keeps squares within float32
     table *= 2.0 ** -np.frexp(np.abs(table).max(initial=0))[1]
@@ -628,4 +668,6 @@ def pair_f1(clusters: Array, classes: Array) -> float:
     (_, only_clusters), (only_classes, both) = pair_confusion_matrix(classes, clusters).tolist()
     # 2 P R / (P + R) with P = both / (both + only_clusters) and R = both / (both + only_classes)
     pairs = 2 * both + only_clusters + only_classes
-    return 2 * both / pairs if pairs else 1.0
+    if pairs:
+        return float(2 * both / pairs)
+    return 1.0

@@ -79,12 +79,16 @@ def exact_neighbors(
     """
     search = Neighbors(gallery, distance=distance, device=device)
     queries = as_tensor(queries, "queries")
-    total, size = len(queries), search.block(k)
+    total = len(queries)
+    size = search.block(k)
     indices = np.empty((total, max(k, 0)), dtype=np.int64)
     distances = np.empty((total, max(k, 0)), dtype=np.float32)
     for start in range(0, max(total, 1), size):
         rows = slice(start, start + size)
-        own = None if exclude is None else exclude[rows]
+        if exclude is None:
+            own = None
+        else:
+            own = exclude[rows]
         indices[rows], distances[rows] = search(queries[rows], k, own)
     return indices, distances
 
@@ -117,7 +121,10 @@ class Neighbors:
         self._codes = codes.to(self.device)
         self._crowded = False  # whether most queries of the last block had ties at the k-th place
         # scaling by a power of two is exact, and keeps the squares of codes within float32
-        largest = float(codes.abs().max().double()) if codes.numel() else 0.0
+        if codes.numel():
+            largest = float(codes.abs().max().double())
+        else:
+            largest = 0.0
         self._exponent = max(-1000, min(1000, int(np.frexp(largest)[1])))
 
     def block(self, k: int) -> int:
@@ -142,7 +149,10 @@ class Neighbors:
         distances = np.full((len(codes), k), np.inf, np.float32)
         if not len(codes):
             return columns, distances
-        left_out = None if exclude is None else np.asarray(exclude, np.int64)
+        if exclude is None:
+            left_out = None
+        else:
+            left_out = np.asarray(exclude, np.int64)
         reach = min(k, self.size)
         with torch.no_grad():
             if self.distance is None:
@@ -185,7 +195,10 @@ class Neighbors:
                 "The queries are more than 10^18 times as large as the gallery's codes: the two"
                 " cannot be of one model."
             )
-        single = _single(scaled) if self._shallow(k) and not self._crowded else None
+        if self._shallow(k) and not self._crowded:
+            single = _single(scaled)
+        else:
+            single = None
         if single is None:
             columns, squared = self._full(scaled, k, left_out)
         else:
@@ -195,7 +208,10 @@ class Neighbors:
             step = max(1, _BLOCK_BYTES // (8 * self.size))
             for start in range(0, len(rest), step):
                 rows = rest[start : start + step]
-                own = None if left_out is None else left_out[rows]
+                if left_out is None:
+                    own = None
+                else:
+                    own = left_out[rows]
                 columns[rows], squared[rows] = self._full(scaled[torch.from_numpy(rows)], k, own)
         with np.errstate(over="ignore", under="ignore"):
             return columns, np.ldexp(np.sqrt(squared), self._exponent)
@@ -243,23 +259,32 @@ class Neighbors:
         norms = queries.square().sum(1)
         # |q|² + |g|² − 2 q·g in one product, which is exact for whole numbers
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
-        wide, floor = min(k + 1, self.size), (norms * _CANCELLED).cpu().numpy()
+        wide = min(k + 1, self.size)
+        floor = (norms * _CANCELLED).cpu().numpy()
         columns, values = self._selected(rows @ factors, wide, left_out)
         # A query with more than k imprecise pairs, as in a collapsed embedding, is measured again.
-        crowded = np.flatnonzero(values[:, -1] < floor) if wide > k else np.zeros(0, np.int64)
+        if wide > k:
+            crowded = np.flatnonzero(values[:, -1] < floor)
+        else:
+            crowded = np.zeros(0, np.int64)
         if len(crowded):
             some = queries[torch.from_numpy(crowded).to(self.device)]
             apart = torch.cdist(some, codes, compute_mode="donot_use_mm_for_euclid_dist")
-            own = None if left_out is None else left_out[crowded]
+            if left_out is None:
+                own = None
+            else:
+                own = left_out[crowded]
             columns[crowded], values[crowded] = self._selected(apart.square_(), wide, own)
             floor[crowded] = 0
-        columns, values = columns[:, :k], values[:, :k]
+        columns = columns[:, :k]
+        values = values[:, :k]
         imprecise, places = (values < floor[:, None]).nonzero()
         if not len(places):
             return columns, values
         step = max(1, _DIFFERENCES // max(self.width, 1))
         for start in range(0, len(places), step):
-            query, place = imprecise[start : start + step], places[start : start + step]
+            query = imprecise[start : start + step]
+            place = places[start : start + step]
             row, column = (
                 torch.from_numpy(index).to(self.device) for index in (query, columns[query, place])
             )
@@ -277,7 +302,8 @@ class Neighbors:
             every = torch.arange(self.size, device=values.device)
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
             return _parts(keys.cpu().numpy())
-        table, numbers = values.numpy(), np.arange(self.size)
+        table = values.numpy()
+        numbers = np.arange(self.size)
         keys = np.empty((len(table), k), np.int64)
         step = max(1, _SELECTED // self.size)
         for start in range(0, len(table), step):
@@ -317,7 +343,9 @@ def _parts(keys: Ints) -> tuple[Ints, Floats64]:
 def _single(codes: Tensor) -> Floats32 | None:
     """Return float64 codes in float32, or `None` if float32 would round a number."""
     single = codes.to(torch.float32)
-    return single.contiguous().numpy() if bool((single == codes).all()) else None
+    if bool((single == codes).all()):
+        return single.contiguous().numpy()
+    return None
 
 
 def as_tensor(codes: Codes, what: str) -> Tensor:
@@ -374,7 +402,10 @@ class Exclusion:
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
         """Return the items that are hidden from each query."""
         itself = self.gallery is None
-        items = self.query if self.gallery is None else self.gallery
+        if self.gallery is None:
+            items = self.query
+        else:
+            items = self.gallery
         sides = (self.query, query_class, "queries"), (items, item_class, "gallery items")
         for values, labels, what in sides:
             if len(values) != len(labels):
@@ -425,7 +456,9 @@ class Hidden:
 
     def every(self) -> Ints:
         """Return how many items are hidden from each query (Q,), itself included."""
-        return self.matching() if self.same_label else self._counts(self.query, self.gallery)
+        if self.same_label:
+            return self.matching()
+        return self._counts(self.query, self.gallery)
 
     def _counts(self, query: Ints, items: Ints) -> Ints:
         """Return how often each query's number is among the items'; a query may have no group."""
@@ -465,7 +498,10 @@ class Search:
 
     @cached_property
     def _neighbors(self) -> Neighbors:
-        searched = self.queries if self.gallery is None else self.gallery
+        if self.gallery is None:
+            searched = self.queries
+        else:
+            searched = self.gallery
         return Neighbors(searched, distance=self.distance, device=self.device)
 
     @property
@@ -480,7 +516,8 @@ class Search:
         `depths` is the number of items that each of `query_rows` needs, and k is the largest depth
         of the block. If fewer items are visible, row −1 and distance infinity fill the results.
         """
-        search, hidden = self._neighbors, self.hidden
+        search = self._neighbors
+        hidden = self.hidden
         reach = depths
         if hidden is not None:  # hidden items take up ranks, so search deeper by their number
             reach = np.minimum(depths + hidden.every()[query_rows], search.size)
@@ -488,7 +525,10 @@ class Search:
         while done < len(query_rows):
             part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
             rows = query_rows[part]
-            own = rows if self.gallery is None else None
+            if self.gallery is None:
+                own = rows
+            else:
+                own = None
             items, distances = search(rows_of(self.queries, rows), int(reach[part].max()), own)
             if hidden is not None:
                 visible = hidden.visible(rows, items)
@@ -506,10 +546,12 @@ class Search:
 
     def nearest(self, k: int, query_rows: Ints | None = None) -> tuple[Ints, Floats32]:
         """Return rows and distances (A, k) of the items nearest to `query_rows` (A,) or to all."""
-        query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
+        if query_rows is None:
+            query_rows = np.arange(len(self.queries))
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
-        order, done = np.arange(len(query_rows)), 0
+        order = np.arange(len(query_rows))
+        done = 0
         # similar depths share a block, which is searched to the largest
         if self.hidden is not None:
             order = np.argsort(self.hidden.every()[query_rows], kind="stable")

@@ -60,12 +60,18 @@ def evaluate_vectors(
             query has a right answer.
     """
     queries = VectorRows(Path(folder))
-    items = None if gallery is None else VectorRows(Path(gallery))
+    if gallery is None:
+        items = None
+    else:
+        items = VectorRows(Path(gallery))
     if items is not None and items.bundle != queries.bundle:
         raise DataError(
             f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
         )
-    item_labels = None if items is None else items.labels()
+    if items is None:
+        item_labels = None
+    else:
+        item_labels = items.labels()
     evaluation = pairwise(queries, queries.labels(), items, item_labels, metrics)
     if not evaluation.queries:
         raise DataError(
@@ -87,7 +93,10 @@ def pairwise(
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
     """
-    searched = codes if gallery is None else gallery
+    if gallery is None:
+        searched = codes
+    else:
+        searched = gallery
     if len(searched) > MOST_ITEMS:
         raise DataError(
             f"The gallery has {len(searched):,} items; exact search takes {MOST_ITEMS:,} at most."
@@ -112,7 +121,10 @@ class StoredSearch:
     def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, None]]:
         """Yield blocks as `Search.blocks` does, in the order of the files, without distances."""
         itself = self.gallery is None
-        searched = self.queries if self.gallery is None else self.gallery
+        if self.gallery is None:
+            searched = self.queries
+        else:
+            searched = self.gallery
         needed = np.zeros(len(self.queries), np.int64)
         needed[query_rows] = depths
         for start in range(0, len(needed), _QUERIES):
@@ -143,14 +155,19 @@ def _search_block(
     nearest: Ints, codes: VectorRows, gallery: VectorRows, rows: Ints, items: range, itself: bool
 ) -> None:
     """Merge the keys of a block of the gallery into the keys `nearest` (B, k) of all before it."""
-    vectors, k = gallery.read(items.start, items.stop), nearest.shape[1]
-    search, exact = Neighbors(vectors, device="cpu"), np.ascontiguousarray(vectors, np.float64)
+    vectors = gallery.read(items.start, items.stop)
+    k = nearest.shape[1]
+    search = Neighbors(vectors, device="cpu")
+    exact = np.ascontiguousarray(vectors, np.float64)
 
     def merge(part: slice) -> None:
         own_rows = rows[part]
         queries = codes.read(int(own_rows[0]), int(own_rows[-1]) + 1)
         inside = (own_rows >= items.start) & (own_rows < items.stop)
-        own = np.where(inside, own_rows - items.start, -1) if itself else None
+        if itself:
+            own = np.where(inside, own_rows - items.start, -1)
+        else:
+            own = None
         columns, _ = search(queries, min(k, len(items)), own)
         query, rank = np.nonzero(columns >= 0)
         column = columns[query, rank]

@@ -101,7 +101,10 @@ def neighbours(
         raise DataError(
             f"There are {len(labels)} labels for {len(images)} queries; give each query one."
         )
-    names = None if labels is None else [str(label) for label in read_labels(labels)]
+    if labels is None:
+        names = None
+    else:
+        names = [str(label) for label in read_labels(labels)]
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images, so it cannot be drawn.")
     answers = index.search(list(images), k=k)
@@ -109,13 +112,19 @@ def neighbours(
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
-        label = None if names is None else names[row]
+        if names is None:
+            label = None
+        else:
+            label = names[row]
         _query(cells[0], query, label)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
-    marks = "" if names is None else ": ✓ right, ✗ wrong"
+    if names is None:
+        marks = ""
+    else:
+        marks = ": ✓ right, ✗ wrong"
     figure.suptitle(
         f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10
     )
@@ -127,7 +136,8 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
     from retrieval.evaluation.neighbors import Search
     from retrieval.run.open import ItemCodes
 
-    items, combiner = run.splits.validation, run.model.combiner
+    items = run.splits.validation
+    combiner = run.model.combiner
     rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
     codes = ItemCodes(run, run.device)(items)
     search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
@@ -144,7 +154,10 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
 
 
 def _query(cell: Axes, image: Any, label: str | None) -> None:
-    title = "query" if label is None else f"query: {label}"
+    if label is None:
+        title = "query"
+    else:
+        title = f"query: {label}"
     _cell(cell, small_image(image), title, "black", 1)
 
 
@@ -156,10 +169,14 @@ def _answer(
     Without `label`, no result is right or wrong. If the image cannot be read (`None`), the cell
     shows the name of its file, from `id`.
     """
-    mark, colour = "", "0.4"
+    mark = ""
+    colour = "0.4"
     if label is not None:
         mark, colour = (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
-    small = None if image is None else small_image(image)
+    if image is None:
+        small = None
+    else:
+        small = small_image(image)
     _cell(cell, small, f"{id if name is None else name}{mark} {distance:.2f}", colour, 2.5)
     if small is None:
         cell.text(0.5, 0.5, f"cannot read\n{Path(id).name}", ha="center", va="center", fontsize=6)
@@ -183,7 +200,10 @@ def small_image(image: ImageLike, side: int = LARGEST) -> Image.Image:
     if isinstance(image, np.ndarray):
         opened = from_pixels(image)
     else:
-        opened = image if isinstance(image, Image.Image) else decode(image)
+        if isinstance(image, Image.Image):
+            opened = image
+        else:
+            opened = decode(image)
     small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
     small.thumbnail((side, side))
     return small
@@ -271,7 +291,8 @@ def map(
             that of items, labels are missing or of two kinds, or the method is unknown.
         MissingDependency: umap-learn is not installed.
     """
-    points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
+    points = np.asarray(codes, dtype=np.float64)
+    names = read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
         raise DataError(
             f"A map needs codes (N, C), with N and C at least 2, not of shape {points.shape}."
@@ -290,7 +311,10 @@ def map(
     if len(classes) <= NAMED:
         for number, name in enumerate(classes):
             # matplotlib's legend leaves out a label that begins with "_".
-            label = f" {name}" if str(name).startswith("_") else str(name)
+            if str(name).startswith("_"):
+                label = f" {name}"
+            else:
+                label = str(name)
             own = positions[numbers == number]
             panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=label)
         panel.legend(
@@ -318,7 +342,10 @@ def plane(
         pca = PCA(2, svd_solver="full")
         positions = pca.fit_transform(points)
         total = points.var(axis=0, ddof=1).sum()
-        share = pca.explained_variance_.sum() / total if total else 1
+        if total:
+            share = pca.explained_variance_.sum() / total
+        else:
+            share = 1
         return positions, f"PCA: {100 * share:.0f} % of the variance"
     if method == "tsne":
         from sklearn.manifold import TSNE

@@ -89,8 +89,14 @@ def refuse_unanswerable(run: Run | DividedItems) -> None:
 def unanswerable(run: Run | DividedItems, side: str) -> str:
     """Return why no metric of a side can be measured, and what to do."""
     column = run.recipe.evaluate.exclude
-    excluded = f", as [evaluate] exclude = {column!r} hides the others" if column else ""
-    advice = ", or train without a validation side" if side == "validation" else ""
+    if column:
+        excluded = f", as [evaluate] exclude = {column!r} hides the others"
+    else:
+        excluded = ""
+    if side == "validation":
+        advice = ", or train without a validation side"
+    else:
+        advice = ""
     return (
         f"No item of the {side} side has another of its class to find{excluded}, so nothing can be"
         f" measured there. Choose a [split] that gives this side two items of a class{advice}."
@@ -132,7 +138,8 @@ class Protocol:
             DataError: a random gallery cannot be drawn.
         """
         rates = self.run.recipe.evaluate.open_set
-        evaluations, rows = [], []
+        evaluations = []
+        rows = []
         for items, gallery_items, left, right in self.rounds(query, gallery):
             search, query_class, item_class, arguments = self.search(
                 items, gallery_items, left, right, distance
@@ -185,10 +192,16 @@ class Protocol:
         """
         labels = self.run.splits.labels
         query_class = labels[query]
-        item_class = query_class if gallery is None else labels[gallery]
+        if gallery is None:
+            item_class = query_class
+        else:
+            item_class = labels[gallery]
         arguments = self.arguments(query, gallery)
         exclude = arguments.pop("exclude", None)
-        hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+        if exclude is None:
+            hidden = None
+        else:
+            hidden = exclude.hidden(query_class, item_class)
         search = Search(left, right, hidden, *further)
         return search, query_class, item_class, arguments
 
@@ -223,7 +236,10 @@ def _tags(value: Any) -> list[str]:
     """Return the labels in a value: a list, text separated by ";", or `None`."""
     if value is None:
         return []
-    parts = value if isinstance(value, list | tuple) else str(value).split(";")
+    if isinstance(value, list | tuple):
+        parts = value
+    else:
+        parts = str(value).split(";")
     return [text for part in parts if (text := str(part).strip())]
 
 
@@ -249,7 +265,8 @@ def open_set(
     known = relevant_items(search, query_class, item_class) > 0
     refuse_one_kind(known)
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
-    unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
+    unknown = np.sort(apart[~known, 0])
+    identified = np.sort(apart[right, 0])
     # a query without visible items is never accepted
     thresholds = np.unique(apart[rows[:, 0] >= 0, 0])
     false_alarms = np.searchsorted(unknown, thresholds, side="right") / len(unknown)

@@ -137,8 +137,11 @@ def fold_accuracy(distances: Floats64, same: Bools, fold: Ints) -> tuple[Floats6
     the smallest is used.
     """
     order = np.argsort(distances, kind="stable")
-    d, s, f = distances[order], same[order], fold[order]
-    accuracy, threshold = [], []
+    d = distances[order]
+    s = same[order]
+    f = fold[order]
+    accuracy = []
+    threshold = []
     for k in range(int(fold.max()) + 1):
         judged = f == k
         t = _best_threshold(d[~judged], s[~judged])
@@ -218,7 +221,8 @@ def draw_pairs(
     Raises:
         DataError: two folds would not each have a pair of each kind.
     """
-    count = 2 * FOLDS * PER_FOLD if count is None else count
+    if count is None:
+        count = 2 * FOLDS * PER_FOLD
     if count < 4:
         raise DataError(
             f"{count:,} pairs are too few to draw: two folds with a pair of each kind need 4."
@@ -323,7 +327,10 @@ def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) ->
     pairs = np.empty((0, 2), np.int64)
     while len(pairs) < count:
         first = classes()
-        second = first if same else classes()
+        if same:
+            second = first
+        else:
+            second = classes()
         rows = order[np.stack([starts[c] + random.integers(sizes[c]) for c in (first, second)], 1)]
         rows = rows[rows[:, 0] != rows[:, 1] if same else first != second]
         pairs = np.concatenate([pairs, rows])

@@ -68,9 +68,10 @@ class RunVerification(ByContestant):
 
     def _notes(self) -> list[str]:
         pairs = self.pairs
-        origin = (
-            f"from {pairs['file']}" if "file" in pairs else f"drawn from the {self.split} items"
-        )
+        if "file" in pairs:
+            origin = f"from {pairs['file']}"
+        else:
+            origin = f"drawn from the {self.split} items"
         return [
             (
                 f"{pairs['same']:,} same and {pairs['different']:,} different pairs of"
@@ -129,7 +130,10 @@ def verify(
         # pixels remain bytes until a distance is computed, because floats take four times as much
         chunks = inputs(run.dataset, items, run.model.preprocessing, codes.batch_size)
         raw = torch.cat([chunk.flatten(1) for chunk in chunks])
-        name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+        if run.dataset.kind == "features":
+            name = "raw vectors"
+        else:
+            name = "raw pixels"
         distances[name] = pair_distances(None, raw, first, second)
     if device.type != "cpu":
         run.model.to("cpu")
@@ -169,18 +173,23 @@ def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows
     without one measures by Euclidean distance in float64. Without a model, the distance is the
     Euclidean distance of the rows scaled to unit length.
     """
-    combiner = None if model is None else model.combiner
+    if model is None:
+        combiner = None
+    else:
+        combiner = model.combiner
     distances = np.empty(len(first))
     size = max(1, _NUMBERS_PER_CALL // max(1, codes.shape[1]))
     with contextlib.nullcontext() if model is None else evaluating(model):
         for start in range(0, len(first), size):
             part = slice(start, start + size)
-            a, b = codes[torch.from_numpy(first[part])], codes[torch.from_numpy(second[part])]
+            a = codes[torch.from_numpy(first[part])]
+            b = codes[torch.from_numpy(second[part])]
             if model is not None and combiner is not None:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 values = combiner.pairwise_distance(a.to(device), b.to(device))
             else:
-                a, b = a.double(), b.double()
+                a = a.double()
+                b = b.double()
                 if model is None:
                     a, b = (torch.nn.functional.normalize(rows, dim=1) for rows in (a, b))
                 values = (a - b).square().sum(1).sqrt()
@@ -209,13 +218,17 @@ def _pairs(
 
 def _notes(run: Run, side: str, pairs: LabelledPairs) -> list[str]:
     """Return caveats: pairs that contradict labels, and pairs with items used before `side`."""
-    splits, notes = run.splits, []
+    splits = run.splits
+    notes = []
     same_label = splits.labels[pairs.first] == splits.labels[pairs.second]
     if wrong := int((same_label != pairs.same).sum()):
         notes.append(
             f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
         )
-    used = [splits.train] if side == "validation" else [splits.train, splits.validation]
+    if side == "validation":
+        used = [splits.train]
+    else:
+        used = [splits.train, splits.validation]
     seen = np.concatenate(used)
     known = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
     if known.any():
@@ -243,7 +256,8 @@ def _write(
             (name, *map(float, point))
             for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
         ]
-    keys, fold = run.dataset.keys, pairs.fold
+    keys = run.dataset.keys
+    fold = pairs.fold
     assert fold is not None
     columns = zip(pairs.first, pairs.second, pairs.same, fold, trained.tolist(), strict=True)
     used = [

@@ -123,7 +123,8 @@ def example_photos(preprocessing: Preprocessing, count: int = _CROPS) -> Pixels:
         image = images[number % len(images)]
         height, width = image.shape[:2]
         side = int(rng.integers(height // 4, height))
-        y, x = rng.integers(0, height - side), rng.integers(0, width - side)
+        y = rng.integers(0, height - side)
+        x = rng.integers(0, width - side)
         crop = np.ascontiguousarray(image[y : y + side, x : x + side])
         crops.append(preprocessing(from_array(crop)))
     return np.stack(crops)
@@ -163,7 +164,10 @@ def whitening_head(features: Floats, dimensions: int | None = None) -> nn.Sequen
     from sklearn.decomposition import PCA
 
     photos, width = features.shape
-    outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
+    if dimensions is None:
+        outputs = min(DIMENSIONS, width)
+    else:
+        outputs = dimensions
     if not 1 <= outputs <= width:
         raise DataError(
             f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Choose"
@@ -349,14 +353,20 @@ class BackboneEncoder(Encoder):
 
 def _photos(places: Places) -> Photos | None:
     """Return the photos in `places`, or `None` if there are no places."""
-    listed = [places] if isinstance(places, str | os.PathLike) else list(places)
-    return Photos(listed) if listed else None
+    if isinstance(places, str | os.PathLike):
+        listed = [places]
+    else:
+        listed = list(places)
+    if listed:
+        return Photos(listed)
+    return None
 
 
 def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Module:
     """Return a head that whitens the backbone's features, fitted on the features of photos."""
     assert model.preprocessing is not None
-    what, width = f"The backbone {type(model.backbone).__name__}", model.backbone.features
+    what = f"The backbone {type(model.backbone).__name__}"
+    width = model.backbone.features
     most = max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * width)))
     parts: list[Tensor] = []
     with evaluating(model):

@@ -115,7 +115,10 @@ class _Export:
     def __init__(
         self, model: Model, items: Array, tolerance: float, step: Callable[[str], None]
     ) -> None:
-        self.model, self.items, self.tolerance, self.step = model, items, tolerance, step
+        self.model = model
+        self.items = items
+        self.tolerance = tolerance
+        self.step = step
         self._module = Encoder(model).eval()
         self.outputs = verify.torch_outputs(self._module, items)
         verify.check_repeatable(self._module, items, self.outputs, tolerance)
@@ -146,7 +149,8 @@ class _Export:
         first = self._graph("backbone", backbone, self.items, features)
         head = Encoder(self.model, from_features=True).eval()
         second = self._graph("head", head, features["features"], self.outputs)
-        run_backbone, run_head = session(first).run, session(second).run
+        run_backbone = session(first).run
+        run_head = session(second).run
 
         def run(names: list[str], feeds: dict[str, Array]) -> list[Any]:
             return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
@@ -171,12 +175,14 @@ class _Export:
         combiner = self.model.combiner
         assert combiner is not None
         self.step("exporting the rescorer and comparing it with torch")
-        name, item_codes = "rescorer.onnx", self.outputs["code"]
+        name = "rescorer.onnx"
+        item_codes = self.outputs["code"]
         graph, self.differences[name] = verify.rescorer_graph(combiner, item_codes, self.tolerance)
         self.files[name] = graph
         run = session(graph).run
         self.rescore = lambda query, items: run(["distance"], {"query": query, "items": items})[0]
-        codes = torch.from_numpy(item_codes) if codes is None else codes
+        if codes is None:
+            codes = torch.from_numpy(item_codes)
         return RescorerEntry(
             file=name,
             candidates=combiner.choose_candidates(codes),
@@ -194,7 +200,8 @@ class _Export:
     ) -> Variant:
         """Add a variant of the encoder, and measure its drift."""
         self.step(f"making the {name} variant")
-        file, combiner = f"encoder_{name}.onnx", self.model.combiner
+        file = f"encoder_{name}.onnx"
+        combiner = self.model.combiner
         self.files[file], emulations = make_variant(name, encoder, calibration, scratch)
         before, *afters = (
             verify.onnx_outputs(session(graph).run, list(self.outputs), self.items)
@@ -204,10 +211,15 @@ class _Export:
 
     def description(self) -> dict[str, Any]:
         """Return the manifest's entries for input, outputs and distance."""
-        combiner, preprocessing = self.model.combiner, self.model.preprocessing
-        code, vector = self.outputs.get("code"), self.outputs["vector"]
+        combiner = self.model.combiner
+        preprocessing = self.model.preprocessing
+        code = self.outputs.get("code")
+        vector = self.outputs["vector"]
         settings = combiner or Combiner
-        name = "Euclidean" if combiner is None else type(combiner).__name__
+        if combiner is None:
+            name = "Euclidean"
+        else:
+            name = type(combiner).__name__
         return {
             "input": Input(
                 kind="features" if preprocessing is None else "image",
@@ -276,7 +288,8 @@ def export_model(
     items, calibration = _checked(model, items, calibration, labels, names, split)
     whole = not split or bool(names)
     rescored = model.combiner is not None and not model.combiner.exact
-    total, number = 1 + whole + 2 * split + rescored + len(names), itertools.count()
+    total = 1 + whole + 2 * split + rescored + len(names)
+    number = itertools.count()
     with (
         Meter("export", total, "steps") as meter,
         ready(model),
@@ -285,11 +298,20 @@ def export_model(
         export = _Export(
             model, items, tolerance, lambda step: meter.reach(next(number), total, step)
         )
-        halves = export.split() if split else None
-        encoder = export.encoder() if whole else b""
+        if split:
+            halves = export.split()
+        else:
+            halves = None
+        if whole:
+            encoder = export.encoder()
+        else:
+            encoder = b""
         if not split:
             export.files["encoder.onnx"] = encoder
-        rescorer = export.rescorer(codes) if rescored else None
+        if rescored:
+            rescorer = export.rescorer(codes)
+        else:
+            rescorer = None
         written: dict[str, Variant] = {}
         for variant in names:
             written[variant] = export.variant(variant, encoder, calibration, labels, folder)

@@ -69,7 +69,10 @@ def export(
             to `dimensions`, or `export_model` raises a BundleError.
         DataError: an item cannot be read.
     """
-    folder = run.path / "bundle" if output is None else Path(output)
+    if output is None:
+        folder = run.path / "bundle"
+    else:
+        folder = Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
     if "int8" in variants and isinstance(run.dataset, KeptInputs):
@@ -78,7 +81,10 @@ def export(
             f" {splits.notes[0]}"
         )
     items = _load(run, chosen)
-    model = run.model if dimensions is None else _cut(run.model, items, dimensions)
+    if dimensions is None:
+        model = run.model
+    else:
+        model = _cut(run.model, items, dimensions)
     exact = run.model.combiner is None or run.model.combiner.exact
     device = torch.device("cpu")
     export_model(
@@ -116,7 +122,10 @@ def _cut(model: Model, items: Array, dimensions: int) -> Model:
         )
     if dimensions == width:
         return model
-    unit = [Normalize()] if is_normalized(codes.numpy()) else []
+    if is_normalized(codes.numpy()):
+        unit = [Normalize()]
+    else:
+        unit = []
     cut = Model(model.backbone, nn.Sequential(model.head, Prefix(dimensions), *unit))
     cut.channels_last = model.channels_last
     return cut

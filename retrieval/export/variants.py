@@ -210,7 +210,10 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
     net (digits, unseen classes), a float32 head raised the mean cosine from 0.9991 to 0.9997.
     """
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
-    head = {heavy[-1].name} if len(heavy) > 1 and heavy[-1].op_type in {"Gemm", "MatMul"} else set()
+    if len(heavy) > 1 and heavy[-1].op_type in {"Gemm", "MatMul"}:
+        head = {heavy[-1].name}
+    else:
+        head = set()
     return light_ends(proto) | head
 
 
@@ -294,7 +297,8 @@ def check_drift(name: str, variant: Variant) -> None:
 
 def row_cosine(a: Floats32, b: Floats32) -> Floats64:
     """Return the cosines (N,) between rows of `a` and of `b`; 1 if both rows are zero."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
+    x = a.astype(np.float64)
+    y = b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)
     cosine: Floats64 = (x * y).sum(axis=1) / np.where(lengths == 0, 1.0, lengths)
@@ -310,7 +314,8 @@ def nearest_items(
 
     With merge "score", the order is that of a list of `SCORED` results.
     """
-    vectors, size = outputs["vector"], len(outputs["vector"])
+    vectors = outputs["vector"]
+    size = len(outputs["vector"])
     settings = combiner or Combiner
     subspaces: Any = settings.subspaces
     nearest = np.empty(size, np.int64)

@@ -238,7 +238,8 @@ def encoder_graph(
 
 def rescorer_graph(combiner: Combiner, codes: Floats32, tolerance: float) -> tuple[bytes, float]:
     """Return the graph of a combiner's distance, and its difference from torch on codes (N, C)."""
-    module, width = Rescorer(combiner).eval(), codes.shape[1]
+    module = Rescorer(combiner).eval()
+    width = codes.shape[1]
     signature = Signature(
         inputs={"query": ("Q", width), "items": ("N", width)}, outputs={"distance": ("Q", "N")}
     )
@@ -343,7 +344,10 @@ def _state(module: nn.Module) -> dict[str, Any]:
         "NumPy's random numbers": repr(np.random.get_state(legacy=False)["state"]),
     }
     for name, tensor in module.state_dict(keep_vars=True).items():
-        version = 0 if tensor.is_inference() else tensor._version
+        if tensor.is_inference():
+            version = 0
+        else:
+            version = tensor._version
         state[f"the tensor '{name}'"] = (id(tensor), version)
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -386,10 +390,12 @@ def merged_distances(query: Floats32, vector: Floats32, subspaces: Sequence[Subs
 
 def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) -> None:
     """Refuse a combiner whose vectors do not fit its sub-spaces, or that is wrongly `exact`."""
-    combiner, vector = model.combiner, outputs["vector"]
+    combiner = model.combiner
+    vector = outputs["vector"]
     if combiner is None:
         return
-    query, width = outputs.get("query", vector), vector.shape[1]
+    query = outputs.get("query", vector)
+    width = vector.shape[1]
     if query.shape[1] != width:
         raise BundleError(
             f"{type(combiner).__name__} gives query vectors of {query.shape[1]} columns and index"

@@ -36,7 +36,8 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
             `None` refuses them.
         allowed: whether plugins may run without asking.
     """
-    token, setting = _ask.set(ask), os.environ.get(ALLOW)
+    token = _ask.set(ask)
+    setting = os.environ.get(ALLOW)
     if allowed:
         os.environ[ALLOW] = _YES
     try:
@@ -88,7 +89,10 @@ def _sources(item: str, recipe_folder: Path) -> list[Path]:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
-    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    if spec:
+        places = [spec.origin, *(spec.submodule_search_locations or ())]
+    else:
+        places = []
     paths = [Path(place).resolve() for place in places if place and Path(place).exists()]
     local = [Path.cwd().resolve(), recipe_folder.resolve()]
     schemes = ("stdlib", "purelib", "platlib")

@@ -164,7 +164,9 @@ class Parameter:
         if self.required:
             return "required"
         plain = self.default is not None and is_plain(self.default)
-        return toml_value(self.default) if plain else ""
+        if plain:
+            return toml_value(self.default)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ class Factory:
                 f" {type(error).__name__}: {error}."
             ) from error
         summary, description, docs = documentation(make, reading.homes)
-        parameters, faults, hints = [], [], [] if summary else ["it has no docstring"]
+        parameters = []
+        faults = []
+        hints = [] if summary else ["it has no docstring"]
         for p in reading.parameters.values():
             if p.kind is p.POSITIONAL_ONLY:
                 faults.append(f"takes its parameter '{p.name}' by position only")
@@ -277,7 +281,8 @@ class Factory:
         settable = {p.name: p for p in self.parameters if not p.by_host}
         by_host = {p.name for p in self.parameters if p.by_host}
         model, unwritable = self._types
-        problems, plain = [], {}
+        problems = []
+        plain = {}
         for key, value in values.items():
             if key in by_host:
                 problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")

@@ -28,7 +28,8 @@ from retrieval.host import hookspecs
 PREFIX = "retrieval_file_plugin_"
 """Prefix of a file or folder plugin's module name, so that the plugin hides no other module."""
 
-MAX_FILES, MAX_BYTES = 1_000, 64 << 20
+MAX_FILES = 1_000
+MAX_BYTES = 64 << 20
 """Most files and bytes of a plugin folder, which is read into memory and copied into each run."""
 
 
@@ -106,9 +107,11 @@ class FilePlugin:
         """Import the plugin anew on each call and return its module."""
         root = PREFIX + self.name
         _forget(root)
-        entry, inner = self.path, None
+        entry = self.path
+        inner = None
         if self.is_folder:
-            entry, inner = self.path / "__init__.py", [str(self.path)]
+            entry = self.path / "__init__.py"
+            inner = [str(self.path)]
             # These finders make Python import the modules inside the folder with `_Loader` too.
             for folder in {str(file.parent) for file in self.files.values()}:
                 finder = importlib.machinery.FileFinder(folder, (_Loader, [".py"]))
@@ -131,11 +134,17 @@ class FilePlugin:
     def _explain(self, error: ModuleNotFoundError) -> None:
         """Raise a `PluginError` if the missing module lies in or beside the plugin."""
         top = (error.name or "").partition(".")[0]
-        home = self.path if self.is_folder else self.path.parent
+        if self.is_folder:
+            home = self.path
+        else:
+            home = self.path.parent
         beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
         if top and (beside or top == self.name):
             write = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
-            neighbour = "MODULE" if top == self.name else top
+            if top == self.name:
+                neighbour = "MODULE"
+            else:
+                neighbour = top
             raise PluginError(
                 f"The plugin {self.path} imports its neighbour '{error.name}' as a top-level"
                 f" module. {'Write' if self.is_folder else write} `from . import {neighbour}`."
@@ -208,7 +217,10 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
             if not frame.filename.startswith("<") and frame.filename != importlib.__file__
         ]
         frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
-        place = f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
+        if frames:
+            place = f" ({frames[-1][0]}, line {frames[-1][1]})"
+        else:
+            place = ""
         raise PluginError(
             f"{source.subject} cannot be imported: {reason(error)}{place}. Correct it, or leave it"
             f" out with RETRIEVAL_BLOCK={source.plugin}."

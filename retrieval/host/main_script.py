@@ -27,7 +27,8 @@ def refuse_unguarded() -> None:
         DataError: the call is not below the script's guard, or the script came from standard input.
     """
     main = sys.modules["__main__"]
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    file = getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
     # Spawned processes import neither a notebook nor a package's `__main__`.
     if file is None or (spec is not None and spec.name.endswith("__main__")):
         return
@@ -51,5 +52,8 @@ def refuse_unguarded() -> None:
     ]
     bodies = [range(guard.body[0].lineno, (guard.body[-1].end_lineno or 0) + 1) for guard in guards]
     if lines and not any(line in body for line in lines for body in bodies):
-        fault = "calls this outside" if guards else "has no"
+        if guards:
+            fault = "calls this outside"
+        else:
+            fault = "has no"
         raise DataError(f"{file} {fault} `{GUARD}`. {WHY} {remedy}")

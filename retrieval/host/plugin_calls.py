@@ -73,4 +73,6 @@ def _place(error: BaseException) -> str:
         and not frame.filename.startswith(("<", package))
         and "/lib/python" not in frame.filename
     ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    if frames:
+        return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    return ""

@@ -93,8 +93,13 @@ class Plugins:
     def named(self, kind: str, name: str) -> Factory | None:
         """Return the usable factory with a full name, or None; only its plugin's hook is called."""
         plugin = name.partition(".")[0]
-        factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
-        return factory if isinstance(factory, Factory) else None
+        if name in self._offered(kind, plugin):
+            factory = self._factory(kind, name)
+        else:
+            factory = None
+        if isinstance(factory, Factory):
+            return factory
+        return None
 
     def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
         """Return what all plugins (or one) offer, by full name; a failed hook's error by plugin."""
@@ -141,7 +146,9 @@ class Plugins:
     def full_name(self, kind: str, name: str) -> str:
         """Return a built-in part's full name, such as `core.flat` for `flat`; others unchanged."""
         whole = f"{BUILT_IN}.{name}"
-        return whole if kind in SHORT and self.named(kind, whole) else name
+        if kind in SHORT and self.named(kind, whole):
+            return whole
+        return name
 
     def find(self, kind: str, name: str) -> Factory:
         """Return a factory by its full name; for kinds in `SHORT` also by a built-in's short name.
@@ -154,7 +161,8 @@ class Plugins:
             return factory
         if is_object(name):
             raise PluginError(missing(kind, name))
-        known, disabled = self.factories(kind), self.disabled(kind)
+        known = self.factories(kind)
+        disabled = self.disabled(kind)
         if fault := disabled.get(name) or disabled.get(name.partition(".")[0]):
             raise PluginError(fault)
         hint = self._hint(kind, name, known)
@@ -257,7 +265,10 @@ class Plugins:
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}).")
             elif p.part and p.name in checked:
-                widths = checked.get(p.per_width, []) if p.per_width else []
+                if p.per_width:
+                    widths = checked.get(p.per_width, [])
+                else:
+                    widths = []
                 contexts = [*({**known, "embedding_size": width} for width in widths), known]
                 parts = [
                     self.build(p.part, part, context)
@@ -280,7 +291,10 @@ def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
     except (PluginError, MissingDependency):
         raise
     except Exception as error:
-        module = error.name if isinstance(error, ModuleNotFoundError) else None
+        if isinstance(error, ModuleNotFoundError):
+            module = error.name
+        else:
+            module = None
         if (module or "").partition(".")[0] in TRAINING_MODULES:
             raise MissingDependency(
                 f"The plugin '{plugin}' needs {module} for its {kind}. Install it: pip install"
@@ -294,14 +308,19 @@ def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
 def _table(values: Any) -> dict[str, Any] | None:
     if isinstance(values, str):
         return {"name": values}
-    return dict(values) if isinstance(values, Mapping) else None
+    if isinstance(values, Mapping):
+        return dict(values)
+    return None
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
     """Return a parameter's parts, each with its place for messages."""
     if not p.many:
         return [(where, value)]
-    values = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        values = value
+    else:
+        values = [value]
     return [(f"{where}[{i}]", part) for i, part in enumerate(values)]
 
 

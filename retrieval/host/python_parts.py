@@ -61,7 +61,10 @@ def named_object(tables: Mapping[str, Any], table: str) -> str | None:
     """Return the name of the object that stands for a part of a recipe's table, if one does."""
     part = dict(tables.get(table) or {})
     # A transform is one of a list, all others are a table's part.
-    names = part.get("transforms", []) if table == "augmentation" else [part.get("name")]
+    if table == "augmentation":
+        names = part.get("transforms", [])
+    else:
+        names = [part.get("name")]
     return next((name for name in names if is_object(str(name))), None)
 
 
@@ -127,7 +130,9 @@ def described(value: Any) -> dict[str, Any]:
 
 
 def _maker(value: Any) -> Any:
-    return value if inspect.isroutine(value) else type(value)
+    if inspect.isroutine(value):
+        return value
+    return type(value)
 
 
 def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
@@ -137,7 +142,9 @@ def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
     """
 
     def give() -> Any:
-        return value if table == "data" else _copied(value)
+        if table == "data":
+            return value
+        return _copied(value)
 
     def give_measuring(distance: Any = None) -> Any:
         part = _copied(value)
@@ -145,7 +152,9 @@ def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
             part.distance = distance
         return part
 
-    factory = give_measuring if measures else give
+    factory: Callable[..., Any] = give
+    if measures:
+        factory = give_measuring
     stated: dict[str, bool] = {}
     # An object without a signature is assumed to take a reference set and a miner's indices.
     with contextlib.suppress(TypeError, ValueError):
@@ -182,9 +191,10 @@ def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
             if isinstance(setting, bool | int | float | str):
                 settings[name] = setting
             elif setting is not None:
-                nested = depth and hasattr(setting, "__dict__")
-                inner = _settings(setting, depth - 1).items() if nested else ()
-                shown = ", ".join(f"{k}={v}" for k, v in inner)
+                inner: dict[str, Any] = {}
+                if depth and hasattr(setting, "__dict__"):
+                    inner = _settings(setting, depth - 1)
+                shown = ", ".join(f"{k}={v}" for k, v in inner.items())
                 settings[name] = f"{type(setting).__name__}({shown})"
     if hasattr(value, "preprocessing"):
         settings["preprocessing"] = str(value.preprocessing)

@@ -44,7 +44,8 @@ _RECIPE = {
 def package_files(name: str, *kinds: str) -> dict[str, str]:
     """Return the text of each file of a plugin's package by path; see `write_package`."""
     kinds = tuple(dict.fromkeys(kinds or ("loss",)))
-    package, alone = f"retrieval_{name}", len(kinds) == 1
+    package = f"retrieval_{name}"
+    alone = len(kinds) == 1
     contents = {
         "pyproject.toml": _filled("pyproject.toml", name, kinds[0]),
         f"{package}/__init__.py": _hooks(name, kinds),
@@ -80,7 +81,10 @@ def _recipe(name: str, kind: str) -> dict[str, Any]:
     if kind == "augmentation":
         return recipe | {"augmentation": {"transforms": [part]}}
     table = next(t for t, k in COMPONENTS.items() if KINDS[k] == kind)
-    batch_size = recipe["sampler"] if kind == "sampler" else {}
+    if kind == "sampler":
+        batch_size = recipe["sampler"]
+    else:
+        batch_size = {}
     return recipe | {table: {"name": part, **batch_size}}
 
 

@@ -102,7 +102,10 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         return value
     else:
         dated = isinstance(value, datetime.date | datetime.time)
-        kind = "a date or time" if dated else f"of type {type(value).__name__}"
+        if dated:
+            kind = "a date or time"
+        else:
+            kind = f"of type {type(value).__name__}"
         fault = f"is {kind}, which nothing here takes. If it is text, put it in quotes."
     faults[place] = f"{dotted(place)}: {fault}"
     return None
@@ -111,7 +114,9 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
 def _python_scalar(value: Any) -> Any:
     """Return a NumPy scalar as Python's; any other value unchanged."""
     is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return value.item() if is_scalar else value
+    if is_scalar:
+        return value.item()
+    return value
 
 
 def dotted(place: Place) -> str:
@@ -122,7 +127,8 @@ def dotted(place: Place) -> str:
 def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]:
     """Return place and message of one of pydantic's errors."""
     place, annotation, value, container = _locate(error["loc"], model, values)
-    where, kind = dotted(place), error["type"]
+    where = dotted(place)
+    kind = error["type"]
     if kind == "extra_forbidden":
         key = str(error["loc"][-1])
         return (*place, key), _unknown(place, key, list(_fields(container)), value)
@@ -132,7 +138,10 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
         return place, f"{where}: is required ({_phrase(annotation)})."
     if kind in ("value_error", "assertion_error"):
         return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
-    hint = did_you_mean(value, _choices(annotation)) if isinstance(value, str) else ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, _choices(annotation))
+    else:
+        hint = ""
     numeric = re.search(r"\b(integer|number)\b", type_text(annotation))
     if numeric and isinstance(value, str) and re.fullmatch(_NUMBER, value):
         hint = " Write it without quotes."
@@ -141,7 +150,10 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
 
 def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
     table = not place and isinstance(value, Mapping | list)
-    what = "there is no such table" if table else "unknown key"
+    if table:
+        what = "there is no such table"
+    else:
+        what = "unknown key"
     names = ", ".join(known) or "none"
     return f"{dotted((*place, key))}: {what} (known: {names}).{did_you_mean(key, known)}"
 
@@ -149,10 +161,13 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
     """Follow an error's path up to a union; return place, type, value and enclosing type."""
     place: Place = ()
-    annotation, value, container = model, values, model
+    annotation = model
+    value = values
+    container = model
     for step in loc:
         bare = _bare(annotation)
-        origin, args = get_origin(bare), get_args(bare)
+        origin = get_origin(bare)
+        args = get_args(bare)
         if step == "[key]" or origin in (Union, types.UnionType):
             break
         if inspect.isclass(bare) and hasattr(bare, "model_fields"):
@@ -164,14 +179,22 @@ def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, 
         elif origin in (list, tuple) and isinstance(value, list | tuple):
             if step >= len(value):  # the tuple is too short
                 break
-            inner = args[step] if origin is tuple and args[-1] is not ... else args[0]
+            if origin is tuple and args[-1] is not ...:
+                inner = args[step]
+            else:
+                inner = args[0]
         else:
             break
-        place, container, annotation = (*place, step), bare, inner
+        place = (*place, step)
+        container = bare
+        annotation = inner
         if isinstance(value, list | tuple):
             value = value[step]
         else:
-            value = value.get(step) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                value = value.get(step)
+            else:
+                value = None
     return place, annotation, value, container
 
 
@@ -181,7 +204,9 @@ def _bare(annotation: Any) -> Any:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         branches = [a for a in get_args(annotation) if a is not type(None)]
-        return _bare(branches[0]) if len(branches) == 1 else annotation
+        if len(branches) == 1:
+            return _bare(branches[0])
+        return annotation
     return annotation
 
 
@@ -200,7 +225,9 @@ def _choices(annotation: Any) -> list[str]:
         return [choice for branch in get_args(bare) for choice in _choices(branch)]
     if inspect.isclass(bare) and issubclass(bare, enum.Enum):
         return [str(member.value) for member in bare]
-    return [a for a in get_args(bare) if isinstance(a, str)] if get_origin(bare) is Literal else []
+    if get_origin(bare) is Literal:
+        return [a for a in get_args(bare) if isinstance(a, str)]
+    return []
 
 
 def _phrase(annotation: Any) -> str:
@@ -213,11 +240,14 @@ def _phrase(annotation: Any) -> str:
 
 def type_text(annotation: Any) -> str:
     """Return a type in a recipe author's words: `integer`, `"a" or "b"`, `list of number`."""
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is None and isinstance(annotation, Hashable) and annotation in _BASIC:
         return _BASIC[annotation]
     if (origin or annotation) in (list, tuple, dict) and not args:
-        return "table" if annotation is dict or origin is dict else "list"
+        if annotation is dict or origin is dict:
+            return "table"
+        return "list"
     if origin is Annotated:
         limits = ", ".join(_limits(args[1:]))
         return type_text(args[0]) + (f" ({limits})" if limits else "")
@@ -231,7 +261,9 @@ def type_text(annotation: Any) -> str:
     if origin is tuple:
         return "[" + ", ".join("…" if a is ... else type_text(a) for a in args) + "]"
     if origin is dict:
-        return "table" if args[1] is Any else f"table of {type_text(args[1])}"
+        if args[1] is Any:
+            return "table"
+        return f"table of {type_text(args[1])}"
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return " or ".join(toml_value(member) for member in annotation)
     if inspect.isclass(annotation) and issubclass(annotation, PurePath):
@@ -252,14 +284,18 @@ def _limits(constraints: tuple[Any, ...]) -> Iterator[str]:
 def shown(value: Any) -> str:
     """Return a value as TOML, cut to 80 characters."""
     text = toml_value(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    if len(text) <= 80:
+        return text
+    return text[:77] + "…"
 
 
 def toml_value(value: Any) -> str:
     """Return a value as TOML on one line; None, which TOML lacks, becomes "none"."""
     value = _python_scalar(value)
     if isinstance(value, bool):
-        return "true" if value else "false"
+        if value:
+            return "true"
+        return "false"
     if isinstance(value, enum.Enum):
         return toml_value(value.value)
     if isinstance(value, str):
@@ -268,13 +304,19 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
         inner = ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items())
-        return f"{{ {inner} }}" if value else "{}"
+        if value:
+            return f"{{ {inner} }}"
+        return "{}"
     if value is None:
         return "none"
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    return repr(value) if isinstance(value, int | float) else toml_value(str(value))
+    if isinstance(value, int | float):
+        return repr(value)
+    return toml_value(str(value))
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+    if re.fullmatch(r"[A-Za-z0-9_-]+", key):
+        return key
+    return toml_value(key)

@@ -43,9 +43,11 @@ class CheckedDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, name: str) -> None:
-        self._dataset, self._name = dataset, name
+        self._dataset = dataset
+        self._name = name
         self._width: int | None = None
-        self.kind, self.notes = dataset.kind, dataset.notes
+        self.kind = dataset.kind
+        self.notes = dataset.notes
         self.origin = dataset.origin or type(dataset).__name__
         faults: list[str] = []
         if self.kind not in ("image", "features"):
@@ -53,8 +55,10 @@ class CheckedDataset(Dataset):
         columns = _columns(dataset, faults)
         self.labels = _texts(columns["labels"] or [], "labels", "a label", faults)
         self.keys = _texts(columns["keys"] or [], "keys", "a key", faults)
-        self.splits, self.roles = columns["splits"], columns["roles"]
-        self.metadata, self.files = columns["metadata"], columns["files"]
+        self.splits = columns["splits"]
+        self.roles = columns["roles"]
+        self.metadata = columns["metadata"]
+        self.files = columns["files"]
         self.arrays = columns["arrays"]
         for field, kind, must in (
             ("metadata", Mapping, "a mapping from columns to values"),
@@ -90,14 +94,19 @@ class CheckedDataset(Dataset):
                     item.load()  # fails for a damaged image that was only opened
         except OSError as error:
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
-        return self._vector(item, what) if self.kind == "features" else _image(item, what)
+        if self.kind == "features":
+            return self._vector(item, what)
+        return _image(item, what)
 
     def _vector(self, item: Any, what: str) -> Array:
         if self._width is None and isinstance(item, np.ndarray) and item.ndim == 1:
             self._width = len(item)
         shape = (self._width if self.arrays is None else self.arrays.shape[1],)
         if not isinstance(item, np.ndarray) or item.shape != shape or item.dtype.kind not in "fiu":
-            size = "(F,)" if shape == (None,) else f"({shape[0]},)"
+            if shape == (None,):
+                size = "(F,)"
+            else:
+                size = f"({shape[0]},)"
             raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or repair it.")
@@ -158,8 +167,14 @@ def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> l
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:
         first = column[rows[0]]
-        described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
-        more = f" (and {len(rows) - 1:,} more such entries)" if len(rows) > 1 else ""
+        if isinstance(first, bytes):
+            described = f"text as bytes ({first!r:.40})"
+        else:
+            described = shown(first)
+        if len(rows) > 1:
+            more = f" (and {len(rows) - 1:,} more such entries)"
+        else:
+            more = ""
         faults.append(
             f"{field} has {described} for item {rows[0]}{more}, but {what} is text or a whole"
             " number"
@@ -173,7 +188,9 @@ def _text(value: Any) -> str | None:
         value = value.item()
     if isinstance(value, str | bool | int):
         return valid_text(str(value))
-    return "" if value is None else None
+    if value is None:
+        return ""
+    return None
 
 
 def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:

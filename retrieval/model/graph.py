@@ -103,7 +103,8 @@ class Signature:
 def ready(model: Model) -> Iterator[None]:
     """Put a model on the CPU in evaluation mode, and afterwards restore its device and modes."""
     device = model.device
-    channels_last, model.channels_last = model.channels_last, False
+    channels_last = model.channels_last
+    model.channels_last = False
     try:
         if device.type != "cpu":
             model.cpu()
@@ -238,7 +239,9 @@ def first_line(fault: BaseException) -> str:
     # torch.onnx wraps the error in another one whose message begins with the exporter's stages.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
         return first_line(fault.__cause__)
-    return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
+    if lines:
+        return f"{type(fault).__name__}: {lines[0]}"
+    return type(fault).__name__
 
 
 @contextlib.contextmanager

@@ -111,13 +111,21 @@ def checked_indices(
         for x in picked
     ):
         names = ", ".join(sorted(devices))
-        place = f" on {names} (the codes are on {device})" if devices else ""
+        if devices:
+            place = f" on {names} (the codes are on {device})"
+        else:
+            place = ""
         raise breach(what, picked, f"{must}.", place)
-    groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
+    if len(picked) == 3:
+        groups = [picked]
+    else:
+        groups = [picked[:2], picked[2:]]
     if any(len({len(x) for x in group}) > 1 for group in groups):
         raise breach(what, picked, f"{must}, of equal length.")
     indices = [x.long() for x in picked]
-    limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
+    limits: tuple[int, ...] = (sizes[0], sizes[1], sizes[1])
+    if len(picked) == 4:
+        limits = sizes * 2
     nonempty = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
     if nonempty:
         # One stacked tensor costs one transfer from the GPU, not one per limit.
@@ -201,5 +209,6 @@ def combiner_warnings(
         return []
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
-        sentences = [sentences] if isinstance(sentences, str) else sentences
+        if isinstance(sentences, str):
+            sentences = [sentences]
         return [str(sentence) for sentence in sentences]

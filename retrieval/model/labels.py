@@ -48,7 +48,9 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> Arra
                 f"The {what} must be whole numbers or text, so that they compare exactly; row {row}"
                 f" is {_shown(value)}."
             )
-    return array.astype(str) if values and isinstance(values[0], str) else _whole_numbers(values)
+    if values and isinstance(values[0], str):
+        return array.astype(str)
+    return _whole_numbers(values)
 
 
 def read_values(values: Any, what: str, advice: str = ADVICE) -> Array:
@@ -92,13 +94,18 @@ def learner_labels(y: Any) -> Any:
     Raises:
         LabelsError: labels are missing, or of two kinds.
     """
-    array = None if y is None else _unchanged(y)
+    if y is None:
+        array = None
+    else:
+        array = _unchanged(y)
     if array is None or array.ndim != 1 or not len(array):
         return y
     array = read_values(array, "labels")
     if array.dtype.kind != "O":
         return array
-    return read_labels(array) if all(isinstance(v, str) or _is_whole(v) for v in array) else y
+    if all(isinstance(v, str) or _is_whole(v) for v in array):
+        return read_labels(array)
+    return y
 
 
 def is_missing(value: Any) -> bool:
@@ -139,7 +146,9 @@ def _unchanged(labels: Any) -> Array:
 def _plain(value: Any) -> Any:
     """Return a NumPy scalar or zero-dimensional tensor as a Python value; others unchanged."""
     item: Callable[[], Any] | None = getattr(value, "item", None)
-    return item() if item is not None and getattr(value, "ndim", None) == 0 else value
+    if item is not None and getattr(value, "ndim", None) == 0:
+        return item()
+    return value
 
 
 def _is_whole(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,9 @@ class LinearMap(MetricLearner):
             first, second = two_vectors(u, v, components.shape[1])
             difference = components @ (first - second)
             square = float(difference @ difference)
-            return square if squared else square**0.5
+            if squared:
+                return square
+            return math.sqrt(square)
 
         return metric
 

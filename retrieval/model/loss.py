@@ -68,7 +68,10 @@ class CheckedLoss(BaseMetricLossFunction):
         batch_only = ref_emb is None or ref_emb is embeddings
         if not batch_only and not takes.get("ref_emb", True):
             raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
-        reference = None if batch_only else checked_embeddings(ref_emb, "ref_emb")
+        if batch_only:
+            reference = None
+        else:
+            reference = checked_embeddings(ref_emb, "ref_emb")
         if labels is not None or indices_tuple is None:
             labels = checked_labels(labels, query, "labels")
             self._check_class_ids(labels)
@@ -84,7 +87,8 @@ class CheckedLoss(BaseMetricLossFunction):
         """Raise a ValueError if labels on a CPU are not class ids that the loss has weights for."""
         count = self.known_classes
         if count and reads_at_once(labels.device) and len(labels):
-            low, high = int(labels.min()), int(labels.max())
+            low = int(labels.min())
+            high = int(labels.max())
             if low < 0 or high >= count:
                 raise ValueError(
                     f"labels go from {low} to {high}, but the loss has classes 0 to {count - 1}"
@@ -96,7 +100,9 @@ def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
 
     Under autocast, a gradient scaler multiplies the loss by 65,536, which would overflow float16.
     """
-    return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
+    if torch.is_autocast_enabled(embeddings.device.type):
+        return loss
+    return loss.to(embeddings.dtype)
 
 
 def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
             pair = np.stack(two_vectors(u, v, frozen.n_features_in_))
             distance = float(frozen.pair_distance(pair[None])[0])
-            return distance**2 if squared else distance
+            if squared:
+                return distance**2
+            return distance
 
         return metric
 
@@ -158,7 +160,8 @@ def refuse_overflow(x: Floats) -> None:
 
 def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
     """Check two feature vectors and return them as float64."""
-    first, second = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
+    first = np.asarray(u, dtype=np.float64)
+    second = np.asarray(v, dtype=np.float64)
     if first.shape != (features,) or second.shape != (features,):
         raise ValueError(
             f"The metric compares two vectors of {features} features, not arrays of the shapes"

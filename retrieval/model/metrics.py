@@ -141,7 +141,10 @@ class NDCGAt:
 
     def _discounted(self, grades: Array) -> Values:
         grades = grades[:, : self.k].astype(np.float64)
-        gains = np.exp2(grades) - 1 if self.gain == "exponential" else grades
+        if self.gain == "exponential":
+            gains = np.exp2(grades) - 1
+        else:
+            gains = grades
         return np.asarray((gains / np.log2(np.arange(2, gains.shape[1] + 2))).sum(axis=1))
 
 

@@ -18,7 +18,9 @@ from retrieval.model.contracts import Backbone, Combiner
 
 def full_precision(x: Tensor) -> Tensor:
     """Return half-precision tensors as float32, and others unchanged."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.float()
+    return x
 
 
 @contextlib.contextmanager
@@ -90,7 +92,8 @@ class Model(nn.Module):
         self.combiner = combiner
         self.channels_last = False
         if self.preprocessing is not None:
-            mean, std = torch.tensor(self.preprocessing.mean), torch.tensor(self.preprocessing.std)
+            mean = torch.tensor(self.preprocessing.mean)
+            std = torch.tensor(self.preprocessing.std)
             self.register_buffer("scale", (1 / (255 * std)).view(1, -1, 1, 1), persistent=False)
             self.register_buffer("shift", (-mean / std).view(1, -1, 1, 1), persistent=False)
 
@@ -122,7 +125,10 @@ class Model(nn.Module):
             inputs: raw pixels or vectors, or features (B, F) of a frozen backbone.
             from_features: whether `inputs` are features.
         """
-        features = inputs.float() if from_features else self.features(inputs)
+        if from_features:
+            features = inputs.float()
+        else:
+            features = self.features(inputs)
         return features, self.head(features)
 
     def distances(self, query: Tensor, reference: Tensor) -> Tensor:

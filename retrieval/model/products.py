@@ -44,7 +44,8 @@ def check_kind(product: Any, kind: type[P], name: str) -> P:
 def check_backbone(product: Any, name: str) -> Backbone:
     """Return a backbone if its type and attributes are valid, else raise a `PluginError`."""
     backbone = check_kind(product, Backbone, name)
-    features, preprocessing = getattr(backbone, "features", None), backbone.preprocessing
+    features = getattr(backbone, "features", None)
+    preprocessing = backbone.preprocessing
     if not isinstance(features, int) or features < 1:
         raise PluginError(
             f"The backbone {name} has features = {shown(features)}; it must be the width of the"
@@ -108,7 +109,10 @@ def check_learner(learner: Any, name: str) -> None:
         m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
     ]
     if missing or inspect.isclass(learner):
-        fault = f"without {', '.join(missing)}" if missing else "(a class, not an instance)"
+        if missing:
+            fault = f"without {', '.join(missing)}"
+        else:
+            fault = "(a class, not an instance)"
         raise PluginError(
             f"{name} gave {shown(learner)} {fault}; a learner must have fit, transform and"
             " to_model_parts."
@@ -142,7 +146,8 @@ class CheckedMetric:
 
     def __init__(self, metric: Any, name: str) -> None:
         self.finite = True
-        self.metric, self.what = metric, f"The metric {name}"
+        self.metric = metric
+        self.what = f"The metric {name}"
         refuse_class(metric, self.what)
         depth = getattr(metric, "depth", None)
         is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
@@ -210,7 +215,10 @@ class ModuleBackbone(Backbone):
         probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight.device)
         what = f"The backbone {name}"
         with calling(what), untouched(module):
-            output = module(probe) if shape else torch.zeros(2, 1)
+            if shape:
+                output = module(probe)
+            else:
+                output = torch.zeros(2, 1)
         features = checked_rows(output, what, (2, -1), weight.device, "features")
         self.features = int(features.shape[1])
         content = features.float().cpu().numpy().tobytes()

@@ -80,7 +80,9 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
         return None
     every = _reducers(loss.reducer)
     plain = all(type(reducer) in _REDUCERS and not reducer.collect_stats for reducer in every)
-    return cast(Rows, kind) if plain else None
+    if plain:
+        return cast(Rows, kind)
+    return None
 
 
 def compares_with_classes(loss: nn.Module) -> bool:
@@ -132,7 +134,10 @@ def row_sums(
     """
     arguments: tuple[Any, ...] = ()
     if kind == "anchors":
-        picked = None if indices is None else _of_rows(indices, start, len(rows))
+        if indices is None:
+            picked = None
+        else:
+            picked = _of_rows(indices, start, len(rows))
         if indices is None and not getattr(loss, "rows_by_labels", False):
             picked = _pairs(labels, whole[1], start)
         arguments = (picked, *whole)
@@ -146,7 +151,8 @@ def row_sums(
 @contextmanager
 def _collecting(loss: Any, start: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Context manager that replaces a loss's reducer with `Sums` and yields the sums."""
-    reducer, token = loss.reducer, _first_row.set(start)
+    reducer = loss.reducer
+    token = _first_row.set(start)
     loss.reducer = sums = Sums(reducer)
     try:
         yield sums.sums
@@ -196,7 +202,9 @@ def _summed(
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
     """Return the pairs or triplets of the `count` anchors from `start`, now counted from 0."""
-    groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
+    groups: list[tuple[Tensor, ...]] = [indices]
+    if len(indices) == 4:
+        groups = [indices[:2], indices[2:]]
     picked: list[Tensor] = []
     for anchors, *partners in groups:
         mask = (anchors >= start) & (anchors < start + count)

@@ -22,8 +22,11 @@ _UNUSABLE = ("LBFGS", "LambdaLR", "MultiplicativeLR", "ChainedScheduler", "Seque
 
 def _classes(kind: str) -> dict[str, Any]:
     """Return torch's optimisers or schedules that a recipe can name."""
-    module: Any = torch.optim if kind == "optimizer" else lr_scheduler
-    base = TorchOptimizer if kind == "optimizer" else lr_scheduler.LRScheduler
+    module: Any = lr_scheduler
+    base: type = lr_scheduler.LRScheduler
+    if kind == "optimizer":
+        module = torch.optim
+        base = TorchOptimizer
     return {
         name: cls
         for name, cls in inspect.getmembers(module, inspect.isclass)
@@ -44,7 +47,8 @@ def _option_problems(
 
     `reserved` are the arguments that no recipe sets.
     """
-    name, parameters = make.func.__name__, inspect.signature(make.func).parameters
+    name = make.func.__name__
+    parameters = inspect.signature(make.func).parameters
     known = [name for name in parameters if name not in reserved]
     problems = [
         f"{where} options.{key}: {name} takes no such argument (it takes:"

@@ -116,7 +116,10 @@ def read_table(
     Returns:
         The tables, and the plugins that the recipe names and the caller does not.
     """
-    path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
+    if isinstance(recipe, str | os.PathLike):
+        path = Path(recipe)
+    else:
+        path = Path("recipe")
     if isinstance(recipe, Tables):
         table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
     elif isinstance(recipe, Mapping):
@@ -141,7 +144,9 @@ def _without_none(value: Any) -> Any:
     """Return a copy of tables without the keys whose value is None, which TOML cannot write."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_without_none(v) for v in value]
+    return value
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -155,7 +160,10 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for a number with many digits
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        else:
+            reason = str(error)
         raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
 
 
@@ -199,7 +207,10 @@ def check_recipe(
     extra = table.get("plugins", [])
     try:
         if plugins is None:
-            named = [p for p in extra if isinstance(p, str)] if isinstance(extra, list) else []
+            if isinstance(extra, list):
+                named = [p for p in extra if isinstance(p, str)]
+            else:
+                named = []
             plugins = load_plugins(named)
     except RetrievalError as error:
         if problems:
@@ -229,10 +240,15 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
         if name == "augmentation":
             before = before or {}
             listed = before.get("transforms", [])
-            added = [] if object_name(value) in listed else [object_name(value)]
+            if object_name(value) in listed:
+                added = []
+            else:
+                added = [object_name(value)]
             changed[name] = {**before, "transforms": [*listed, *added]}
             continue
-        keys = host_keys(name) & before.keys() if isinstance(before, Mapping) else ()
+        keys: set[str] = set()
+        if isinstance(before, Mapping):
+            keys = host_keys(name) & before.keys()
         changed[name] = {"name": object_name(value), **{key: table[name][key] for key in keys}}
     return changed
 
@@ -276,14 +292,19 @@ def _bracketed(problem: str) -> str:
     """Return `[head] hidden: …` for `head.hidden: …`, the notation of the file."""
     key, _, rest = problem.partition(": ")
     table, dot, inner = key.partition(".")
-    name = f"[[{table}]]" if table == "phase" else f"[{table}]"
+    if table == "phase":
+        name = f"[[{table}]]"
+    else:
+        name = f"[{table}]"
     if dot:
         return f"{name} {inner}: {rest}"
     field = Tables.model_fields.get(table)
     is_table = table in (*COMPONENTS, "phase") or isinstance(
         field and field.annotation, type(Section)
     )
-    return f"{name}: {rest}" if is_table or rest.startswith("there is no such table") else problem
+    if is_table or rest.startswith("there is no such table"):
+        return f"{name}: {rest}"
+    return problem
 
 
 def _beside(recipe: Path, item: str) -> str:
@@ -292,7 +313,9 @@ def _beside(recipe: Path, item: str) -> str:
         return item
     beside = recipe.parent / item
     place = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
-    return place if item.endswith(".py") else place + "/"
+    if item.endswith(".py"):
+        return place
+    return place + "/"
 
 
 def to_toml(recipe: Tables) -> str:
@@ -351,10 +374,16 @@ def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     place: Any = table
     outer = ""
     for step, next_step in pairwise(steps):
-        path = f"{outer}.{step}" if outer else step
+        if outer:
+            path = f"{outer}.{step}"
+        else:
+            path = step
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
-                entries = "entry" if len(place) == 1 else "entries"
+                if len(place) == 1:
+                    entries = "entry"
+                else:
+                    entries = "entries"
                 return (
                     f"{outer} has {len(place)} {entries}, numbered from 0; '{step}' is none of"
                     " them."
@@ -392,4 +421,6 @@ def _toml(value: str) -> Any:
         parsed = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return value
-    return parsed["value"] if len(parsed) == 1 else value
+    if len(parsed) == 1:
+        return parsed["value"]
+    return value

@@ -61,9 +61,13 @@ def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) 
         )
     if len(place) != 2 or place[0] not in ("optimizer", "generator_optimizer", "schedule"):
         return ""
-    kind = "schedule" if place[0] == "schedule" else "optimizer"
+    if place[0] == "schedule":
+        kind = "schedule"
+    else:
+        kind = "optimizer"
     fields = type(getattr(recipe, kind)).model_fields
-    name, key = str(table[place[0]].get("name", fields["name"].default)), str(place[1])
+    name = str(table[place[0]].get("name", fields["name"].default))
+    key = str(place[1])
     if key in fields or not takes(kind, name, key):
         return ""
     return f" It is an argument of {name}: write options.{key}."
@@ -80,7 +84,8 @@ def check_together(recipe: Tables, present: Collection[str]) -> list[str]:
 
 def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     """Yield conflicts of the loss, the learner, the head and the generator."""
-    has_loss, has_learner = "loss" in present, "learner" in present
+    has_loss = "loss" in present
+    has_learner = "learner" in present
     if has_loss and has_learner:
         yield "a recipe needs either a [loss] or a [learner], not both: remove one."
     if not has_loss and not has_learner:
@@ -88,7 +93,9 @@ def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     for name in ("combiner", "miner", "generator"):
         if name in present and has_learner and not has_loss:
             yield f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two."
-    head, train, own = recipe.head, recipe.train, recipe.generator_optimizer
+    head = recipe.head
+    train = recipe.train
+    own = recipe.generator_optimizer
     changed = {"identity": head.identity, "hidden": head.hidden, "normalize": not head.normalize}
     for key, is_set in changed.items():
         if is_set and "combiner" in present:
@@ -117,8 +124,13 @@ def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
 
 def _once(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     """Yield conflicts of a backbone whose features are computed only once."""
-    train, has_learner, frozen = recipe.train, "learner" in present, recipe.backbone.frozen
-    reason = "[backbone] frozen = true" if frozen else "a [learner]"
+    train = recipe.train
+    has_learner = "learner" in present
+    frozen = recipe.backbone.frozen
+    if frozen:
+        reason = "[backbone] frozen = true"
+    else:
+        reason = "a [learner]"
     for key, is_set, effect in (
         ("[augmentation]", recipe.augmentation.active, "changes images in every epoch"),
         ("[train] compile", train.compile, "speeds up a training backbone"),
@@ -143,7 +155,9 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     """Yield conflicts of data, augmentation, averages, optimisers and validation."""
     from retrieval.recipe.optimizers import takes
 
-    train, augmentation, sampler = recipe.train, recipe.augmentation, recipe.sampler
+    train = recipe.train
+    augmentation = recipe.augmentation
+    sampler = recipe.sampler
     if recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given":
         yield (
             f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that was'
@@ -195,7 +209,8 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
 
 def _phase(recipe: Tables, phase: Phase, has_generator: bool) -> Iterator[str]:
     """Yield conflicts of one phase."""
-    where, views = f"[[phase]] {phase.name}:", recipe.augmentation.views
+    where = f"[[phase]] {phase.name}:"
+    views = recipe.augmentation.views
     only_generator = phase.train == ["generator"]
     if not phase.train:
         yield f"{where} train must name at least one part."
@@ -227,7 +242,9 @@ def _loss(recipe: Tables) -> Iterator[str]:
     """Yield conflicts of the loss with combiner, generator and miner."""
     if recipe.loss is None:
         return
-    plugins, loss, name = recipe.loaded, recipe.loss.table, recipe.loss.name
+    plugins = recipe.loaded
+    loss = recipe.loss.table
+    name = recipe.loss.name
     combiner, miner, generator = (
         part.name if part else "" for part in (recipe.combiner, recipe.miner, recipe.generator)
     )
@@ -288,7 +305,10 @@ def _loss(recipe: Tables) -> Iterator[str]:
 
 def _takes_distance(plugins: Plugins, values: Any) -> bool:
     """Return whether a loss, or else every loss that it wraps, takes a distance."""
-    table = values if isinstance(values, dict) else {"name": values}
+    if isinstance(values, dict):
+        table = values
+    else:
+        table = {"name": values}
     factory = plugins.named("losses", str(table.get("name")))
     if factory is None or factory.takes("distance"):
         return True

@@ -54,7 +54,10 @@ def flat(search: Any) -> Any:
     by_key: dict[str, Any] = {}
     for key, value in search.items():
         nested = isinstance(value, dict) and all(isinstance(x, dict) for x in value.values())
-        inner = flat(value) if nested and value else {}
+        if nested and value:
+            inner = flat(value)
+        else:
+            inner = {}
         by_key |= {f"{key}.{k}": v for k, v in inner.items()} or {key: value}
     return by_key
 
@@ -299,7 +302,9 @@ class Phase(Section):
     @field_validator("freeze", mode="before")
     @classmethod
     def _listed(cls, freeze: Any) -> Any:
-        return [freeze] if isinstance(freeze, str) else freeze
+        if isinstance(freeze, str):
+            return [freeze]
+        return freeze
 
 
 class Train(Section):
@@ -474,7 +479,9 @@ class Tables(Section):
     @property
     def objects(self) -> dict[str, Any]:
         """The Python objects that replace named parts, by table."""
-        return {} if self._loaded.plugins is None else self._loaded.plugins.objects
+        if self._loaded.plugins is None:
+            return {}
+        return self._loaded.plugins.objects
 
     def with_plugins(self, plugins: Plugins) -> Self:
         """Return the same recipe with these plugins loaded."""

@@ -42,7 +42,10 @@ def adapt(model: Model, lora: Lora) -> None:
     ]
     unmatched = [p for p in lora.modules if not any(fnmatchcase(name, p) for name in layers)]
     if unmatched or not layers:
-        names = f"The names are {some(layers, 5)}." if layers else "The backbone has no such layer."
+        if layers:
+            names = f"The names are {some(layers, 5)}."
+        else:
+            names = "The backbone has no such layer."
         raise RecipeError(
             [
                 "[lora] modules: no name of a linear layer or convolution of the backbone matches"

@@ -55,7 +55,10 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     if not columns:
         return
     known = sorted({str(name) for row in dataset.metadata or [] for name in row})
-    listing = f"they have: {', '.join(known)}" if known else "they have none"
+    if known:
+        listing = f"they have: {', '.join(known)}"
+    else:
+        listing = "they have none"
     problems = [
         f"[evaluate] {key}: the data have no metadata column '{name}'"
         f" ({listing}).{did_you_mean(name, known)}"
@@ -81,8 +84,10 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     """
     width = None
     if dataset.kind == "features":
-        first = dataset.arrays if dataset.arrays is not None else dataset[0]
-        width = int(first.shape[-1])  # type: ignore[union-attr]
+        first: Any = dataset.arrays
+        if first is None:
+            first = dataset[0]
+        width = int(first.shape[-1])
     elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
             f"[backbone] {recipe.backbone.name} takes vectors, but [data] {recipe.data.name}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from retrieval.base.arrays import Floats32
+from retrieval.base.arrays import Array, Floats32
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shown
@@ -88,10 +88,16 @@ def check_data(
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
         raise DataError("within is a distance by a model: pass a model and a number of at least 0.")
-    bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
+    if model is None or isinstance(model, Bundle):
+        bundle = model
+    else:
+        bundle = Bundle.open(model)
     name, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
-        kind = "images" if subjects.kind == "image" else "vectors"
+        if subjects.kind == "image":
+            kind = "images"
+        else:
+            kind = "vectors"
         raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
@@ -104,7 +110,10 @@ def check_data(
     if len(pictured):
         compared["picture"] = pictured, scan.pictures, PICTURES
     if bundle is not None:
-        limit = scan.copy_distance(bundle, rows) if within is None else within
+        if within is None:
+            limit = scan.copy_distance(bundle, rows)
+        else:
+            limit = within
         compared["model"] = rows, scan.vectors, limit
     near: list[Alike] = []
     complete = True
@@ -200,7 +209,10 @@ class _Scan:
         self.same_values = np.full(size, -1, np.int64)
         self.pictures = np.zeros((size if subjects.kind == "image" else 0, WIDTH), np.float32)
         self.has_picture = np.zeros(size, bool)
-        width = 0 if bundle is None else bundle.manifest.vector
+        if bundle is None:
+            width = 0
+        else:
+            width = bundle.manifest.vector
         self.vectors = np.zeros((size, width), np.float32)
         first_with_bytes: dict[bytes, int] = {}
         first_with_values: dict[bytes, int] = {}
@@ -241,7 +253,8 @@ class _Scan:
             if len(rows) > 1:
                 files = set(self.same_bytes[rows].tolist())
                 by: By = "numbers" if self.subjects.kind == "features" else "pixels"
-                by = "bytes" if len(files) == 1 and -1 not in files else by
+                if len(files) == 1 and -1 not in files:
+                    by = "bytes"
                 pairs.append(Alike(tuple(rows), by))
         return pairs, np.array(sorted(compared), np.int64)
 
@@ -277,11 +290,21 @@ def _measure(subjects: Subjects, bundle: Bundle | None, row: int) -> _Measured |
     except DataError as fault:
         return fault
     try:
-        image = item if isinstance(item, Image.Image) else None
-        flat = None if image is None else few_levels(image)
+        if isinstance(item, Image.Image):
+            image = item
+        else:
+            image = None
+        if image is None:
+            flat = None
+        else:
+            flat = few_levels(image)
         vector = None
         if bundle is not None:
-            inputs = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
+            inputs: Array
+            if image is None:
+                inputs = np.asarray(item, np.float32)
+            else:
+                inputs = bundle.preprocess(image)
             vector = bundle.encode(inputs[None]).vector[0]
         return _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
     except DataError as fault:
@@ -302,7 +325,9 @@ def _copy(subjects: Subjects, bundle: Bundle, row: int) -> Floats32:
 MOST = 64
 """Largest number of rows, and of columns, of a preview sheet."""
 # in pixels: shortest side of an image, gap between images, height of the text above each row
-_LEAST, _GAP, _TEXT = 64, 4, 14
+_LEAST = 64
+_GAP = 4
+_TEXT = 14
 
 
 def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
@@ -342,7 +367,10 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
 
 def _picture(pixels: np.ndarray) -> Image.Image:
     """Return pixels (channels, H, W) as an image, enlarged by a whole factor if it is small."""
-    array = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
+    if len(pixels) == 1:
+        array = pixels[0]
+    else:
+        array = pixels.transpose(1, 2, 0)
     image = Image.fromarray(array).convert("RGB")
     factor = max(1, -(-_LEAST // min(image.size)))
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
@@ -358,11 +386,13 @@ def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
     from matplotlib.ft2font import FT2Font
 
     letters = set(map(ord, "".join(names)))
-    file, lacking = str(font_manager.findfont("DejaVu Sans")), letters
+    file = str(font_manager.findfont("DejaVu Sans"))
+    lacking = letters
     for candidate in [file, *(str(font.fname) for font in font_manager.fontManager.ttflist)]:
         with suppress(RuntimeError, OSError):  # a damaged font
             if len(rest := letters - FT2Font(candidate).get_charmap().keys()) < len(lacking):
-                file, lacking = candidate, rest
+                file = candidate
+                lacking = rest
         if not lacking:
             break
     escapes = {letter: chr(letter).encode("unicode_escape").decode() for letter in lacking}
@@ -371,7 +401,8 @@ def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
 
 def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
     width, height = rows[0][0].size
-    across, down = width + _GAP, height + _GAP + _TEXT
+    across = width + _GAP
+    down = height + _GAP + _TEXT
     sheet = Image.new("RGB", (across * len(rows[0]) + 3 * _GAP, down * len(rows) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
     font, names = font_of(names)

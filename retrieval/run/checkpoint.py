@@ -100,10 +100,16 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
                 f" {metadata.get('format', 'unstated')!r})."
             )
         views = '{"mapped": ' in metadata["state"]
-        tensors = load_file(path) if views else load_tensors(content[:])
+        if views:
+            tensors = load_file(path)
+        else:
+            tensors = load_tensors(content[:])
         return _unflatten(json.loads(metadata["state"]), tensors, views)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"it holds no {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, KeyError):
+            reason = f"it holds no {error}"
+        else:
+            reason = str(error)
         raise DataError(
             f"{path} is damaged and cannot be read: {reason.rstrip('.')}. {advice}"
         ) from error
@@ -138,7 +144,10 @@ def _verified(content: mmap.mmap) -> dict[str, Any]:
         if digest.hexdigest().encode() != match[1]:
             raise ValueError("its content does not have the SHA-256 that it was written with")
     header = json.loads(content[8:end])
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if isinstance(header, dict):
+        metadata = header.get("__metadata__")
+    else:
+        metadata = None
     if not isinstance(metadata, dict):
         return {}
     if match is None and "state" in metadata:
@@ -186,12 +195,16 @@ def _unflatten(node: Any, tensors: dict[str, Tensor], views: bool) -> Any:
         return tensors[node["mapped"]]
     if "tensor" in node:
         tensor = tensors[node["tensor"]]
-        return tensor.clone() if views else tensor
+        if views:
+            return tensor.clone()
+        return tensor
     if "dict" in node:
         return {k: _unflatten(v, tensors, views) for k, v in node["dict"]}
     if "list" in node:
         items = [_unflatten(v, tensors, views) for v in node["list"]]
-        return tuple(items) if node["tuple"] else items
+        if node["tuple"]:
+            return tuple(items)
+        return items
     return node["value"]
 
 

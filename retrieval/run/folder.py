@@ -214,7 +214,10 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
 def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
     if isinstance(values, list):
         return [_absolute(plugins, kind, value) for value in values]
-    factory = plugins.named(kind, str(values.get("name"))) if isinstance(values, Mapping) else None
+    if isinstance(values, Mapping):
+        factory = plugins.named(kind, str(values.get("name")))
+    else:
+        factory = None
     if factory is None:
         return values
     table = dict(values)

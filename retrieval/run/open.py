@@ -91,7 +91,10 @@ class Run:
         """
         path = Path(path)
         if not is_run(path):
-            lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
+            if path.is_dir():
+                lacks = "it holds no recipe.toml"
+            else:
+                lacks = "there is no such folder"
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
         objects = objects_of(**objects)
         refuse_extra_objects(path, objects)
@@ -100,7 +103,10 @@ class Run:
         refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
             items, splits = _items(path, recipe, or_kept)
-            model = build_model(recipe, items) if recipe.learner is None else None
+            if recipe.learner is None:
+                model = build_model(recipe, items)
+            else:
+                model = None
         if model is None:
             model = load_learned(recipe, items, checkpoint_file(path, "best"))
         else:
@@ -281,7 +287,10 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
         raise DataError(
             f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
         )
-    other = f"Remove the file to use {files[1].name} instead. Or: " if files[1:] else ""
+    if files[1:]:
+        other = f"Remove the file to use {files[1].name} instead. Or: "
+    else:
+        other = ""
     return files[0], other + checkpoint.TRAIN_AGAIN
 
 
@@ -294,7 +303,9 @@ class ItemCodes:
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        self.run, self.device, self.batch_size = run, device, run.recipe.evaluate.batch_size
+        self.run = run
+        self.device = device
+        self.batch_size = run.recipe.evaluate.batch_size
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
         # the cache holds features of the dataset's items, not of the inputs stored in the run
         self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)

@@ -104,9 +104,15 @@ def read_given(
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
     table, named = read_table(recipe, overrides, plugins)
-    folder = Path(output) if output else Path("runs") / str(table.get("name", "run"))
+    if output:
+        folder = Path(output)
+    else:
+        folder = Path("runs") / str(table.get("name", "run"))
     recipe, objects = apart(recipe, objects)
-    where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
+    if isinstance(recipe, str | os.PathLike):
+        where = str(recipe)
+    else:
+        where = None
     if replace_plugins or not is_run(folder):
         if where is not None:
             require(named, Path(where))
@@ -136,7 +142,8 @@ def changed_plugins(named: Sequence[str], run_plugins: Sequence[str]) -> list[st
     for item in filter(is_file_plugin, named):
         try:
             plugin = FilePlugin.from_name(item)
-            sums, before = plugin.sums, copies.get(plugin.name)
+            sums = plugin.sums
+            before = copies.get(plugin.name)
         except PluginError as error:
             lines.append(str(error).rstrip("."))
             continue
@@ -175,7 +182,8 @@ def standing(folder: Path) -> Standing | None:
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
-    chosen, advice = last, checkpoint.TRAIN_AGAIN
+    chosen = last
+    advice = checkpoint.TRAIN_AGAIN
     if not last.is_file():
         chosen = previous
     elif previous.is_file():
@@ -238,7 +246,10 @@ def _check_epochs(
     patience = recipe.train.patience
     for i, (old, new) in enumerate(zip(run_recipe.phases, recipe.phases, strict=True)):
         # number of epochs begun in this phase
-        begun = old.epochs if i < progress.phase else progress.phase_epoch + bool(progress.step)
+        if i < progress.phase:
+            begun = old.epochs
+        else:
+            begun = progress.phase_epoch + bool(progress.step)
         over = i < progress.phase and new.epochs != old.epochs
         if over or (i == progress.phase and new.epochs < begun):
             raise DataError(
@@ -257,7 +268,9 @@ def _check_epochs(
 def _plugins(table: Mapping[str, Any]) -> list[str]:
     """Return the plugins that an unchecked recipe table names."""
     named = table.get("plugins", [])
-    return [item for item in named if isinstance(item, str)] if isinstance(named, list) else []
+    if isinstance(named, list):
+        return [item for item in named if isinstance(item, str)]
+    return []
 
 
 def flat(recipe: Tables) -> dict[str, Any]:
@@ -284,4 +297,6 @@ def flat(recipe: Tables) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return "not set" if value is None else str(value)
+    if value is None:
+        return "not set"
+    return str(value)

@@ -49,7 +49,10 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     if recipe.train.start_from is None:
         return
     source = Path(recipe.train.start_from)
-    files = [source] if source.is_file() else weights_files(source)
+    if source.is_file():
+        files = [source]
+    else:
+        files = weights_files(source)
     if not files:
         raise RecipeError(
             f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."

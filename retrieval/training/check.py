@@ -70,7 +70,10 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     trials, warnings = look_ahead(run, accelerator)
     lines += [*trials, *(f"warning: {warning}" for warning in warnings)]
     batches = len(batches_of(run, recipe.sampler))
-    verdict = "The recipe runs; read the warnings." if warnings else "The recipe is fine."
+    if warnings:
+        verdict = "The recipe runs; read the warnings."
+    else:
+        verdict = "The recipe is fine."
     return [
         *lines,
         f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}",
@@ -96,7 +99,8 @@ def _fit_some(
 ) -> int:
     """Fit a learner on a few training items, or on more if it refuses; return their number."""
     assert recipe.learner is not None
-    name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
+    name = recipe.learner.name
+    backbone = f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
     classes = np.unique(labels)
     # Most learners need only a few items of a few classes. A learner with many components, such as
@@ -123,7 +127,10 @@ def _fit_some(
 
 def _described(recipe: Recipe, dataset: Dataset, splits: Splits, model: Model) -> list[str]:
     """Return a line on the data, a line on the model, and the notes on the data."""
-    gallery = f" against a gallery of {len(splits.gallery):,}" if splits.gallery is not None else ""
+    if splits.gallery is not None:
+        gallery = f" against a gallery of {len(splits.gallery):,}"
+    else:
+        gallery = ""
     weights = sum(p.numel() for p in model.parameters())
     return [
         f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)}"
@@ -157,7 +164,8 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
     """
     assert run.objective is not None
     open_some(run)
-    lines, random = [], checkpoint.random_state()
+    lines = []
+    random = checkpoint.random_state()
     try:
         warnings = [*_sampler_warnings(run), *random_frozen(run.recipe, run.dataset)]
         model, objective = copy.deepcopy((run.model, run.objective))
@@ -205,10 +213,13 @@ def spread(count: int, most: int) -> list[int]:
 
 def _sampler_warnings(run: Run) -> Iterator[str]:
     """Yield warnings about batches larger than the training data or without positive pairs."""
-    recipe, sampler, loss = run.recipe, run.recipe.sampler, run.recipe.loss
+    recipe = run.recipe
+    sampler = run.recipe.sampler
+    loss = run.recipe.loss
     assert loss is not None
     views = recipe.augmentation.views
-    items, drawn = len(run.splits.train), recipe.batch_size // views
+    items = len(run.splits.train)
+    drawn = recipe.batch_size // views
     if drawn > items:
         yield (
             f"[sampler]: a batch takes {sampler.classes} classes × {sampler.items} items ="
@@ -246,7 +257,9 @@ def _try(step: Step, batches: TrainBatches) -> tuple[str, list[str]]:
         A line with the losses and metrics of the last batch, and warnings.
     """
     step.set_modes()
-    device, phase, warnings = step.accelerator.device, step.phase.name, []
+    device = step.accelerator.device
+    phase = step.phase.name
+    warnings = []
     for number in range(min(MOST_TRIES, len(batches))):
         batch, labels = next(batches.epoch(0, start=number))
         losses = _losses(step, batch.to(device), labels.to(device))
@@ -265,7 +278,10 @@ def _try(step: Step, batches: TrainBatches) -> tuple[str, list[str]]:
         warnings.append(f"in phase '{phase}' the batch has no triplet for the generator.")
     if not changes:
         mined = losses.metrics.get("mined")
-        why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
+        if mined is not None and int(mined) == 0:
+            why = ": the miner found no pair"
+        else:
+            why = ""
         warnings.append(
             f"phase '{phase}': no weight would change in {number + 1} sampled"
             f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
@@ -279,7 +295,8 @@ def smaller(recipe: Recipe) -> Sampler:
     If the recipe's batch is larger than `LARGEST_TRIED`, the batch to try has fewer items of each
     class and, if that is not enough, fewer classes.
     """
-    sampler, size = recipe.sampler, LARGEST_TRIED // 2 // recipe.augmentation.views
+    sampler = recipe.sampler
+    size = LARGEST_TRIED // 2 // recipe.augmentation.views
     if recipe.batch_size <= LARGEST_TRIED:
         return sampler
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))

@@ -76,8 +76,12 @@ def _batch_norm(
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    shape, rows = [1, x.shape[1], *([1] * (x.ndim - 2))], [0, *range(2, x.ndim)]
+    if input.dtype in (torch.float16, torch.bfloat16):
+        x = input.float()
+    else:
+        x = input
+    shape = [1, x.shape[1], *([1] * (x.ndim - 2))]
+    rows = [0, *range(2, x.ndim)]
     count = _summed(x.new_tensor(x.numel() / max(1, x.shape[1])))
     mean = _Sum.apply(x.sum(rows)) / count
     centred = x - mean.view(shape)
@@ -151,7 +155,8 @@ class Devices:
     """
 
     def __init__(self, accelerator: Any) -> None:
-        self.world, self.rank = int(accelerator.num_processes), int(accelerator.process_index)
+        self.world = int(accelerator.num_processes)
+        self.rank = int(accelerator.process_index)
 
     def share(self, x: Tensor) -> Tensor:
         """Return all processes' rows in order; gradients flow only to this process's own rows.
@@ -277,7 +282,8 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the loss over this process's anchors, and their numbers of terms."""
     whole = devices.gather(codes), devices.gather(labels)
-    first, rows = devices.rank * len(codes), len(codes)
+    first = devices.rank * len(codes)
+    rows = len(codes)
     size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
 
     def block(codes: Tensor, every: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -303,5 +309,8 @@ def _by_blocks(
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
     """Return the number of entries per row of the loss's matrices: items, or triplets if more."""
-    triplets = 0 if indices is None else len(indices[0]) // len(every)
+    if indices is None:
+        triplets = 0
+    else:
+        triplets = len(indices[0]) // len(every)
     return max(len(every), triplets)

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
-_HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
+_HELD_OUT = 0.05
+_MOST_HELD_OUT = 1000
 """Share and largest number of the photos that are held out to measure the agreement."""
 _FEWEST_PHOTOS = 128
 _TIMED = 64
@@ -129,12 +130,16 @@ def distill(
         RecipeError: an override does not fit the recipe.
         BundleError: `output` exists, or torch and ONNX Runtime disagree.
     """
-    work, target = Path(run), Path(output)
+    work = Path(run)
+    target = Path(output)
     refuse_existing(target, replace)
     if not isinstance(teacher, Encoder):
         teacher = _encoder(teacher, plugins)
     files, classes = _photos(Path(photos), labels)
-    name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
+    if isinstance(teacher, BundleEncoder):
+        name = teacher.bundle.sha256
+    else:
+        name = repr(teacher)
     training, held_out = _divided(len(files))
     width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
     # an override may be wrong, so check the recipe before the teacher works for hours
@@ -220,7 +225,8 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
     Raises:
         DataError: the folder exists, belongs to something else, or cannot be written.
     """
-    file, begun = work / "distill.json", None
+    file = work / "distill.json"
+    begun = None
     with suppress(OSError, ValueError):
         begun = json.loads(file.read_text(encoding="utf-8"))
     if work.exists() and not resume:

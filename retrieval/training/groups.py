@@ -45,7 +45,9 @@ class Entry:
     def last_of(self, values: Mapping[str, float]) -> float | None:
         """Return the value of the last selector that covers the parameter, or `None`."""
         fitting = [value for selector, value in values.items() if self.fits(selector)]
-        return fitting[-1] if fitting else None
+        if fitting:
+            return fitting[-1]
+        return None
 
 
 _TOKENS = frozenset(
@@ -81,9 +83,15 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
     if len(parts) == 1:
         inner = parts[0]
     elif len(sequences) <= 1 and not isinstance(network, nn.Sequential | nn.ModuleList):
-        inner = sequences[0] if sequences else max(parts, key=_size, default=None)
+        if sequences:
+            inner = sequences[0]
+        else:
+            inner = max(parts, key=_size, default=None)
     own = [f"{name}{key}" for key, _ in network.named_parameters(recurse=False)]
-    by_stage = [own] if own else []
+    if own:
+        by_stage = [own]
+    else:
+        by_stage = []
     for key, part in children.items():
         place = f"{name}{key}."
         names = [f"{place}{inside}" for inside, _ in part.named_parameters()]
@@ -131,7 +139,8 @@ class Groups:
         objective: Objective,
         parts: Mapping[Trainable, Sequence[Parameter]],
     ) -> None:
-        self.recipe, self.parts = recipe, parts
+        self.recipe = recipe
+        self.parts = parts
         by_stage = stages(model.backbone, "backbone.")
         self.stages = len(by_stage)
         stage_of = {name: number for number, names in enumerate(by_stage, 1) for name in names}
@@ -170,7 +179,8 @@ class Groups:
                 continue
             entry = self.entries[id(parameter)]
             factor = entry.last_of(section.lr_factor)
-            factor = 1.0 if factor is None else factor
+            if factor is None:
+                factor = 1.0
             if entry.stage:
                 factor *= section.layer_decay ** (self.stages + 1 - entry.stage)
             decay = entry.last_of(section.weight_decay)

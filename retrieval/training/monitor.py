@@ -33,7 +33,9 @@ class Monitor:
         """Return whether a value is better than another; any number is better than `None`."""
         if other is None:
             return not math.isnan(value)
-        return value > other if self.larger else value < other
+        if self.larger:
+            return value > other
+        return value < other
 
     def verdict(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
         """Return sentences that say which epoch was kept, and whether training was worth it.
@@ -44,9 +46,13 @@ class Monitor:
                 if the run has not measured it.
             classes: number of validation classes.
         """
-        best, start = progress.best, progress.start
+        best = progress.best
+        start = progress.start
         assert best is not None
-        where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
+        if progress.best_epoch:
+            where = f"epoch {progress.best_epoch}"
+        else:
+            where = "the start (epoch 0)"
         lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
         if start is not None:
             lines.append(
@@ -54,9 +60,13 @@ class Monitor:
                 if progress.best_epoch
                 else "No epoch beat the start: the run keeps its initial weights."
             )
-        frozen, trained = progress.with_frozen, progress.with_trained
+        frozen = progress.with_frozen
+        trained = progress.with_trained
         if frozen is not None and trained is not None:
-            verb = "beat" if self.better(trained, frozen) else "did not beat"
+            if self.better(trained, frozen):
+                verb = "beat"
+            else:
+                verb = "did not beat"
             lines.append(
                 f"Training the backbone ({trained:.4f}) {verb} the frozen backbone with a trained"
                 f" head ({frozen:.4f})."
@@ -86,7 +96,10 @@ class Monitor:
         if self.name not in validation:
             return False
         value = float(validation[self.name])
-        field = "with_trained" if trains_backbone else "with_frozen"
+        if trains_backbone:
+            field = "with_trained"
+        else:
+            field = "with_frozen"
         if progress.start is None and progress.total == 0:
             progress.start = value
         elif self.better(value, getattr(progress, field)):
@@ -94,6 +107,7 @@ class Monitor:
         if not self.better(value, progress.best):
             progress.stale += 1
             return False
-        progress.best, progress.stale = value, 0
+        progress.best = value
+        progress.stale = 0
         progress.best_metrics = dict(validation)
         return True

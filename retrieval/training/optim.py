@@ -95,7 +95,8 @@ def schedules_of(
     Raises:
         RecipeError: the warm-up is longer than the phase.
     """
-    section, whole = recipe.schedule, phase.epochs * steps
+    section = recipe.schedule
+    whole = phase.epochs * steps
     warmup = section.warmup_steps(phase.epochs, steps)
     if warmup > whole:
         raise RecipeError(
@@ -127,7 +128,10 @@ class StepSchedule:
         self.per_epoch = section.name not in SHAPES
         self.by_metric = section.name == "ReduceLROnPlateau"
         if self.per_epoch:
-            mode = {"mode": "max" if larger else "min"} if self.by_metric else {}
+            if self.by_metric:
+                mode = {"mode": "max" if larger else "min"}
+            else:
+                mode = {}
             self.scheduler: Any = getattr(lr_scheduler, section.name)(
                 optimizer, **mode, **section.options
             )
@@ -139,7 +143,9 @@ class StepSchedule:
                 done = min(1.0, (step - warmup) / max(1, steps - warmup))
                 if section.name == "cosine":
                     return 0.5 * (1.0 + math.cos(math.pi * done))
-                return 1.0 - done if section.name == "linear" else 1.0
+                if section.name == "linear":
+                    return 1.0 - done
+                return 1.0
 
             self.scheduler = lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -172,7 +178,8 @@ class StepSchedule:
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
             return
-        optimizer, factors = self.scheduler.optimizer, self.scheduler.lr_lambdas
+        optimizer = self.scheduler.optimizer
+        factors = self.scheduler.lr_lambdas
         for group, base, factor in zip(
             optimizer.param_groups, self.scheduler.base_lrs, factors, strict=True
         ):
@@ -190,11 +197,16 @@ class Average:
     """
 
     def __init__(self, model: Model, train: Train, phase: Phase) -> None:
-        self.trained, self.ema = model, train.ema
-        self.last, self.epochs = train.average_last, phase.epochs
+        self.trained = model
+        self.ema = train.ema
+        self.last = train.average_last
+        self.epochs = phase.epochs
         self.averaged: AveragedModel | None = None
         if self.ema is not None or self.last is not None:
-            average = None if self.ema is None else _moving(self.ema)
+            if self.ema is None:
+                average = None
+            else:
+                average = _moving(self.ema)
             self.averaged = AveragedModel(model, avg_fn=average, use_buffers=True)
             if self.ema is not None:
                 self.averaged.update_parameters(model)  # n = 0: the weights at the phase's start
@@ -218,7 +230,9 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average's state, empty if nothing is averaged."""
-        return {} if self.averaged is None else self.averaged.state_dict()
+        if self.averaged is None:
+            return {}
+        return self.averaged.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict()` of the same phase."""

@@ -72,15 +72,18 @@ def repeating(train: Train) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # torch would also fill new memory, which takes time; uninitialised memory is never read here
-    torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
+    torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = benchmark, fill
+        torch.backends.cudnn.benchmark = benchmark
+        memory.fill_uninitialized_memory = fill
 
 
 def has_bf16(on_cpu: bool) -> bool:
@@ -201,7 +204,10 @@ def same_threads(
     On a CPU the number of threads decides the order of sums, and so the weights' last bits.
     """
     before = torch.get_num_threads()
-    threads = before if last is None else last.state.get("threads", before)
+    if last is None:
+        threads = before
+    else:
+        threads = last.state.get("threads", before)
     if threads == before or device.type != "cpu":
         yield
         return
@@ -266,7 +272,8 @@ def validate(
         raw: the dataset's decoded images, so that they are not decoded again.
         model: the model to validate; `None` means the run's model.
     """
-    model, recipe = model or run.model, run.recipe
+    model = model or run.model
+    recipe = run.recipe
     indices = run.splits.validation
     codes = encode(
         model,

@@ -33,7 +33,8 @@ _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
 """Largest number of photos among which duplicates are searched; the time grows with its square."""
-_MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
+_MANY_CLASSES = 20
+_MANY_VALIDATION_CLASSES = 50
 """With at least so many classes, the test side and the validation side hold out whole classes."""
 _FEW = 200
 """With fewer photos, no net is trained from scratch if pretrained weights are installed."""
@@ -137,7 +138,8 @@ def propose(
         DataError: the folder cannot be used, or a recipe exists already.
     """
     facts = look(Path(photos))
-    folder, pretrained = Path(output), find_spec(WEIGHTS) is not None
+    folder = Path(output)
+    pretrained = find_spec(WEIGHTS) is not None
     texts = recipes_for(facts, pretrained)
     existing = [name for name in texts if (folder / f"{name}.toml").exists()]
     if existing and not replace:
@@ -169,7 +171,10 @@ def look(folder: Path) -> Facts:
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
     images = [decode(dataset.files[i]) for i in spread(len(dataset.files), _SAMPLE)]
     compared = len(dataset.labels) <= _MOST_COMPARED
-    duplicates = check_data(folder).counts()["label_errors"] if compared else None
+    if compared:
+        duplicates = check_data(folder).counts()["label_errors"]
+    else:
+        duplicates = None
     return Facts(
         folder,
         len(dataset.labels),
@@ -187,7 +192,10 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
 
     `weights` says whether the package with EfficientNet-Lite0's weights is installed.
     """
-    names = ["frozen", "finetune"] if weights else []
+    if weights:
+        names = ["frozen", "finetune"]
+    else:
+        names = []
     if not weights or facts.items >= _FEW:
         names.append("scratch")
     text = files(__package__).joinpath("proposal.toml").read_text(encoding="utf-8")
@@ -226,8 +234,10 @@ def expected_seconds(recipe: Recipe) -> float:
     run = build_run(Path(recipe.name), recipe)
     assert run.objective is not None
     device = accelerator.device
-    model, objective = run.model.to(device), run.objective.to(device)
-    batches, total = batches_of(run, recipe.sampler), 0.0
+    model = run.model.to(device)
+    objective = run.objective.to(device)
+    batches = batches_of(run, recipe.sampler)
+    total = 0.0
     for number, phase in enumerate(recipe.phases):
         frozen = recipe.from_features(number)
         step = Step(

@@ -54,7 +54,8 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
     Raises:
         DataError: the checkpoint belongs to another recipe or plugin.
     """
-    state, scaler = standing.state, step.accelerator.scaler
+    state = standing.state
+    scaler = step.accelerator.scaler
     try:
         for entry, key, shard in _divided_rows(state, step):
             if len(entry[key]) != shard.whole:

@@ -157,9 +157,12 @@ class Step:
         from_features: bool = False,
         tried: bool = False,
     ) -> None:
-        self.model, self.objective = model, objective
-        self.phase, self.accelerator = phase, accelerator
-        self.train_table, self.from_features = recipe.train, from_features
+        self.model = model
+        self.objective = objective
+        self.phase = phase
+        self.accelerator = accelerator
+        self.train_table = recipe.train
+        self.from_features = from_features
         self.devices = Devices(accelerator) if accelerator.num_processes > 1 else None
         sync = recipe.train.sync_batch_norm and self.devices is not None
         self.statistics = WholeBatch if sync else nullcontext
@@ -260,11 +263,13 @@ class Step:
 
     def backward(self, losses: Losses) -> None:
         """Compute the gradients of each side's own objective, or of their sum if `joint`."""
-        metric, generator = losses.metric, losses.generator
+        metric = losses.metric
+        generator = losses.generator
         metric_side, generator_side = self._sides()
         metric_inputs = metric_side
         if self.train_table.coupling == "joint" and metric is not None and generator is not None:
-            metric, generator = metric + generator, None
+            metric = metric + generator
+            generator = None
             metric_inputs = metric_side + generator_side
         if generator is not None:
             keep = metric is not None and metric.requires_grad
@@ -304,7 +309,8 @@ class Step:
         Only a generator uses `features`. Without one they stay this process's rows.
         """
         if self.devices is not None:
-            codes, labels = self.devices.share(codes), self.devices.share(labels)
+            codes = self.devices.share(codes)
+            labels = self.devices.share(labels)
             if self.objective.generator is not None:
                 features = self.devices.share(features)
         indices = self._mined(codes, labels)
@@ -321,10 +327,14 @@ class Step:
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
         """Return the losses of a batch whose loss the processes compute in parts."""
-        indices, metrics, own = None, {}, None
+        indices = None
+        metrics = {}
+        own = None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
-            indices, metrics, own = batch.indices, {**batch.metrics}, batch.own
+            indices = batch.indices
+            metrics = {**batch.metrics}
+            own = batch.own
         assert self.devices is not None
         with calling(self._the("loss")):
             value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
@@ -342,7 +352,8 @@ class Step:
                 return self._divided(self.rows, codes, classes).metric
             return self._metric_loss(self._shared(codes, codes, classes), None)
 
-        own, other = loss(labels.own), loss(labels.other)
+        own = loss(labels.own)
+        other = loss(labels.other)
         if own is None or other is None:
             return Losses(None, None, {})
         value = labels.weight * own + (1 - labels.weight) * other
@@ -350,17 +361,24 @@ class Step:
 
     def _synthesize(self, batch: Batch) -> Synthetic | None:
         """Return the generator's samples for a batch; `None` if the phase does not use them."""
-        generator, who = self.objective.generator, self._the("generator")
+        generator = self.objective.generator
+        who = self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
         a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
         metrics: dict[str, Tensor | int] = {"triplets": int(a.numel())}
         in_features = generator.space == "features"
-        rows = batch.features if in_features else batch.codes
+        if in_features:
+            rows = batch.features
+        else:
+            rows = batch.codes
         triplets = rows[a], rows[p], rows[n]
         if a.numel() == 0:
             return Synthetic(rows[:0], triplets, None, None, metrics)
-        classmates = [rows[classmates_of(n, batch.labels)]] if generator.classmates else []
+        if generator.classmates:
+            classmates = [rows[classmates_of(n, batch.labels)]]
+        else:
+            classmates = []
         with calling(who):
             synthetic = generator(*triplets, *classmates)
         like = len(a), rows.shape[1]
@@ -375,7 +393,10 @@ class Step:
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
             return Synthetic(synthetic, triplets, None, None, metrics)
-        codes = self.model.head(synthetic).float() if in_features else synthetic
+        if in_features:
+            codes = self.model.head(synthetic).float()
+        else:
+            codes = synthetic
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
@@ -409,7 +430,8 @@ class Step:
 
     def _generator_loss(self, synthetic: Synthetic | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or had no triplets."""
-        generator, who = self.objective.generator, self._the("generator")
+        generator = self.objective.generator
+        who = self._the("generator")
         if synthetic is None or generator is None or not len(synthetic.rows):
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
@@ -467,10 +489,15 @@ class Step:
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return checked features (B, F) and codes (B, C)."""
-        model, size, who = self.model, len(inputs), self._the("backbone")
+        model = self.model
+        size = len(inputs)
+        who = self._the("backbone")
         with self.accelerator.autocast(), self.statistics():
             with calling(who):
-                features = inputs.float() if self.from_features else model.features(inputs)
+                if self.from_features:
+                    features = inputs.float()
+                else:
+                    features = model.features(inputs)
             like = (size, model.backbone.features)
             checked_rows(features, who, like, inputs.device, "features, as wide as it says")
             with calling("The head"):
@@ -479,7 +506,9 @@ class Step:
 
     def _mined(self, codes: Tensor, labels: Tensor) -> TripletIndices | None:
         """Return the miner's indices in the batch; `None` without a miner."""
-        return None if self.objective.miner is None else self._mine(codes, labels)
+        if self.objective.miner is None:
+            return None
+        return self._mine(codes, labels)
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
         """Return the miner's indices in the batch, or against `ref_emb` and `ref_labels`."""
@@ -496,13 +525,17 @@ class Step:
     ) -> Tensor:
         """Return the loss; without a miner it is called without indices."""
         with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
-            picked = () if indices is None else (indices,)
-            value = self.objective.loss(codes, labels, *picked, **reference)
+            if indices is None:
+                value = self.objective.loss(codes, labels, **reference)
+            else:
+                value = self.objective.loss(codes, labels, indices, **reference)
         return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
 
     def set_modes(self) -> None:
         """Put the parts that train into training mode, the others into evaluation mode."""
-        model, objective, trains = self.model, self.objective, self.trains
+        model = self.model
+        objective = self.objective
+        trains = self.trains
         model.train()
         model.backbone.train("backbone" in trains)
         model.head.train("head" in trains)

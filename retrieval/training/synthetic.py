@@ -86,7 +86,8 @@ def mine(
     negative. The miner is therefore called once per class, with the samples with which the anchors
     of that class may be compared. No item is its own positive.
     """
-    codes, reference = codes.detach(), extended.codes.detach()
+    codes = codes.detach()
+    reference = extended.codes.detach()
     real = torch.arange(len(reference), device=codes.device) < len(codes)
     picks: list[list[Tensor]] = []
     for label in torch.unique(labels):
@@ -104,7 +105,10 @@ def mine(
         ]
         other = mapped[0] != mapped[1]
         # drop a whole triplet (3 lists), or only the positive pair (the first 2 of 4 lists)
-        whole = 3 if len(mapped) == 3 else 2
+        if len(mapped) == 3:
+            whole = 3
+        else:
+            whole = 2
         picks.append([x[other] for x in mapped[:whole]] + mapped[whole:])
     merged = tuple(torch.cat(part) for part in zip(*picks, strict=True))
     return merged  # type: ignore[return-value]
@@ -133,7 +137,8 @@ def _one_negative(labels: Tensor) -> Triplets:
     )
     negatives = (~same).float()
     usable = negatives.sum(1)[a] > 0
-    a, p = a[usable], p[usable]
+    a = a[usable]
+    p = p[usable]
     if a.numel() == 0:
         return a, p, a
     return a, p, torch.multinomial(negatives[a], 1).squeeze(1)

@@ -55,7 +55,9 @@ class Tracking:
             full: plugins.build("trackers", {"name": full})
             for full in dict.fromkeys(full_name(plugins, name) for name in names)
         }
-        self._name, self._group, self._say = name or recipe.name, group, tell
+        self._name = name or recipe.name
+        self._group = group
+        self._say = tell
         self._folder: Path | None = None
 
     @hookimpl
@@ -138,7 +140,10 @@ class Tracking:
     def _keep(self, full: str, entry: Mapping[str, str]) -> None:
         assert self._folder is not None
         kept = _kept(self._folder)
-        before = {} if "key" in entry else kept.get(full, {})
+        if "key" in entry:
+            before = {}
+        else:
+            before = kept.get(full, {})
         with suppress(OSError):  # the disk may be full
             write_json(self._folder / FILE, {**kept, full: {**before, **entry}})
 
@@ -184,7 +189,8 @@ def tracking(
     if not names:
         yield trackers
         return
-    manager, how = recipe.loaded.manager, "failed"
+    manager = recipe.loaded.manager
+    how = "failed"
     manager.register(trackers, FILE)
     try:
         yield trackers

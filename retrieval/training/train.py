@@ -227,7 +227,10 @@ def train(
             )
         else:
             checked = read_recipe(recipe, overrides, plugins, objects=objects)
-            folder = Path(output) if output else Path("runs") / checked.name
+            if output:
+                folder = Path(output)
+            else:
+                folder = Path("runs") / checked.name
         if epochs is not None and checked.phase:
             raise RecipeError(
                 "epochs has no effect in a recipe with [[phase]]. Set the epochs of a phase, with"
@@ -259,4 +262,6 @@ def _whole(run: OpenedRun) -> Run:
 def _short(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

@@ -107,12 +107,16 @@ class Trainer:
         self._stop = threading.Event()
         self.warnings: list[str] = []
         if trains_batch_norm(run.model, self.recipe):
-            processes, chunk = accelerator.num_processes, self.recipe.train.chunk
+            processes = accelerator.num_processes
+            chunk = self.recipe.train.chunk
             if processes > 1 and not self.recipe.train.sync_batch_norm:
                 self.warnings.append(NOT_SYNCHRONISED.format(processes=processes))
             if chunk and chunk < self.recipe.batch_size // processes:
                 self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
-        every = 1 if reads_at_once(run.device) else EVERY
+        if reads_at_once(run.device):
+            every = 1
+        else:
+            every = EVERY
         self.tally = Tally(self.progress, every, self._stopped)
         self._enter_phase()
 
@@ -125,9 +129,13 @@ class Trainer:
 
     def _enter_phase(self) -> None:
         """Start a phase with its inputs, fresh optimisers and a fresh average of the weights."""
-        run, recipe = self.run, self.recipe
+        run = self.run
+        recipe = self.recipe
         self.from_features = recipe.from_features(self.progress.phase)
-        preprocessing = None if self.from_features else run.model.preprocessing
+        if self.from_features:
+            preprocessing = None
+        else:
+            preprocessing = run.model.preprocessing
         if self._source is None or self._source[0] != self.from_features:
             dataset: Dataset = run.dataset
             if self.from_features:
@@ -168,11 +176,15 @@ class Trainer:
 
     def _begin_phase(self) -> None:
         """Report the length of a phase's warm-up, and write a checkpoint of its start."""
-        warmup, steps = self.recipe.schedule.warmup, len(self.batches)
+        warmup = self.recipe.schedule.warmup
+        steps = len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
         if rises:
             whole = self.phase.epochs * steps
-            unit = "" if isinstance(warmup, str) else ", a share of the phase's steps"
+            if isinstance(warmup, str):
+                unit = ""
+            else:
+                unit = ", a share of the phase's steps"
             self.report(
                 f"note: in phase '{self.phase.name}' the learning rate rises for {rises:,} of"
                 f" {whole:,} steps (warmup = {shown(warmup)}{unit})."
@@ -247,7 +259,8 @@ class Trainer:
 
     def _epoch(self, meter: Meter) -> dict[str, float]:
         progress = self.progress
-        world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
+        world = int(self.accelerator.num_processes)
+        rank = int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started = time.perf_counter()
         self._step_sums = dict(progress.sums), dict(progress.counts)
@@ -341,8 +354,10 @@ class Trainer:
     def _average_buffers(self) -> None:
         """Average batch statistics over the processes, which see different images."""
         if self.accelerator.num_processes > 1:
-            averaged = [] if self.average.model is self.run.model else self.average.model.buffers()
-            for buffer in (*self.run.model.buffers(), *averaged):
+            buffers = [*self.run.model.buffers()]
+            if self.average.model is not self.run.model:
+                buffers += self.average.model.buffers()
+            for buffer in buffers:
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
@@ -357,10 +372,12 @@ class Trainer:
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log and save at the end of an epoch."""
-        progress, train = self.progress, self.recipe.train
+        progress = self.progress
+        train = self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
         self.average.epoch_end(progress.phase_epoch + 1)
-        improved, validation = False, {}
+        improved = False
+        validation = {}
         warnings: list[str] = []
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
@@ -385,7 +402,8 @@ class Trainer:
         )
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
-        earlier, self.warnings = self.warnings, []
+        earlier = self.warnings
+        self.warnings = []
         if earlier or warnings:
             record["warnings"] = [*earlier, *warnings]
         self.run.plugins.notify(
@@ -408,7 +426,9 @@ class Trainer:
         progress.epoch += 1
         progress.phase_epoch += 1
         progress.step = 0
-        progress.sums, progress.counts, progress.drawn = {}, {}, None
+        progress.sums = {}
+        progress.counts = {}
+        progress.drawn = None
         if improved and self.main:
             self._save_best()
         self.save()
@@ -507,7 +527,8 @@ class Trainer:
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
     """Return a batch on a device; copies to a GPU go through pinned memory and do not block."""
     if device.type == "cuda":
-        inputs, labels = inputs.pin_memory(), labels.pin_memory()
+        inputs = inputs.pin_memory()
+        labels = labels.pin_memory()
     return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
@@ -530,7 +551,9 @@ class Tally:
     def __init__(
         self, progress: Position, every: int, stopped: Callable[[int, str], DataError]
     ) -> None:
-        self._progress, self._every, self._stopped = progress, every, stopped
+        self._progress = progress
+        self._every = every
+        self._stopped = stopped
         self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
 
     def add(self, losses: Losses) -> None:
@@ -556,14 +579,16 @@ class Tally:
             DataError: a loss or a synthetic feature was NaN or infinite; the message names the
                 first step where it was.
         """
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         if not kept:
             return
         numbers = [number for *_, of_step in kept for number in of_step]
         # "cuda" > "cpu": one transfer from the GPU reads all numbers
         device = max((number.device for number in numbers), key=lambda device: device.type)
         values = iter(torch.stack([number.to(device) for number in numbers]).tolist())
-        sums, counts = self._progress.sums, self._progress.counts
+        sums = self._progress.sums
+        counts = self._progress.counts
         for step, sentences, names, _ in kept:
             watched = [next(values) for _ in sentences]
             for name in names:

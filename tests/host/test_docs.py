@@ -58,5 +58,5 @@ def test_the_diagram_shows_each_floor_and_who_imports_whom(generated):
     for path in (ROOT / "retrieval").glob("*/__init__.py"):
         assert f">{path.parent.name}</text>" in drawn
     assert "<title>training imports evaluation</title>" in drawn
-    assert "<title>serving imports client</title>" in drawn
+    assert "<title>index imports store</title>" in drawn
     assert "<title>run imports training</title>" not in drawn

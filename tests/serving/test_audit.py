@@ -16,18 +16,16 @@ import pytest
 import wire
 from limits import files_of_at_most
 from retrieval.errors import RetrievalError
-from retrieval.index.audit import Audit, Change
+from retrieval.index.audit import Audit, AuditUnavailable, Change
 from retrieval.store.filters import as_filter
 
-from retrieval_server.access import Caller
 from retrieval_server.keys import add_key, new_key
-from retrieval_server.problems import RequestError
 
 VECTOR = {"vector": [0.25] * 16}
 
 
 def change(what: str, ids=(), filter=None) -> Change:
-    return Change(what, "i", Caller("shop", "write", "192.0.2.1"), "request-1", ids, filter)
+    return Change(what, "i", "request-1", "shop", "write", "192.0.2.1", ids, filter)
 
 
 def record(audit: Audit, id: str) -> None:
@@ -203,7 +201,7 @@ def test_a_failed_line_cuts_off_no_line_of_another_process(tmp_path, monkeypatch
             raise OSError(errno.EIO, "a broken disk")
 
         monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(RequestError):
+        with pytest.raises(AuditUnavailable):
             record(failing, "a")
     assert events(path) == [("begun", ["b"]), ("done", ["b"])]
 
@@ -218,7 +216,7 @@ def test_a_file_that_cannot_be_written_to_is_refused(tmp_path, cli, index_path):
     audit, done = Audit(tmp_path / "a"), []
     with (
         files_of_at_most(0),
-        pytest.raises(RequestError, match="cannot be written, so nothing"),
+        pytest.raises(AuditUnavailable, match="cannot be written, so nothing"),
         audit.recording(change("put", ["a"])),
     ):
         done.append("changed")

@@ -103,14 +103,19 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
             column.
         RecipeError: `[evaluate]` names a column that the data lack.
     """
-    labels, random = run.splits.labels, np.random.default_rng(0)
+    labels = run.splits.labels
+    random = np.random.default_rng(0)
     names = class_names(run, label_column)
     query, gallery = items_of(run, "test")
     encoded = ItemCodes(run, device_of(run))
     codes = encoded(query)
-    gallery_codes = None if gallery is None else encoded(gallery)
+    if gallery is None:
+        gallery_codes = None
+    else:
+        gallery_codes = encoded(gallery)
     run.model.to("cpu")
-    table, combiner = run.recipe.evaluate, run.model.combiner
+    table = run.recipe.evaluate
+    combiner = run.model.combiner
     metrics = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
     if table.levels or table.tags is not None:
         metrics.append(f"ndcg_at_{SHOWN}")
@@ -119,7 +124,10 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     columns: dict[str, list[Floats64]] = {name: [] for name in metrics}
     classes: list[Items] = []
     for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
-        searched = items if gallery_items is None else gallery_items
+        if gallery_items is None:
+            searched = items
+        else:
+            searched = gallery_items
         search, query_class, item_class, arguments = protocol.search(
             items, gallery_items, left, right, combiner and combiner.compute_mat, "auto", SHOWN
         )
@@ -134,9 +142,11 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     items, searched, relevance, places, rows, distances = first
     if not len(places):
         raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
-    grades, match = (rows >= 0) & (labels[searched[rows]] == labels[items[places], None]), 1.0
+    grades = (rows >= 0) & (labels[searched[rows]] == labels[items[places], None])
+    match = 1.0
     if relevance is not None:
-        grades, match = _grades(relevance, places, rows), relevance.match
+        grades = _grades(relevance, places, rows)
+        match = relevance.match
     return Measured(
         run=run,
         query=items[places],
@@ -192,7 +202,8 @@ def interval(
     clustered data", JRSS B 69, 2007.
     """
     _, place = np.unique(classes, return_inverse=True)
-    sums, counts = np.bincount(place, values), np.bincount(place)
+    sums = np.bincount(place, values)
+    counts = np.bincount(place)
     means = []
     for _ in range(100):  # ten draws at once, as there may be many classes
         drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=10)
@@ -232,7 +243,8 @@ def _pairs(
     arguments = Protocol(run, items[rows], None).arguments(items[rows], None)
     if (exclude := arguments.get("exclude")) is not None:
         visible = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
-        first, second = first[visible], second[visible]
+        first = first[visible]
+        second = second[visible]
     same = own[first] == own[second]
     if (relevance := arguments.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
@@ -247,7 +259,8 @@ def confusion_matrix(
     Rows and columns are the `most` classes with the most mistakes. A last column counts nearest
     items of all other classes, if there are any. Without a mistake there is no matrix.
     """
-    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
+    true = measured.labels[measured.query]
+    nearest = measured.labels[measured.neighbours[:, 0]]
     if np.array_equal(true, nearest):
         return None
     mistakes = np.bincount(true[true != nearest], minlength=len(measured.names))
@@ -258,7 +271,10 @@ def confusion_matrix(
     counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
     np.add.at(counts, (place[true], place[nearest]), 1)
     names = [measured.names[label] for label in kept]
-    columns = [*names, "other classes"] if counts[:-1, -1].any() else names
+    if counts[:-1, -1].any():
+        columns = [*names, "other classes"]
+    else:
+        columns = names
     return names, columns, counts[:-1, : len(columns)].tolist(), len(classes)
 
 
@@ -286,7 +302,8 @@ def hardest(
     def listed(mask: Bools, sign: int) -> list[tuple[int, int, float]]:
         places = np.flatnonzero(mask)
         order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
-        first, second = pairs.items[pairs.first[order]], pairs.items[pairs.second[order]]
+        first = pairs.items[pairs.first[order]]
+        second = pairs.items[pairs.second[order]]
         columns = (first.tolist(), second.tolist(), pairs.distance[order].tolist())
         return list(zip(*columns, strict=True))
 

@@ -79,7 +79,10 @@ def report(
         RecipeError: `[evaluate]` names a column that the data lack.
         PluginError: a plugin's panels are not valid.
     """
-    runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
+    if isinstance(runs, str | os.PathLike | Run):
+        runs = [runs]
+    else:
+        runs = list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
     if not 10 <= sample <= 3000:
@@ -93,7 +96,10 @@ def report(
             f" {target / 'report.html'}."
         )
     opened = _opened(runs)
-    method = None if map == "none" else map
+    if map == "none":
+        method = None
+    else:
+        method = map
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
@@ -108,7 +114,8 @@ def report(
 
 def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
     """Open runs, and raise one error for all that cannot be opened."""
-    opened, problems = [], []
+    opened = []
+    problems = []
     for run in runs:
         try:
             opened.append(run if isinstance(run, Run) else Run.open(run))
@@ -182,10 +189,12 @@ class Section:
 
     def sheets(self) -> list[tuple[str, Any]]:
         """Return the sheets of queries as (title, positions of the queries)."""
-        metrics, distances = self.measured.metrics, self.measured.distances
+        metrics = self.measured.metrics
+        distances = self.measured.distances
         order = np.lexsort((distances[:, 0], -metrics["map_at_r"]))
         random = np.random.default_rng(0).permutation(len(order))[:SHEET]
-        best, worst = order[:SHEET], order[::-1][:SHEET]
+        best = order[:SHEET]
+        worst = order[::-1][:SHEET]
         return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
 
     def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
@@ -334,7 +343,8 @@ class Thumbnails:
     """Makes up to `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
-        self.dataset, self.left = dataset, most
+        self.dataset = dataset
+        self.left = most
         self.refused: set[int] = set()
         self._thumbnails: dict[int, str] = {}
 
@@ -350,8 +360,12 @@ class Thumbnails:
         self.left -= 1
         self._thumbnails[item] = ""
         with suppress(DataError):
-            image, out = small_image(self.dataset[item], SIDE), io.BytesIO()
-            kind = "png" if max(image.size) <= 32 else "jpeg"
+            image = small_image(self.dataset[item], SIDE)
+            out = io.BytesIO()
+            if max(image.size) <= 32:
+                kind = "png"
+            else:
+                kind = "jpeg"
             image.save(out, kind, quality=75)
             self._thumbnails[item] = data_uri(out.getvalue(), kind)
         return self._thumbnails[item]
@@ -360,7 +374,10 @@ class Thumbnails:
 def data_uri(picture: bytes, kind: str | None = None) -> str:
     """Return a picture as a data URI; without a kind, it is a PNG or an SVG."""
     if kind is None:
-        kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
+        if picture.startswith(b"\x89PNG"):
+            kind = "png"
+        else:
+            kind = "svg+xml"
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
@@ -392,7 +409,8 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
 
 def distances(measured: Measured) -> bytes:
     """Draw histograms of the distances of matching and of other pairs, each with area 1."""
-    distance, same = measured.pairs.distance, measured.pairs.same
+    distance = measured.pairs.distance
+    same = measured.pairs.same
     bins = np.linspace(0.0, float(distance.max(initial=0.0)) or 1.0, 50).tolist()
     axis = _axis(xlabel="distance", ylabel="density of pairs")
     for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
@@ -419,5 +437,6 @@ def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
     codes = np.pad(codes, ((0, 0), (0, max(0, 2 - codes.shape[1]))))
     method = method if len(codes) >= 5 else "pca"
     positions, name = plane(codes, method, distances=pairs.matrix)
-    low, high = positions.min(0), positions.max(0)
+    low = positions.min(0)
+    high = positions.max(0)
     return (positions - low) / np.where(high > low, high - low, 1.0), name

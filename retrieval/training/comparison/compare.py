@@ -152,7 +152,10 @@ def compare(
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
         trainings = len(read) * (search * folds * repeats + seeds)
-        untrained = seeds if "untrained" in titles else 1
+        if "untrained" in titles:
+            untrained = seeds
+        else:
+            untrained = 1
         total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
         jobs = Jobs(base, titles, folder, planned, tuple(track))
@@ -163,7 +166,10 @@ def compare(
             rows, *contestants = worker.all(
                 [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
             )
-        missing = None if backbone else f"of frozen pretrained features: {why}"
+        if backbone:
+            missing = None
+        else:
+            missing = f"of frozen pretrained features: {why}"
         result = Comparison(
             [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
         )
@@ -197,7 +203,9 @@ class Jobs:
 
     def baselines(self, do: Do) -> list[Contestant]:
         """Measure the baselines: the untrained net with each seed, the others once."""
-        base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
+        base = self.base
+        seeds = self.plan.seeds
+        backbone = self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
 
         def job(kind: Literal["untrained", "frozen"], name: str, table: dict[str, Any]) -> Job:

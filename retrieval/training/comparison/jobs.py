@@ -188,7 +188,10 @@ def fold_recipe(job: Job) -> Recipe:
         labels = make_splits(inner, recipe.split).train_labels
         # with positives = "item", each item is a class
         by_item = recipe.augmentation.positives == "item"
-        classes = len(labels) if by_item else len(np.unique(labels))
+        if by_item:
+            classes = len(labels)
+        else:
+            classes = len(np.unique(labels))
         if sampler.classes > classes:
             fitting = {
                 "classes": classes,
@@ -231,7 +234,10 @@ def _training_items(
 def _evaluated(run: Run, baseline: bool = False) -> Metrics:
     """Return a run's metrics on the test side, MAP@R always among them."""
     named = list(run.recipe.evaluate.metrics)
-    metrics = named if PRIMARY in named else [*named, PRIMARY]
+    if PRIMARY in named:
+        metrics = named
+    else:
+        metrics = [*named, PRIMARY]
     return evaluate(run, metrics=metrics, baseline=baseline).metrics
 
 
@@ -276,11 +282,10 @@ def _measured(job: Job) -> Metrics:
     checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    model = (
-        build_model(recipe, dataset)
-        if untrained and recipe.learner is None
-        else Model(build_backbone(recipe, dataset), nn.Identity())
-    )
+    if untrained and recipe.learner is None:
+        model = build_model(recipe, dataset)
+    else:
+        model = Model(build_backbone(recipe, dataset), nn.Identity())
     shutil.rmtree(job.folder, ignore_errors=True)
     create_folder(job.folder, recipe)
     run = Run(job.folder, recipe, dataset, splits, model.eval())

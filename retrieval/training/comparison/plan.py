@@ -55,7 +55,9 @@ class Plan:
     @property
     def blocks(self) -> str:
         """Number and kind of the blocks, which `statistics` defines, such as "5 seeds"."""
-        return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
+        if self.splits > 1:
+            return f"{self.splits} splits"
+        return f"{self.seeds} seeds"
 
 
 Source: TypeAlias = StrPath | Mapping[str, Any] | Tables | Run
@@ -82,7 +84,10 @@ def read_recipes(
     problems: list[str] = []
     origin: dict[str, str] = {}
     for number, source in enumerate(map(_readable, sources)):
-        path = str(source) if isinstance(source, str | os.PathLike) else f"recipes[{number}]"
+        if isinstance(source, str | os.PathLike):
+            path = str(source)
+        else:
+            path = f"recipes[{number}]"
         try:
             recipe = read_recipe(source, overrides, plugins)
             if search and (wrong := space.faults(recipe)):
@@ -93,7 +98,10 @@ def read_recipes(
                     " `name` in one of them."
                 )
             origin.setdefault(recipe.name, path)
-            prefix = f"{recipe.name}, " if len(sources) > 1 else ""
+            if len(sources) > 1:
+                prefix = f"{recipe.name}, "
+            else:
+                prefix = ""
             recipes.append(
                 [
                     absolute_paths(read_recipe(source, [*overrides, *setting], plugins))
@@ -146,7 +154,8 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
     short = [name if last.count(name) == 1 else key for name, key in zip(last, grid, strict=True)]
-    overrides, names = [], set()
+    overrides = []
+    names = set()
     for values in itertools.product(*grid.values()):
         name = ", ".join(f"{key}={value}" for key, value in zip(short, values, strict=True))
         # the name of a recipe is also the name of a folder
@@ -164,7 +173,8 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
 
 def same(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all recipes must share, by table and key."""
-    train, data = recipe.train.model_dump(), record(recipe).get("data")
+    train = recipe.train.model_dump()
+    data = record(recipe).get("data")
     tables: dict[str, Mapping[str, Any]] = {
         "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
         "[split]": recipe.split.model_dump(),
@@ -189,7 +199,9 @@ def shown(value: Any) -> str:
     """Return a value of a recipe as text for a sentence."""
     if value is None:
         return "nothing"
-    return value if isinstance(value, str) else toml_value(value)
+    if isinstance(value, str):
+        return value
+    return toml_value(value)
 
 
 def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
@@ -199,11 +211,13 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         DataError: there are differences, and they are not allowed.
     """
     first, *rest = recipes
-    expected, sentences = same(first), []
+    expected = same(first)
+    sentences = []
     for recipe in rest:
         actual = same(recipe)
         for place in dict.fromkeys([*expected, *actual]):
-            a, b = expected.get(place), actual.get(place)
+            a = expected.get(place)
+            b = actual.get(place)
             # A learner has no head, so heads are compared only if both recipes have one.
             if place.startswith("[head]") and not (place in expected and place in actual):
                 continue
@@ -255,14 +269,21 @@ def settle(folder: Path, plan: Plan) -> None:
         return
     changed = []
     for key in ("trials", "folds", "repeats", "fold_by", "pretrained"):
-        old, new = getattr(before, key), getattr(plan, key)
+        old = getattr(before, key)
+        new = getattr(plan, key)
         if old != new:
-            option = "search" if key == "trials" else key
+            if key == "trials":
+                option = "search"
+            else:
+                option = key
             changed.append(f"{option} was {shown(old)} and is {shown(new)} now.")
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")
     if changed:
-        lines = f" {changed[0]} " if len(changed) == 1 else "\n  - ".join(["", *changed]) + "\n"
+        if len(changed) == 1:
+            lines = f" {changed[0]} "
+        else:
+            lines = "\n  - ".join(["", *changed]) + "\n"
         raise DataError(f"{folder} holds another comparison:{lines}Choose another output.")
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

@@ -111,12 +111,16 @@ class Comparison:
 
         A learner has no untrained net, so it is compared with the raw items instead.
         """
-        names, baselines = self.recipes, [row.name for row in self.contestants if not row.recipe]
+        names = self.recipes
+        baselines = [row.name for row in self.contestants if not row.recipe]
         if self.against is None:
             pairs = list(combinations(names, 2))
         else:
             pairs = [(name, self.against) for name in names if name != self.against]
-            names = [self.against] if self.against in names else []
+            if self.against in names:
+                names = [self.against]
+            else:
+                names = []
         if self.test_baselines:
             pairs += product(names, baselines)
         kinds = {row.name: row.kind for row in self.contestants}
@@ -143,15 +147,19 @@ class Comparison:
     def notes(self) -> list[str]:
         """How the metrics were computed, and what they cannot say."""
         plan = self.plan
-        interval = (
-            f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
-            f" mean over {plan.seeds} seeds. The interval covers splits and seeds. Splits share"
-            " classes or items, so it is somewhat too narrow."
-            if plan.splits > 1
-            else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
-            " all rows share. The seed sets the initial weights and the batches. The split is"
-            " fixed, so the interval covers seeds only; for other test items, use several splits."
-        )
+        if plan.splits > 1:
+            interval = (
+                f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each"
+                f" the mean over {plan.seeds} seeds. The interval covers splits and seeds. Splits"
+                " share classes or items, so it is somewhat too narrow."
+            )
+        else:
+            interval = (
+                f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds,"
+                " which all rows share. The seed sets the initial weights and the batches. The"
+                " split is fixed, so the interval covers seeds only; for other test items, use"
+                " several splits."
+            )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):
             tests = statistics.method(self.primary, self.recipes, self.differences, plan.blocks)
@@ -167,7 +175,10 @@ class Comparison:
             notes.append(f"There is no row {self.missing}.")
         for row in self.contestants:
             for number, search in enumerate(row.searches):
-                split = f" on split {number}" if plan.splits > 1 else ""
+                if plan.splits > 1:
+                    split = f" on split {number}"
+                else:
+                    split = ""
                 notes += search.notes(row.name + split)
         return [*notes, *(f"The recipes differ in {difference}" for difference in self.different)]
 
@@ -178,8 +189,14 @@ class Comparison:
                 "Nothing was tuned: each recipe was used as it is. How much it was tuned before is"
                 " unknown."
             )
-        divided = "its classes" if plan.fold_by == "class" else "the items of each class"
-        times = f", {plan.repeats} times" if plan.repeats > 1 else ""
+        if plan.fold_by == "class":
+            divided = "its classes"
+        else:
+            divided = "the items of each class"
+        if plan.repeats > 1:
+            times = f", {plan.repeats} times"
+        else:
+            times = ""
         return (
             f"{plan.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
             f" MAP@R on the training side alone, with {divided} divided into {plan.folds}"

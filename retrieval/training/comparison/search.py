@@ -53,7 +53,8 @@ class Search:
         Edges are reported only if the folds agree and at least three different values were tried.
         Two values would both be at an edge.
         """
-        lines, folds = [], agreement(self.trials)
+        lines = []
+        folds = agreement(self.trials)
         if folds is not None:
             rho, agree = folds
             if not agree:
@@ -67,7 +68,10 @@ class Search:
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
                 continue
-            end = "lowest" if value == min(tried) else "highest"
+            if value == min(tried):
+                end = "lowest"
+            else:
+                end = "highest"
             lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
         return lines
 
@@ -167,7 +171,10 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
         rows = do(jobs_of(space.changed(table, values), place))
         scores = [row["trained"][PRIMARY] if row else None for row in rows]
         finite = [score for score in scores if score is not None]
-        mean = float(np.mean(finite)) if len(finite) == len(scores) else None
+        if len(finite) == len(scores):
+            mean = float(np.mean(finite))
+        else:
+            mean = None
         trials.append(Trial(values, mean, scores))
         proposals.tell(values, mean)
     scored = [trial for trial in trials if trial.score is not None]

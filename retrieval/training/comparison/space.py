@@ -48,7 +48,8 @@ def faults(recipe: Tables) -> list[str]:
             "it has no [search]. Add one with the values to try, such as loss.margin = { low ="
             " 0.01, high = 1.0 }."
         ]
-    table, problems = table_of(recipe), []
+    table = table_of(recipe)
+    problems = []
     for key, values in recipe.search.items():
         if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
             problems.append(
@@ -73,7 +74,10 @@ def own_values(recipe: Tables) -> dict[str, Any]:
     for key, values in recipe.search.items():
         value: Any = table_of(recipe)
         for step in key.split("."):
-            value = value.get(step) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                value = value.get(step)
+            else:
+                value = None
         if value in values.choices:
             inside[key] = value
         elif values.low is not None and values.high is not None:

@@ -97,7 +97,9 @@ class Difference:
     def ranked(self) -> tuple[str, str]:
         """The names of the better and of the worse contestant."""
         names = self.contestant, self.reference
-        return names if self.mean.value >= 0 else names[::-1]
+        if self.mean.value >= 0:
+            return names
+        return names[::-1]
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -114,8 +116,10 @@ def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
     Source: Holm, Scandinavian Journal of Statistics 6, 1979. The first step that rejects nothing
     gives its level to all later steps.
     """
-    corrected, levels = [0.0] * len(values), [LEVEL] * len(values)
-    highest, level = 0.0, LEVEL
+    corrected = [0.0] * len(values)
+    levels = [LEVEL] * len(values)
+    highest = 0.0
+    level = LEVEL
     for step, place in enumerate(np.argsort(values, kind="stable")):
         if highest < LEVEL:
             level = LEVEL / (len(values) - step)
@@ -136,7 +140,10 @@ def method(
     reason = "pooling variances takes three recipes that depend on the seed, and three seeds"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
         bartlett = equation(float(stats.bartlett(*seeded).pvalue))
-        comparable = "comparable" if "pooled" in tests else "not comparable"
+        if "pooled" in tests:
+            comparable = "comparable"
+        else:
+            comparable = "not comparable"
         reason = f"Bartlett's test finds the recipes' variances {comparable} ({bartlett})"
     if "pooled" in tests:
         freedom = (len(seeded) - 1) * (len(seeded[0]) - 1)
@@ -190,11 +197,17 @@ def compare(
     differences = []
     for contestant, reference in pairs:
         apart = np.subtract(values[contestant], values[reference])
-        mean, error, pooled, test = float(apart.mean()), 0.0, 2, "paired"
+        mean = float(apart.mean())
+        error = 0.0
+        pooled = 2
+        test = "paired"
         if shared is not None and contestant in seeded and reference in seeded:
-            error, pooled, test = shared, len(seeded), "pooled"
+            error = shared
+            pooled = len(seeded)
+            test = "pooled"
         elif np.ptp(apart) < SAME:
-            mean, test = 0.0 if abs(mean) < SAME else mean, "none"
+            mean = 0.0 if abs(mean) < SAME else mean
+            test = "none"
         else:
             error = float(stats.sem(apart))
             if min(np.ptp(values[contestant]), np.ptp(values[reference])) < SAME:
@@ -215,13 +228,17 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
     # undecided differences share a level, so the one with the smallest p value is closest to it
     undecided = [test for test, p in zip(tested, corrected, strict=True) if p >= LEVEL]
     closest = min(undecided, key=lambda test: test.p or 0.0, default=None)
-    results, corrections = [], zip(corrected, levels, strict=True)
+    results = []
+    corrections = zip(corrected, levels, strict=True)
     for test in differences:
         if test.p is not None:
             p, level = next(corrections)
             limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
             mean = Mean(test.mean.value, limit * test.error)
-            needed = _blocks_needed(test, blocks, level) if test is closest else None
+            if test is closest:
+                needed = _blocks_needed(test, blocks, level)
+            else:
+                needed = None
             test = replace(test, mean=mean, corrected=p, needed=needed)
         results.append(test)
     return results
@@ -245,7 +262,10 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
     `blocks` is the number and kind of blocks, such as "5 seeds".
     """
     count = sum(test.p is not None for test in tests)
-    after = f" after Holm's correction for {count} tests" if count > 1 else ""
+    if count > 1:
+        after = f" after Holm's correction for {count} tests"
+    else:
+        after = ""
     lines = []
     for test in tests:
         (better, worse), apart = test.ranked, number(abs(test.mean.value))
@@ -270,7 +290,10 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
         )
         closest = next(test for test in undecided if test.needed is not None)
         beyond = (closest.needed or 0) > MOST_BLOCKS
-        needed = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
+        if beyond:
+            needed = f"more than {MOST_BLOCKS:,}"
+        else:
+            needed = f"about {closest.needed}"
         lines.append(
             f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference}"
             f" would take {needed} {blocks.split()[-1]} (power .8 at the observed difference and"
@@ -289,7 +312,10 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
     for name in rest:
         own = [test for test in tests if name in (test.contestant, test.reference)]
         if all(test.decided for test in own):
-            where = " on this split" if any(test.p is None for test in own) else ""
+            if any(test.p is None for test in own):
+                where = " on this split"
+            else:
+                where = ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
         return f"With {blocks}, it cannot be said which recipe is the best."
@@ -304,8 +330,14 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
     """Return a sentence that names the contestants that are better and worse than `against`."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
     for test in tests:
-        name = test.reference if test.contestant == against else test.contestant
-        kind = "better" if test.ranked[0] == name else "worse"
+        if test.contestant == against:
+            name = test.reference
+        else:
+            name = test.contestant
+        if test.ranked[0] == name:
+            kind = "better"
+        else:
+            kind = "worse"
         groups[kind if test.decided else "not decided"].append(name)
     lines = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
     return f"Compared with {against}, with {blocks}: {'; '.join(lines)}."
@@ -313,14 +345,20 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
 
 def number(value: float) -> str:
     """Return a metric as text with three decimals; a smaller value is "<0.001", not 0."""
-    return "<0.001" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
+    if 0 < abs(value) < 0.0005:
+        return "<0.001"
+    return f"{value:.3f}"
 
 
 def probability(value: float) -> str:
     """Return a p value as text for tables."""
-    return "< .001" if value < 0.001 else f"{value:.3f}".removeprefix("0")
+    if value < 0.001:
+        return "< .001"
+    return f"{value:.3f}".removeprefix("0")
 
 
 def equation(value: float) -> str:
     """Return a p value as text for sentences, such as "p = .012"."""
-    return f"p {probability(value)}" if value < 0.001 else f"p = {probability(value)}"
+    if value < 0.001:
+        return f"p {probability(value)}"
+    return f"p = {probability(value)}"

@@ -55,7 +55,10 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 
 def metric_table(result: Comparison) -> Cells:
     """Return the table of metrics."""
-    blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
+    if result.plan.splits > 1:
+        blocks = "splits and seeds"
+    else:
+        blocks = "seeds only"
     rows = [[f"mean ± 95 % over {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
         rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
@@ -71,12 +74,15 @@ def differences(result: Comparison) -> Cells:
     """Return the table of differences; empty if nothing was compared."""
     rows = [["", "minus", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
-        mean, p_values = difference.mean, (difference.p, difference.corrected)
+        mean = difference.mean
+        p_values = (difference.p, difference.corrected)
         apart = f"{'+' if mean.value >= 0 else '−'}{number(abs(mean.value))}"
         apart += f" ± {number(mean.half)}" if mean.half else ""
         p, corrected = ("" if value is None else probability(value) for value in p_values)
         rows.append([difference.contestant, difference.reference, apart, p, corrected])
-    return rows if len(rows) > 1 else []
+    if len(rows) > 1:
+        return rows
+    return []
 
 
 def settings(result: Comparison) -> list[str]:
@@ -84,10 +90,16 @@ def settings(result: Comparison) -> list[str]:
     lines = []
     for row in result.contestants:
         for split, search in enumerate(row.searches):
-            name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
+            if len(row.searches) == 1:
+                name = row.name
+            else:
+                name = f"{row.name}, split {split}"
             values = []
             for key, value in search.values.items():
-                rounded = float(f"{value:.4g}") if isinstance(value, float) else value
+                if isinstance(value, float):
+                    rounded = float(f"{value:.4g}")
+                else:
+                    rounded = value
                 values.append(f"{key} = {toml_value(rounded)}")
             lines.append(f"{name}: {', '.join(values)}")
     return lines
@@ -102,7 +114,10 @@ def as_csv(result: Comparison) -> str:
     """Return the metrics as CSV, one row per contestant, split, seed and metric."""
     rows: list[tuple[Any, ...]] = [("contestant", "kind", "split", "seed", "metric", "value")]
     for row in result.contestants:
-        kind = "recipe" if row.recipe else "baseline"
+        if row.recipe:
+            kind = "recipe"
+        else:
+            kind = "baseline"
         for place, values in enumerate(row.metrics):
             split, seed = divmod(place, result.plan.seeds)
             rows += [
@@ -150,8 +165,10 @@ def latex(result: Comparison, style: Latex) -> str:
         cells = [row.name.translate(LATEX)]
         for metric, top in zip(columns, best, strict=True):
             mean = result.mean(row, metric)
-            text, half = f"{100 * mean.value:.1f}", 100 * mean.half
-            text = rf"\textbf{{{text}}}" if mean.value == top else text
+            text = f"{100 * mean.value:.1f}"
+            half = 100 * mean.half
+            if mean.value == top:
+                text = rf"\textbf{{{text}}}"
             cells.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
         return " & ".join(cells) + r" \\"
 
