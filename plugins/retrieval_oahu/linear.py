@@ -166,7 +166,10 @@ class LEGO(MatrixLearner, RandomTriplets):
         moved = self.matrix_ @ difference
         now = float(difference @ moved)
         upper, lower = self.targets_.tolist()
-        target = upper if similar else lower
+        if similar:
+            target = upper
+        else:
+            target = lower
         if now <= 0 or (similar and now <= target) or (not similar and now >= target):
             return False
         eta = self.learning_rate

@@ -153,7 +153,10 @@ class Network:
             through = np.dot(back[number], self.levels[number].T)
             np.multiply(through, active[number - 1] > 0, out=back[number - 1, :, :hidden])
         for number, level in enumerate(self.levels):
-            h = active[number - 1] if number else rows
+            if number:
+                h = active[number - 1]
+            else:
+                h = rows
             # level −= η hᵀ back, in place. BLAS is column-major, so all arrays are transposed.
             self._ger(-rate, back[number].T, h.T, beta=1.0, c=level.T, trans_b=1, overwrite_c=1)
         return losses

@@ -257,7 +257,10 @@ class Warm(LinearMap, RandomTriplets):
             return
         held = self.held_[: memory.size]
         codes = held @ self.basis_.T
-        share = NEAR_TURNED_OVER if self.turnover_ else NEAR
+        if self.turnover_:
+            share = NEAR_TURNED_OVER
+        else:
+            share = NEAR
         for fold in range(FOLDS):
             in_fold = slots[self.keys_[slots, 0] % FOLDS == fold]
             votes = [

@@ -75,7 +75,9 @@ def encode(
                 meter.update(len(chunk))
     finally:
         model.channels_last = channels_last
-    return torch.cat(embeddings) if embeddings else torch.empty(0, 0)
+    if embeddings:
+        return torch.cat(embeddings)
+    return torch.empty(0, 0)
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
@@ -132,5 +134,8 @@ def encode_images(model: Model, images: Any, batch_size: int, progress: Progress
 def index_vectors(model: Model, codes: Tensor) -> Floats32:
     """Return the vectors that an index stores for codes, the embeddings that a model returns."""
     with torch.inference_mode():
-        vectors = codes if model.combiner is None else model.combiner.index_vectors(codes)
+        if model.combiner is None:
+            vectors = codes
+        else:
+            vectors = model.combiner.index_vectors(codes)
     return cast(Floats32, vectors.float().numpy())

@@ -77,7 +77,8 @@ class Ranking:
     def __init__(self, codes: Array, classes: Ints, query_rows: Ints, depths: Ints) -> None:
         if codes.dtype == np.float64:  # a power of two scales exactly, and keeps squares finite
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
-        size, self._codes = len(codes), codes
+        size = len(codes)
+        self._codes = codes
         self._sampled = _sample_size(size)
         # The sample is the first panel. Items that are not queries come next, so that they share no
         # panel with queries of large depth.
@@ -108,11 +109,14 @@ class Ranking:
         count = int(np.searchsorted(depths, size // 4, side="right"))
         if 2 * count <= size:
             return 0
-        step, spread = max(1, count // 64), size / _sample_size(size)
+        step = max(1, count // 64)
+        spread = size / _sample_size(size)
         # expected numbers of candidates: of all queries, and of a panel of the largest depth
         candidates = step * spread * sum(_sample_rank(size, int(d)) for d in depths[:count:step])
         deepest = _sample_rank(size, int(depths[count - 1])) * _sample_size(size) * spread
-        return count if 2 * candidates <= _KEPT_BYTES and deepest <= _EXPECTED else 0
+        if 2 * candidates <= _KEPT_BYTES and deepest <= _EXPECTED:
+            return count
+        return 0
 
     def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
         """Yield by panel: queries (B,), matches (B, k), and whether they need full search (B,)."""
@@ -169,7 +173,8 @@ class Ranking:
     def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
         """Return a panel's matches (B, k), and whether a query needs full search (B,)."""
         size = len(panel.factors)
-        matches, failed = np.zeros((size, panel.depth), np.bool_), np.ones(size, np.bool_)
+        matches = np.zeros((size, panel.depth), np.bool_)
+        failed = np.ones(size, np.bool_)
         queries = np.concatenate(panel.queries)
         if len(queries) > _MOST:
             return matches, failed
@@ -206,7 +211,8 @@ class Ranking:
         # imported here: checking a recipe needs this module, but no search
         from retrieval.store.search import measured
 
-        own, item = panel.start + rows, item[:, :-1]
+        own = panel.start + rows
+        item = item[:, :-1]
         joined = near[:, 1:] - near[:, :-1] <= panel.error[rows, None]
         failed = joined[:, panel.depth - 1 :].all(axis=1)
         match = self._classes.take(item, mode="clip") == self._classes[own, None]
@@ -215,8 +221,11 @@ class Ranking:
         costly = np.bincount(row, minlength=len(own)) * _DOUBT > len(self._order)
         failed |= costly
         kept = ~costly[row]
-        row, rank, run = row[kept], rank[kept], run[kept]
-        column, codes = self._order[item[row, rank]], self._codes[self._order[own]]
+        row = row[kept]
+        rank = rank[kept]
+        run = run[kept]
+        column = self._order[item[row, rank]]
+        codes = self._codes[self._order[own]]
         squared = measured(codes.astype(np.float64), self._codes, row, column)
         order = np.lexsort((rounded_keys(squared, column), run))
         match[row, rank] = match[row[order], rank[order]]
@@ -235,7 +244,8 @@ def _sample_rank(size: int, depth: int) -> int:
 
 def _factored(codes: Array, rows: Ints) -> tuple[Floats32, Floats64]:
     """Return centred codes x, with |x|²/2 and 1 appended (N, C + 2), and their lengths |x| (N,)."""
-    width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
+    width = codes.shape[1]
+    largest = float(np.abs(codes).max(initial=0))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
     scaled = codes * np.float64(scale)
     out = np.ones((len(codes), width + 2), np.float32)
@@ -269,7 +279,8 @@ def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints
     width = joined.shape[1]
     place = np.flatnonzero(joined)
     first = np.diff(place, prepend=-2) != 1
-    run, begins = np.cumsum(first) - 1, place[first]
+    run = np.cumsum(first) - 1
+    begins = place[first]
     mixed = np.zeros(len(begins), np.bool_)
     mixed[run[match.ravel()[place] != match.ravel()[place + 1]]] = True
     mixed &= begins % width < depth

@@ -19,8 +19,14 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
         )
-    kinds = [kind] if kind else list(KINDS)
-    lines = [] if kind else [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
+    if kind:
+        kinds = [kind]
+    else:
+        kinds = list(KINDS)
+    if kind:
+        lines = []
+    else:
+        lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
     disabled: dict[str, str] = {}
     for shown in kinds:
         disabled |= plugins.disabled(shown)
@@ -54,7 +60,10 @@ def _factory_text(factory: Factory) -> str:
     if factory.parameters:
         lines.append("Parameters")
         for p in factory.parameters:
-            default = f" = {p.default_text}" if p.default_text else ""
+            if p.default_text:
+                default = f" = {p.default_text}"
+            else:
+                default = ""
             if p.by_host or p.required:
                 default = f" ({p.default_text})"
             lines += [f"  {p.name}: {p.type_text}{default}", *_filled(p.doc, "      ")]
@@ -71,9 +80,15 @@ def snippet(factory: Factory) -> str:
     settable = [p for p in factory.parameters if not p.by_host]
     required = [p.name for p in settable if p.required]
     options = "".join(f" --set {key}=…" for key in required)
-    query = "?" + "&".join(f"{key}=…" for key in required) if required else ""
+    if required:
+        query = "?" + "&".join(f"{key}=…" for key in required)
+    else:
+        query = ""
     part = _inline(factory)
-    item = part if settable else toml_value(name)
+    if settable:
+        item = part
+    else:
+        item = toml_value(name)
     plugin = name.partition(".")[0]
     loss = '[loss]\nname = "pml.contrastive"\n'
     uses = {

@@ -36,7 +36,8 @@ class Worker:
     """Runs jobs in this process, one after another, and counts them."""
 
     def __init__(self, meter: Meter) -> None:
-        self.meter, self.lock = meter, threading.Lock()
+        self.meter = meter
+        self.lock = threading.Lock()
 
     def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
