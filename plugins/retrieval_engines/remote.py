@@ -144,7 +144,7 @@ class RemoteStore(Store):
     # What a subclass implements
 
     @abstractmethod
-    def _fault(self, error: Exception) -> tuple[bool, str]:
+    def _explain_error(self, error: Exception) -> tuple[bool, str]:
         """Return whether an error means that the engine is unreachable, and a sentence on it."""
 
     @abstractmethod
@@ -156,49 +156,51 @@ class RemoteStore(Store):
         """Delete a collection."""
 
     @abstractmethod
-    def _alias(self) -> str | None:
+    def _aliased_collection(self) -> str | None:
         """Return the name of the collection that the alias names, or None without an alias."""
 
     @abstractmethod
-    def _point(self, number: int | None) -> None:
+    def _move_alias(self, number: int | None) -> None:
         """Move the alias atomically to a generation's collection; None removes the alias."""
 
     @abstractmethod
-    def _make(self, generation: Generation) -> None:
+    def _create_collection(self, generation: Generation) -> None:
         """Create the collection of a generation or of the register."""
 
     @abstractmethod
-    def _note(self, notes: Mapping[str, Any]) -> None:
+    def _write_notes(self, notes: Mapping[str, Any]) -> None:
         """Write notes to the register; a note replaces an earlier note of the same name."""
 
     @abstractmethod
-    def _notes(self) -> dict[str, Any]:
+    def _read_notes(self) -> dict[str, Any]:
         """Return all notes by name; values may be None."""
 
     @abstractmethod
-    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
         """Write rows; a row replaces an earlier row of the same id."""
 
     @abstractmethod
-    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
+    def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
         """Delete rows by id."""
 
     @abstractmethod
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
+    def _read_rows(
+        self, generation: Generation, ids: Sequence[str], arrays: bool = False
+    ) -> list[Row]:
         """Return rows by id, in any order."""
 
     @abstractmethod
-    def _page(
+    def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         """Return up to `limit` rows after an id, without arrays, in a stable order."""
 
     @abstractmethod
-    def _count(self, generation: Generation, conditions: Conditions) -> int:
+    def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
         """Return the number of rows that match."""
 
     @abstractmethod
-    def _nearest(
+    def _nearest_ids(
         self,
         generation: Generation,
         space: int,
@@ -209,7 +211,7 @@ class RemoteStore(Store):
         """Return, for each query (Q, width), the ids of the `count` nearest rows in a sub-space."""
 
     @abstractmethod
-    def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
+    def _join_conditions(self, joint: Joint, parts: Sequence[Any]) -> Any:
         """Combine conditions with and, or or not; "not" has one part."""
 
     @abstractmethod
@@ -225,10 +227,10 @@ class RemoteStore(Store):
             The condition, or None if the engine would decide differently from `matches`.
         """
 
-    def _fit(self, rows: Sequence[Row]) -> None:
+    def _check_sizes(self, rows: Sequence[Row]) -> None:
         """Raise a `DataError` if a row is too long for the engine."""
 
-    def _limit(self, seconds: float) -> dict[str, Any]:
+    def _time_limit(self, seconds: float) -> dict[str, Any]:
         """Return the client's keyword arguments that limit one request to `seconds`."""
         return {}
 
@@ -238,8 +240,11 @@ class RemoteStore(Store):
         """Return the name of the collection of generation `number`; 0 is the register."""
         return f"{self._prefix}{number:06}"  # fixed width, so that no name is a prefix of another
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Send a request; retry it for up to `timeout` seconds, which is safe for all requests."""
+    def _request(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a method of the client; retry it for up to `timeout` seconds.
+
+        Every request may be sent twice without harm.
+        """
         give_up = time.monotonic() + self.timeout
         pause = 0.05
         while True:
@@ -250,14 +255,14 @@ class RemoteStore(Store):
                 raise TooSlow(f"A call to {self.address} takes too long. Request less.")
             try:
                 left = min(give_up, stop_at()) - now
-                return question(*arguments, **named, **self._limit(max(0.5, left)))
+                return method(*arguments, **named, **self._time_limit(max(0.5, left)))
             except Exception as error:
                 if self._closed:  # a client that is closed meanwhile raises whatever it may
                     raise self._closed_error() from None
                 if not isinstance(error, self.errors):
                     raise
-                away, sentence = self._fault(error)
-                if not away:
+                unreachable, sentence = self._explain_error(error)
+                if not unreachable:
                     raise StoreError(f"{self.address}: {self.engine} refuses: {sentence}") from None
                 if time.monotonic() + pause > give_up:
                     raise StoreUnavailable(
@@ -280,13 +285,13 @@ class RemoteStore(Store):
         parts: Sequence[Filter] = (filter,)
         if isinstance(filter, And):
             parts = filter.parts
-        return [fold(part, self._express, self._combined) for part in parts]
+        return [fold(part, self._to_condition, self._join_conditions) for part in parts]
 
-    def _express(self, condition: Condition) -> Any:
+    def _to_condition(self, condition: Condition) -> Any:
         expression = None
         if isinstance(condition, Exists):
             if condition.field == "id":  # matches every item
-                return self._combined("not", [self._condition("id", "=", ())])
+                return self._join_conditions("not", [self._condition("id", "=", ())])
         elif condition.op != "!=":
             expression = self._condition(condition.field, condition.op, condition.values)
         if expression is None:
@@ -303,29 +308,29 @@ class RemoteStore(Store):
 
     def make(self, bundle: Bundle, widths: Mapping[str, int], identity: str) -> None:
         """Create the index, which exists once its alias does; see `StorePlace.create`."""
-        if self._alias() is not None:
+        if self._aliased_collection() is not None:
             raise StoreError(f"{self.address} exists already.")
         # An index that is deleted and created again has other collections, so that a process which
         # still has the old one open notices: `changed`.
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
-        self._remove(self._prefix)  # what a call that was killed has left
+        self._delete_collections(self._prefix)  # what a call that was killed has left
         try:
-            self._make(REGISTER)
-            self._note({"index": {"format": FORMAT, "identity": identity}})
-            self._add(1, bundle, widths, served=True)
-            self._point(1)
+            self._create_collection(REGISTER)
+            self._write_notes({"index": {"format": FORMAT, "identity": identity}})
+            self._add_generation(1, bundle, widths, served=True)
+            self._move_alias(1)
         except BaseException:
-            self._remove(self._prefix)
+            self._delete_collections(self._prefix)
             raise
 
     def find(self) -> None:
         """Find the index; see `StorePlace.open`."""
-        named = self._alias()
-        if named is None:
+        alias_target = self._aliased_collection()
+        if alias_target is None:
             raise StoreError(f"There is no index at {self.address}.")
-        self._prefix = named[: named.rindex(self.separator) + len(self.separator)]
-        format_ = self._notes()["index"]["format"]
+        self._prefix = alias_target[: alias_target.rindex(self.separator) + len(self.separator)]
+        format_ = self._read_notes()["index"]["format"]
         if format_ != FORMAT:
             raise StoreError(
                 f"{self.address} has format {format_} of a newer version. Upgrade retrieval."
@@ -334,10 +339,10 @@ class RemoteStore(Store):
     def destroy(self) -> None:
         """Delete the index of this name."""
         # Without its alias the index does not exist, so an interrupted call leaves no half index.
-        self._point(None)
-        self._remove(f"{self.name}{self.separator}")
+        self._move_alias(None)
+        self._delete_collections(f"{self.name}{self.separator}")
 
-    def _remove(self, prefix: str) -> None:
+    def _delete_collections(self, prefix: str) -> None:
         """Delete all collections whose names begin with `prefix`."""
         for name in self._collections():
             if name.startswith(prefix):
@@ -345,16 +350,16 @@ class RemoteStore(Store):
 
     def identity(self) -> str:
         """Return the index's id; see `Store`."""
-        return str(self._notes()["index"]["identity"])
+        return str(self._read_notes()["index"]["identity"])
 
     def changed(self) -> str | None:
         """Return a sentence if the index was deleted or replaced; see `Store`."""
-        named = self._alias()
-        if named and named.startswith(self._prefix):
+        alias_target = self._aliased_collection()
+        if alias_target and alias_target.startswith(self._prefix):
             return None
-        return str(self._lost())
+        return str(self._lost_error())
 
-    def _lost(self) -> StoreError:
+    def _lost_error(self) -> StoreError:
         return StoreError(f"{self.address} was deleted, or replaced with another index.")
 
     def snapshot(self, target: Path) -> None:
@@ -364,7 +369,7 @@ class RemoteStore(Store):
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
         register = self._read_register()
-        return Stats(self._count(register.served, ()), register.generations, None, {})
+        return Stats(self._count_rows(register.served, ()), register.generations, None, {})
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the index; see `Store`."""
@@ -373,7 +378,7 @@ class RemoteStore(Store):
     def close(self) -> None:
         """Close the connection; see `Store`."""
         if not self._closed:
-            self._closed = True  # first, so that `_ask` knows why a running request fails
+            self._closed = True  # first, so that `_request` knows why a running request fails
             self._client.close()
 
     # The register
@@ -381,11 +386,11 @@ class RemoteStore(Store):
     def _read_register(self) -> RegisterContent:
         """Read the register, and update the known metadata fields."""
         # In this order: a generation that is served by now had its note before.
-        notes = self._notes()
-        named = self._alias() or ""
-        if not named.startswith(self._prefix):
-            raise self._lost()
-        served = int(named[len(self._prefix) :])
+        notes = self._read_notes()
+        alias_target = self._aliased_collection() or ""
+        if not alias_target.startswith(self._prefix):
+            raise self._lost_error()
+        served = int(alias_target[len(self._prefix) :])
         by_number = {}
         for name, note in notes.items():
             kind, _, number = name.partition(" ")
@@ -402,11 +407,11 @@ class RemoteStore(Store):
         register = self._read_register()
         settling = register.notes.get("settling")
         if settling and settling[1] == register.served.number:
-            self._settle(*settling)
+            self._complete_switch(*settling)
             return self._read_register()
         return register
 
-    def _superseded(self) -> Superseded:
+    def _superseded_error(self) -> Superseded:
         return Superseded(f"The index {self.address} is served with another bundle by now.")
 
     # Writing
@@ -417,52 +422,52 @@ class RemoteStore(Store):
             register = self._writable()
             served = register.served
             if served.bundle != bundle:
-                raise self._superseded()
+                raise self._superseded_error()
             checked(items, served.widths)
             if not items:
                 return 0
             rows = [Row.of(item) for item in items]
-            self._fit(rows)
-            replaced = self._rows(served, [item.id for item in items])
+            self._check_sizes(rows)
+            replaced = self._read_rows(served, [item.id for item in items])
             # Readers refuse a filter on an unknown field, and Milvus compares a field that may hold
             # lists in another way. So the notes are written before the items.
             names = dict.fromkeys(name for item in items for name in _field_notes(item))
             if new := {name: True for name in names if name not in register.notes}:
-                self._note(new)
+                self._write_notes(new)
             # An item must not be visible without its original. The pieces have a new name, because
             # readers may still fetch those of the row that is replaced.
             for row, item in zip(rows, items, strict=True):
                 if item.original is not None:
-                    self._cut(row.version, [item.original])
-            self._put(served, rows)
-            self._drop_originals(replaced)
+                    self._write_pieces(row.version, [item.original])
+            self._write_rows(served, rows)
+            self._delete_originals(replaced)
             if self._read_register().served.number != served.number:
-                raise self._superseded()  # the new generation may lack the rows
+                raise self._superseded_error()  # the new generation may lack the rows
             return len(replaced)
 
-    def _cut(self, owner: str, content: Iterable[bytes]) -> int:
+    def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
         """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
         count = 0
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
                 text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
-                self._put(REGISTER, [Row({"id": f"{owner}.{count}", "text": text}, {})])
+                self._write_rows(REGISTER, [Row({"id": f"{owner}.{count}", "text": text}, {})])
                 count += 1
         return count
 
-    def _joined(self, owner: str, count: int) -> Iterator[bytes]:
-        """Yield the `count` pieces that `_cut` stored."""
+    def _read_pieces(self, owner: str, count: int) -> Iterator[bytes]:
+        """Yield the `count` pieces that `_write_pieces` stored."""
         for number in range(count):
-            for row in self._rows(REGISTER, [f"{owner}.{number}"]):
+            for row in self._read_rows(REGISTER, [f"{owner}.{number}"]):
                 yield base64.b64decode(row.record["text"])
 
-    def _drop_pieces(self, owner: str, count: int) -> None:
+    def _delete_pieces(self, owner: str, count: int) -> None:
         if count:
-            self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
+            self._delete_rows(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
-    def _drop_originals(self, rows: Iterable[Row]) -> None:
+    def _delete_originals(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._drop_pieces(row.version, row.pieces or 0)
+            self._delete_pieces(row.version, row.pieces or 0)
 
     def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
         """Delete items; see `Store`."""
@@ -471,14 +476,14 @@ class RemoteStore(Store):
         with self._turn:
             while True:
                 served = self._writable().served
-                rows = self._rows(served, ids)
+                rows = self._read_rows(served, ids)
                 if filter is not None:
                     rows += self._all_rows(served, self._conditions(filter))
                 matching = {row.id: row for row in rows}
                 if matching:
-                    self._erase(served, list(matching))
+                    self._delete_rows(served, list(matching))
                     deleted |= matching.keys()
-                self._drop_originals(rows)
+                self._delete_originals(rows)
                 # If another process has switched meanwhile, the new generation has the items.
                 if self._read_register().served.number == served.number:
                     return len(deleted)
@@ -488,14 +493,14 @@ class RemoteStore(Store):
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
         served = self._read_register().served
-        rows = self._rows(served, usable(dict.fromkeys(ids)), arrays)
+        rows = self._read_rows(served, usable(dict.fromkeys(ids)), arrays)
         return {row.id: row.item() for row in rows}
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
-        for row in self._rows(self._read_register().served, usable([id])):
+        for row in self._read_rows(self._read_register().served, usable([id])):
             if row.pieces is not None:
-                return b"".join(self._joined(row.version, row.pieces))
+                return b"".join(self._read_pieces(row.version, row.pieces))
         return None
 
     def _all_rows(
@@ -506,7 +511,7 @@ class RemoteStore(Store):
         page: int = PAGE,
     ) -> Iterator[Row]:
         """Yield all rows after an id that match, without arrays; `page` rows are read at a time."""
-        while rows := self._page(generation, conditions, after, page):
+        while rows := self._read_page(generation, conditions, after, page):
             yield from rows
             if len(rows) < page:
                 return
@@ -526,7 +531,7 @@ class RemoteStore(Store):
     def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
         served = self._read_register().served
-        return self._count(served, self._conditions(filter))
+        return self._count_rows(served, self._conditions(filter))
 
     def search(
         self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
@@ -534,14 +539,14 @@ class RemoteStore(Store):
         """Propose the nearest items; see `Store`."""
         served = self._read_register().served
         if served.bundle != bundle:
-            raise self._superseded()
+            raise self._superseded_error()
         queries = np.asarray(queries, np.float32)
         check_queries(queries, served)
         try:
             return self._search(served, queries, count, self._conditions(filter))
         except StoreError:
             if self._read_register().served.number != served.number:  # the old one may be dropped
-                raise self._superseded() from None
+                raise self._superseded_error() from None
             raise
 
     def _search(
@@ -549,18 +554,18 @@ class RemoteStore(Store):
     ) -> list[list[Item]]:
         # Fewer items than requested are a complete answer only if there are no more.
         most = min(count, self.most_found)
-        if most < count and self._count(served, ()) > most:
+        if most < count and self._count_rows(served, ()) > most:
             raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
         nearest: list[dict[str, None]] = [{} for _ in queries]  # dicts keep the order of ids
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
-            answers = self._nearest(served, space, part, most, conditions)
+            answers = self._nearest_ids(served, space, part, most, conditions)
             for ids, near in zip(nearest, answers, strict=True):
                 ids.update(dict.fromkeys(near))
         # Several queries may share an item; its arrays are read once.
-        rows = self._rows(served, list({id for ids in nearest for id in ids}), arrays=True)
+        rows = self._read_rows(served, list({id for ids in nearest for id in ids}), arrays=True)
         items = {row.id: row.item() for row in rows}
         # An item that was deleted between the two requests is left out.
         return [[items[id] for id in ids if id in items] for ids in nearest]
@@ -571,17 +576,17 @@ class RemoteStore(Store):
         """Return all generations; see `Store`."""
         return self._read_register().generations
 
-    def _add(
+    def _add_generation(
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
         """Create a generation; it exists as soon as its note is written."""
         # Generations of one bundle, such as those of its variants, share its pieces.
         pieces = None
-        for note in self._notes().values():
+        for note in self._read_notes().values():
             if isinstance(note, dict) and note.get("bundle") == bundle.sha256:
                 pieces = note["pieces"]
         if pieces is None:
-            pieces = self._cut(bundle.sha256, bundle_pieces(bundle))
+            pieces = self._write_pieces(bundle.sha256, bundle_pieces(bundle))
         note = {
             "bundle": bundle.sha256,
             "variant": bundle.variant,
@@ -591,8 +596,8 @@ class RemoteStore(Store):
             "pieces": pieces,
         }
         generation = _generation(number, note)
-        self._make(generation)
-        self._note({f"generation {number}": note | {"served": served}, "last": number})
+        self._create_collection(generation)
+        self._write_notes({f"generation {number}": note | {"served": served}, "last": number})
         return generation
 
     def bundle(self, generation: Generation) -> Path:
@@ -600,7 +605,7 @@ class RemoteStore(Store):
         register = self._read_register()
         target = register.latest(generation)
         pieces = register.note(target)["pieces"]
-        return kept_bundle(target.bundle, lambda: self._joined(target.bundle, pieces))
+        return kept_bundle(target.bundle, lambda: self._read_pieces(target.bundle, pieces))
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
@@ -610,9 +615,11 @@ class RemoteStore(Store):
                 properties = (generation.bundle, generation.variant, dict(generation.widths))
                 if properties == (bundle.sha256, bundle.variant, dict(widths)):
                     return generation
-            return self._add(register.notes["last"] + 1, bundle, widths, served=False)
+            return self._add_generation(register.notes["last"] + 1, bundle, widths, served=False)
 
-    def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
+    def _differences(
+        self, generation: Generation, served: Generation
+    ) -> tuple[list[str], list[str]]:
         """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
 
         def versions(source: Generation) -> dict[str, str]:
@@ -634,10 +641,10 @@ class RemoteStore(Store):
                 return []
             queue = self._queues.get(target.number, [])
             if len(queue) < limit:
-                queue = self._lacking(target, served)[0]
+                queue = self._differences(target, served)[0]
             rows: list[Row] = []
             while queue and not rows:  # all of these may have been deleted meanwhile
-                rows = self._rows(served, queue[:limit], FEATURES in served.widths)
+                rows = self._read_rows(served, queue[:limit], FEATURES in served.widths)
                 if not rows:
                     queue = queue[limit:]
             self._queues[target.number] = queue
@@ -661,7 +668,7 @@ class RemoteStore(Store):
             # pending again.
             rows = [Row(row.record, arrays.get(id, {})) for id, row in pending.items()]
             if rows:
-                self._put(target, rows)
+                self._write_rows(target, rows)
             queue = self._queues.get(target.number, [])
             self._queues[target.number] = [id for id in queue if id not in pending]
             self._pending.pop(target.number, None)
@@ -674,28 +681,28 @@ class RemoteStore(Store):
             served = register.served
             if target.state == "served":
                 return True
-            if self._lacking(target, served)[0]:
+            if self._differences(target, served)[0]:
                 return False
             note = register.note(target) | {"served": True}
             settling = [served.number, target.number]
             # If this process dies now, the next writer completes the switch: `_writable`.
-            self._note({f"generation {target.number}": note, "settling": settling})
-            self._point(target.number)
-            return self._settle(*settling)
+            self._write_notes({f"generation {target.number}": note, "settling": settling})
+            self._move_alias(target.number)
+            return self._complete_switch(*settling)
 
-    def _settle(self, before: int, number: int) -> bool:
+    def _complete_switch(self, before: int, number: int) -> bool:
         """Complete a switch between two generations; return whether it succeeded.
 
         Others may write to the old one until the alias has moved. So erase items that were deleted
         meanwhile; if items are missing, move the alias back.
         """
         generations = {generation.number: generation for generation in self.generations()}
-        lacking, deleted = self._lacking(generations[number], generations[before])
+        lacking, deleted = self._differences(generations[number], generations[before])
         if deleted:
-            self._erase(generations[number], deleted)
+            self._delete_rows(generations[number], deleted)
         if lacking:
-            self._point(before)
-        self._note({"settling": None})
+            self._move_alias(before)
+        self._write_notes({"settling": None})
         self._queues.clear()
         return not lacking
 
@@ -707,10 +714,10 @@ class RemoteStore(Store):
             if target.state == "served":
                 raise StoreError("The generation that is served cannot be dropped.")
             # Without its note the generation does not exist, even if this process dies now.
-            self._note({f"generation {target.number}": None})
-            self._remove(self.collection(target.number))
+            self._write_notes({f"generation {target.number}": None})
+            self._delete_collections(self.collection(target.number))
             if target.bundle not in {generation.bundle for generation in self.generations()}:
-                self._drop_pieces(target.bundle, register.note(target)["pieces"])
+                self._delete_pieces(target.bundle, register.note(target)["pieces"])
 
 
 def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:

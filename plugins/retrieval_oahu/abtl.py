@@ -72,11 +72,12 @@ class ABTL(CheckedLoss):
             ref_labels,
             t_per_anchor="all" if len(labels) <= _MAX_ITEMS else 100,
         )
-        if len(indices[0]) > _MAX_TRIPLETS:
-            drawn = torch.randperm(len(indices[0]), device=indices[0].device)[:_MAX_TRIPLETS]
+        count = len(indices[0])
+        if count > _MAX_TRIPLETS:
+            drawn = torch.randperm(count, device=indices[0].device)[:_MAX_TRIPLETS]
             indices = tuple(index[drawn] for index in indices)
         a, p, n = indices
-        if not len(a):
+        if not count:
             return self.zero_losses()
         if isinstance(self.distance, Hedge):
             losses = self._hedged(embeddings, ref_emb, a, p, n)

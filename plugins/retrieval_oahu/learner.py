@@ -95,7 +95,8 @@ class OAHU(RandomTriplets):
         """Return the unit embeddings of features (N, F) in each space, with the current weights."""
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
-        return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
+        embeddings = self._network().embed(self._standardized(x))
+        return Spaces(embeddings, self.alpha_.copy())
 
     def classify(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> Array:
         """Return labels (N,) by the k nearest references in each space (Eq 23–25).

@@ -336,7 +336,8 @@ class OASIS(RandomTriplets):
             ValueError: the array has a wrong shape, or has NaN or infinity.
         """
         query, item = self._sides(pairs)
-        return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
+        differences = self.queries(query) - self.transform(item)
+        return np.asarray(np.linalg.norm(differences, axis=1))
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return the similarities xᵀ W y (P,) of the pairs' unit vectors.

@@ -103,7 +103,8 @@ class Memory:
             share: share of the memory that may vote; see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
-        window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
+        window = max(VOTERS[-1], int(share * self.size))
+        window = min(window, self.size - 1)  # without the item itself
         nearest = np.argpartition(distances, window - 1, axis=1)[:, :window]
         order = np.argsort(np.take_along_axis(distances, nearest, 1), axis=1)
         nearest = np.take_along_axis(nearest, order, 1)
@@ -112,7 +113,8 @@ class Memory:
         alike = groups == anchor_group
         unlike = self.parted[anchor_group, groups]
         # Neighbours with a known relation come first, the nearest of them first.
-        voters = np.argsort(~(alike | unlike), axis=1, kind="stable")[:, : VOTERS[-1]]
+        has_relation = alike | unlike
+        voters = np.argsort(~has_relation, axis=1, kind="stable")[:, : VOTERS[-1]]
         groups = np.take_along_axis(groups, voters, 1)
         alike = np.take_along_axis(alike, voters, 1)
         unlike = np.take_along_axis(unlike, voters, 1)

@@ -132,7 +132,8 @@ class Spaces:
         best_rows = np.empty((len(self), width), np.int64)
         best = np.empty((len(self), width))
         for query in range(len(self)):
-            first = np.sort(np.unique(flat[query], return_index=True)[1])[:width]
+            _, first = np.unique(flat[query], return_index=True)
+            first = np.sort(first)[:width]
             best_rows[query] = flat[query, first]
             best[query] = value[query, first]
         return best_rows, best

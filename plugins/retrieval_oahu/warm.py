@@ -176,8 +176,10 @@ class Warm(LinearMap, RandomTriplets):
         means = np.trace(self.moment_, axis1=1, axis2=2) / self.basis_.shape[1]
         weight = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
         # Rounding can make an eigenvalue of a second moment negative.
-        values = np.maximum(values, 0.0) * (weight / np.where(means > 0, means, 1.0))[:, None]
-        self.scales_ = 1 / (1 + values[..., None] / [expert.reach for expert in EXPERTS])
+        factors = weight / np.where(means > 0, means, 1.0)
+        values = np.maximum(values, 0.0) * factors[:, None]
+        reaches = [expert.reach for expert in EXPERTS]
+        self.scales_ = 1 / (1 + values[..., None] / reaches)
 
     def _learn(self, triplets: Floats) -> int:
         for triplet in triplets:
@@ -223,7 +225,8 @@ class Warm(LinearMap, RandomTriplets):
                     self.verdicts_[slot] = 0.0
                     self.judged_[slot] = -1
             memory.learn(*row.tolist())
-        items = np.array(list(dict.fromkeys(slots[:, :2].ravel().tolist())))
+        anchors_and_positives = slots[:, :2].ravel().tolist()
+        items = np.array(list(dict.fromkeys(anchors_and_positives)))
         # An item is judged again once the stream is twice as long as at its last judgement.
         return slots, items[2 * self.judged_[items] <= self.learned_]
 
@@ -263,11 +266,11 @@ class Warm(LinearMap, RandomTriplets):
             share = NEAR
         for fold in range(FOLDS):
             in_fold = slots[self.keys_[slots, 0] % FOLDS == fold]
-            votes = [
+            euclidean, *experts = [
                 memory.votes(in_fold, distances, share)
                 for distances in self._distances(held, codes, in_fold, fold)
             ]
-            self.verdicts_[in_fold] = (np.array(votes[1:]) - votes[0]).T
+            self.verdicts_[in_fold] = (np.array(experts) - euclidean).T
         self.judged_[slots] = self.learned_
 
     def _judge_triplets(
@@ -280,11 +283,11 @@ class Warm(LinearMap, RandomTriplets):
             # rows 3t, 3t + 1 and 3t + 2 are the anchor, positive and negative of triplet t
             items = triplets[in_fold].reshape(-1, triplets.shape[2])
             along = codes[in_fold].reshape(-1, codes.shape[2])
-            wrong = [
+            euclidean, *experts = [
                 _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
                 for distances in self._distances(items, along, 3 * rows, fold)
             ]
-            self.triplets_lead_ += wrong[0] - np.array(wrong[1:])
+            self.triplets_lead_ += euclidean - np.array(experts)
 
     def _decide(self) -> None:
         """Serve the best expert that passes both tests, or Euclidean distance, and set the map."""
@@ -367,8 +370,10 @@ class Warm(LinearMap, RandomTriplets):
         self.products_ += triplet.T @ triplet
         self.gathered_ += 1
         if self.gathered_ == SETTLE:
-            mean = self.sum_ / (3 * SETTLE)
-            self._settle(mean, self.products_ / (3 * SETTLE) - np.outer(mean, mean))
+            vectors = 3 * SETTLE
+            mean = self.sum_ / vectors
+            covariance = self.products_ / vectors - np.outer(mean, mean)
+            self._settle(mean, covariance)
 
 
 def _wrong(positive: Any, negative: Any) -> Any:
@@ -386,5 +391,6 @@ def _cosine(products: Floats, lengths: Floats, other_lengths: Floats) -> Floats:
 def _signed(directions: Floats) -> Floats:
     """Flip directions (w, F) so that the largest component of each, by magnitude, is positive."""
     largest = np.abs(directions).argmax(axis=1)
-    signs = np.where(directions[np.arange(len(directions)), largest] < 0, -1.0, 1.0)
+    is_negative = directions[np.arange(len(directions)), largest] < 0
+    signs = np.where(is_negative, -1.0, 1.0)
     return directions * signs[:, None]

@@ -106,7 +106,7 @@ def test_a_call_that_runs_while_the_store_is_closed(index):
         raise RuntimeError("Cannot send a request, as the client has been closed.")
 
     with pytest.raises(retrieval.errors.StoreError, match="was closed"):
-        index._ask(interrupted)
+        index._request(interrupted)
 
 
 def test_names_and_servers_that_are_not_there(cli):
@@ -152,7 +152,7 @@ def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     _before(
         monkeypatch,
         index,
-        "_point",
+        "_move_alias",
         lambda: other.upsert([random_item("late")], SERVED),
     )
     assert index.switch(generation) is False
@@ -160,7 +160,7 @@ def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     assert other.count() == 21
     assert [entry.id for entry in index.pending(generation, 10)] == ["late"]
     _fill(index, generation)
-    _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
+    _before(monkeypatch, index, "_move_alias", lambda: other.delete(["id 3"]))
     assert index.switch(generation) is True
     expected = {entry.id for entry in numbered_items(20)} - {"id 3"} | {"late"}
     assert {entry.id for entry in other.scan()} == expected
@@ -172,10 +172,10 @@ def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch)
         _before(
             patch,
             index,
-            "_point",
+            "_move_alias",
             lambda: other.upsert([random_item("late")], SERVED),
         )
-        patch.setattr(index, "_settle", None)
+        patch.setattr(index, "_complete_switch", None)
         with pytest.raises(TypeError):
             index.switch(generation)
     assert [entry.state for entry in other.generations()] == ["kept", "served"]
@@ -187,7 +187,7 @@ def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch)
 
 def test_what_comes_behind_the_switch_is_refused(two, monkeypatch):
     index, other, generation = two
-    _before(monkeypatch, other, "_put", lambda: index.switch(generation))
+    _before(monkeypatch, other, "_write_rows", lambda: index.switch(generation))
     with pytest.raises(stores.Superseded):
         other.upsert([random_item("late")], SERVED)
     assert other.count() == 20 and index.get(["late"]) == {}

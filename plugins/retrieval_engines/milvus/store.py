@@ -69,15 +69,15 @@ class MilvusStore(RemoteStore):
         self._server = server
         self._exact = exact
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
-        self._client = self._ask(MilvusClient, **server, dedicated=True)
+        self._client = self._request(MilvusClient, **server, dedicated=True)
         self._server_address = self._client._get_connection().server_address
         if server["db_name"] != "default":
             self._collections()  # raises if the database does not exist
 
-    def _limit(self, seconds: float) -> dict[str, Any]:
+    def _time_limit(self, seconds: float) -> dict[str, Any]:
         return {"timeout": seconds}
 
-    def _fault(self, error: Exception) -> tuple[bool, str]:
+    def _explain_error(self, error: Exception) -> tuple[bool, str]:
         rpc: Any = error
         if not isinstance(error, grpc.RpcError):
             rpc = error.__cause__
@@ -111,12 +111,12 @@ class MilvusStore(RemoteStore):
     # Collections
 
     def _collections(self) -> list[str]:
-        return list(self._ask(self._client.list_collections))
+        return list(self._request(self._client.list_collections))
 
     def _delete_collection(self, name: str) -> None:
-        self._ask(self._client.drop_collection, name)
+        self._request(self._client.drop_collection, name)
 
-    def _described(self, name: str) -> dict[str, Any] | None:
+    def _describe(self, name: str) -> dict[str, Any] | None:
         def ask(timeout: float) -> dict[str, Any]:
             try:
                 return dict(self._client.describe_collection(name, timeout=timeout))
@@ -125,10 +125,10 @@ class MilvusStore(RemoteStore):
                     return {}
                 raise
 
-        return self._ask(ask) or None
+        return self._request(ask) or None
 
-    def _alias(self) -> str | None:
-        described = self._described(self.name)
+    def _aliased_collection(self) -> str | None:
+        described = self._describe(self.name)
         if described is None:
             return None
         collection = str(described["collection_name"])
@@ -137,18 +137,18 @@ class MilvusStore(RemoteStore):
         self._properties = (collection, described.get("properties", {}))
         return collection
 
-    def _point(self, number: int | None) -> None:
+    def _move_alias(self, number: int | None) -> None:
         if number is None:
-            if self._alias() is not None:
-                self._ask(self._client.drop_alias, self.name)
+            if self._aliased_collection() is not None:
+                self._request(self._client.drop_alias, self.name)
             return
         move = self._client.alter_alias
-        if self._alias() is None:
+        if self._aliased_collection() is None:
             move = self._client.create_alias
-        self._ask(move, self.collection(number), self.name)
-        self._set(self.collection(0), {})  # makes the alias survive a power cut, too
+        self._request(move, self.collection(number), self.name)
+        self._set_properties(self.collection(0), {})  # makes the alias survive a power cut, too
 
-    def _make(self, generation: Generation) -> None:
+    def _create_collection(self, generation: Generation) -> None:
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
         schema.add_field("space", DataType.INT64)
@@ -156,17 +156,17 @@ class MilvusStore(RemoteStore):
         schema.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
         schema.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
         name = self.collection(generation.number)
-        self._remove(name)
-        self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
+        self._delete_collections(name)
+        self._request(self._client.create_collection, name, schema=schema, num_shards=1)
         kind: dict[str, Any] = {"index_type": "FLAT"}
         if generation.number and not self._exact:  # nobody searches the register
             kind = {"index_type": "HNSW", "params": GRAPH}
         params = self._client.prepare_index_params()
         params.add_index("vector", index_name="vector", metric_type="L2", **kind)
-        self._ask(self._client.create_index, name, params, sync=False)
-        self._ask(self._client.load_collection, name)
+        self._request(self._client.create_index, name, params, sync=False)
+        self._request(self._client.load_collection, name)
 
-    def _set(self, name: str, properties: Mapping[str, str]) -> None:
+    def _set_properties(self, name: str, properties: Mapping[str, str]) -> None:
         """Set properties of a collection so that they survive a power cut.
 
         A single etcd server, where Milvus keeps properties, confirms a change before it is on disk,
@@ -175,18 +175,18 @@ class MilvusStore(RemoteStore):
         """
         for change in (dict(properties), {SETTLED: str(time.time_ns())}):
             if change:
-                self._ask(self._client.alter_collection_properties, name, change)
+                self._request(self._client.alter_collection_properties, name, change)
 
     # The register
 
-    def _note(self, notes: Mapping[str, Any]) -> None:
+    def _write_notes(self, notes: Mapping[str, Any]) -> None:
         properties = {NOTE + name: json.dumps(note) for name, note in notes.items()}
-        self._set(self.collection(0), properties)
+        self._set_properties(self.collection(0), properties)
 
-    def _notes(self) -> dict[str, Any]:
-        register = self._described(self.collection(0))
+    def _read_notes(self) -> dict[str, Any]:
+        register = self._describe(self.collection(0))
         if register is None:
-            raise self._lost()
+            raise self._lost_error()
         return {
             name.removeprefix(NOTE): json.loads(text)
             for name, text in register.get("properties", {}).items()
@@ -195,7 +195,7 @@ class MilvusStore(RemoteStore):
 
     # Items
 
-    def _fit(self, rows: Sequence[Row]) -> None:
+    def _check_sizes(self, rows: Sequence[Row]) -> None:
         for row in rows:
             size = len(json.dumps(row.record, ensure_ascii=False).encode())
             if size > TEXT_BYTES:
@@ -204,33 +204,33 @@ class MilvusStore(RemoteStore):
                     f" paths; Milvus stores at most {TEXT_BYTES:,} bytes."
                 )
 
-    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
         name = self.collection(generation.number)
         dimensions = _dimensions(generation)
         for batch in Row.batches(rows, generation, REQUEST_BYTES, 4):
             plain: list[dict[str, Any]] = []
             for record, vectors in batch:
                 plain += _plain_rows(record, vectors, dimensions)
-            self._ask(self._client.upsert, name, plain)
-        self._wrote(generation, name)
+            self._request(self._client.upsert, name, plain)
+        self._publish_write(generation, name)
 
-    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
+    def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
         name = self.collection(generation.number)
         for chunk in _chunks(ids):
             keys = list(map(_key, chunk))
             for space in range(1, len(generation.spans)):
                 keys += [f"{_key(id)}.{space}" for id in chunk]
-            self._ask(self._client.delete, name, ids=keys)
+            self._request(self._client.delete, name, ids=keys)
         # Milvus returns no time for a deletion, so write a row after it, whose time is returned.
         register = self.collection(0)
-        self._ask(self._client.upsert, register, _plain_rows({"id": "now"}, [], 2))
-        self._wrote(generation, register)
+        self._request(self._client.upsert, register, _plain_rows({"id": "now"}, [], 2))
+        self._publish_write(generation, register)
 
-    def _wrote(self, generation: Generation, last: str) -> None:
+    def _publish_write(self, generation: Generation, last: str) -> None:
         """Store the time of the last write to collection `last`; readers wait for that write."""
         if generation.number:
             name = self.collection(generation.number)
-            self._set(name, {WRITTEN: str(self._last_write(last))})
+            self._set_properties(name, {WRITTEN: str(self._last_write(last))})
 
     def _last_write(self, name: str) -> int:
         """Return the time of the last write of this process to a collection, or 0."""
@@ -255,10 +255,12 @@ class MilvusStore(RemoteStore):
         name = self.collection(generation.number)
         options |= self._consistency(name)
         return list(
-            self._ask(self._client.query, name, filter=filter, output_fields=fields, **options)
+            self._request(self._client.query, name, filter=filter, output_fields=fields, **options)
         )
 
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
+    def _read_rows(
+        self, generation: Generation, ids: Sequence[str], arrays: bool = False
+    ) -> list[Row]:
         fields = ["record"]
         if arrays:
             fields += ["space", "arrays", "vector"]
@@ -269,7 +271,7 @@ class MilvusStore(RemoteStore):
                 rows.append(_row(row, generation))
         return rows
 
-    def _page(
+    def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         # Each item has one such row: that of its first sub-space, or its only one.
@@ -277,16 +279,16 @@ class MilvusStore(RemoteStore):
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
         # Milvus selects the rows with the lowest keys, but promises no order of them.
-        rows = self._query(generation, _joined(chosen, "and"), ["key", "record"], limit=limit)
+        rows = self._query(generation, _join(chosen, "and"), ["key", "record"], limit=limit)
         rows.sort(key=itemgetter("key"))
         return [_row(row, generation) for row in rows]
 
-    def _count(self, generation: Generation, conditions: Conditions) -> int:
-        chosen = _joined(["space <= 0", *conditions], "and")
+    def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
+        chosen = _join(["space <= 0", *conditions], "and")
         (answer,) = self._query(generation, chosen, ["count(*)"])
         return int(answer["count(*)"])
 
-    def _nearest(
+    def _nearest_ids(
         self,
         generation: Generation,
         space: int,
@@ -298,11 +300,11 @@ class MilvusStore(RemoteStore):
         breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)  # ignored by exact collections
         # All sub-spaces are in one column. Zeros at the end change no distance.
         padding = _dimensions(generation) - queries.shape[1]
-        answers = self._ask(
+        answers = self._request(
             self._client.search,
             name,
             list(np.pad(queries, ((0, 0), (0, padding)))),
-            filter=_joined([f"space == {space}", *conditions], "and"),
+            filter=_join([f"space == {space}", *conditions], "and"),
             limit=count,
             output_fields=["key"],
             search_params={"metric_type": "L2", "params": {"ef": breadth}},
@@ -311,10 +313,10 @@ class MilvusStore(RemoteStore):
         )
         return [[_id(hit["entity"]["key"]) for hit in hits] for hits in answers]
 
-    def _combined(self, joint: str, parts: Sequence[str]) -> str:
+    def _join_conditions(self, joint: str, parts: Sequence[str]) -> str:
         if joint == "not":
             return f"(not ({parts[0]}))"
-        return _joined(parts, joint)
+        return _join(parts, joint)
 
     def _condition(
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
@@ -338,7 +340,7 @@ class MilvusStore(RemoteStore):
         parts = [f"{path} {op} {literal}" for literal in literals]
         if may_be_list:
             parts += [f"json_contains({path}, {literal})" for literal in literals]
-        return _joined(parts, "or")
+        return _join(parts, "or")
 
 
 def _condition_on_id(op: str, values: Sequence[Any]) -> str | None:
@@ -373,7 +375,7 @@ def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
     return (names[start : start + KEYS] for start in range(0, len(names), KEYS))
 
 
-def _joined(parts: Sequence[str], joint: str) -> str:
+def _join(parts: Sequence[str], joint: str) -> str:
     """Join expressions as a balanced tree, because the server's parser is recursive."""
     parts = list(parts)
     while len(parts) > 1:

@@ -31,7 +31,7 @@ RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 def point_of(text: str) -> str:
     """Return an item's point id: the first 128 bits of the SHA-256 of its id.
 
-    `_page` lists items in the order of their point ids.
+    `_read_page` lists items in the order of their point ids.
     """
     # Qdrant takes only integers and UUIDs as ids of points.
     return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
@@ -56,7 +56,7 @@ class QdrantStore(RemoteStore):
         self._client = client
         self._search_params = models.SearchParams(exact=exact)
 
-    def _fault(self, error: Exception) -> tuple[bool, str]:
+    def _explain_error(self, error: Exception) -> tuple[bool, str]:
         away = isinstance(error, ResponseHandlingException)  # no response, or not an HTTP response
         if isinstance(error, UnexpectedResponse):
             away = error.status_code in PASSING
@@ -65,19 +65,19 @@ class QdrantStore(RemoteStore):
     # Collections
 
     def _collections(self) -> list[str]:
-        answer = self._ask(self._client.get_collections)
+        answer = self._request(self._client.get_collections)
         return [collection.name for collection in answer.collections]
 
     def _delete_collection(self, name: str) -> None:
-        self._ask(self._client.delete_collection, name)
+        self._request(self._client.delete_collection, name)
 
-    def _alias(self) -> str | None:
-        for alias in self._ask(self._client.get_aliases).aliases:
+    def _aliased_collection(self) -> str | None:
+        for alias in self._request(self._client.get_aliases).aliases:
             if alias.alias_name == self.name:
                 return str(alias.collection_name)
         return None
 
-    def _point(self, number: int | None) -> None:
+    def _move_alias(self, number: int | None) -> None:
         change: Any
         if number is None:
             alias = models.DeleteAlias(alias_name=self.name)
@@ -86,35 +86,35 @@ class QdrantStore(RemoteStore):
             collection = self.collection(number)
             new = models.CreateAlias(collection_name=collection, alias_name=self.name)
             change = models.CreateAliasOperation(create_alias=new)  # replaces the alias
-        self._ask(self._client.update_collection_aliases, [change])
+        self._request(self._client.update_collection_aliases, [change])
 
-    def _make(self, generation: Generation) -> None:
+    def _create_collection(self, generation: Generation) -> None:
         vectors = {
             f"v{space}": models.VectorParams(size=stop - start, distance=models.Distance.EUCLID)
             for space, (start, stop) in enumerate(generation.spans)
         }
         name = self.collection(generation.number)
-        self._remove(name)
-        self._ask(self._client.create_collection, name, vectors_config=vectors)
+        self._delete_collections(name)
+        self._request(self._client.create_collection, name, vectors_config=vectors)
         if not generation.number:
             # `set_payload` changes only points that exist.
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
     # The register: the payload of one point of collection 0 has the notes of the index.
 
-    def _note(self, notes: Mapping[str, Any]) -> None:
+    def _write_notes(self, notes: Mapping[str, Any]) -> None:
         register = self.collection(0)
-        self._ask(self._client.set_payload, register, dict(notes), points=[NOTES], wait=True)
+        self._request(self._client.set_payload, register, dict(notes), points=[NOTES], wait=True)
 
-    def _notes(self) -> dict[str, Any]:
+    def _read_notes(self) -> dict[str, Any]:
         for register in self._retrieve(0, [NOTES]):
             return dict(register.payload or {})
-        raise self._lost()
+        raise self._lost_error()
 
     # Items
 
     def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
-        self._ask(self._client.upsert, self.collection(number), points, wait=True)
+        self._request(self._client.upsert, self.collection(number), points, wait=True)
 
     def _retrieve(
         self, number: int, points: Sequence[str], arrays: bool = False
@@ -124,7 +124,7 @@ class QdrantStore(RemoteStore):
         payload: Any = PLAIN
         if arrays:
             payload = True
-        answer = self._ask(
+        answer = self._request(
             self._client.retrieve,
             self.collection(number),
             points,
@@ -134,7 +134,7 @@ class QdrantStore(RemoteStore):
         )
         return list(answer)
 
-    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
         for batch in Row.batches(rows, generation, BATCH_BYTES, 20):
             points = []
             for payload, vectors in batch:
@@ -144,21 +144,23 @@ class QdrantStore(RemoteStore):
                 )
             self._upsert(generation.number, points)
 
-    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
+    def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
         points = [point_of(id) for id in ids]
-        self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
+        self._request(self._client.delete, self.collection(generation.number), points, wait=True)
 
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool = False) -> list[Row]:
+    def _read_rows(
+        self, generation: Generation, ids: Sequence[str], arrays: bool = False
+    ) -> list[Row]:
         points = list(map(point_of, ids))
         return list(map(_row, self._retrieve(generation.number, points, arrays)))
 
-    def _page(
+    def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         start = None
         if after is not None:
             start = point_of(after)
-        points, _ = self._ask(
+        points, _ = self._request(
             self._client.scroll,
             self.collection(generation.number),
             models.Filter(must=list(conditions)),
@@ -169,12 +171,12 @@ class QdrantStore(RemoteStore):
         )
         return [_row(point) for point in points if point.id != start][:limit]
 
-    def _count(self, generation: Generation, conditions: Conditions) -> int:
+    def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
         name = self.collection(generation.number)
         chosen = models.Filter(must=list(conditions))
-        return int(self._ask(self._client.count, name, chosen, exact=True).count)
+        return int(self._request(self._client.count, name, chosen, exact=True).count)
 
-    def _nearest(
+    def _nearest_ids(
         self,
         generation: Generation,
         space: int,
@@ -193,7 +195,7 @@ class QdrantStore(RemoteStore):
             )
             for query in queries
         ]
-        answers = self._ask(
+        answers = self._request(
             self._client.query_batch_points,
             self.collection(generation.number),
             requests,
@@ -201,7 +203,7 @@ class QdrantStore(RemoteStore):
         )
         return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 
-    def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
+    def _join_conditions(self, joint: str, parts: Sequence[Any]) -> models.Condition:
         """Return one Qdrant filter that joins conditions.
 
         It is built from objects, not parsed from text, so no value can act as a condition.
@@ -222,7 +224,7 @@ class QdrantStore(RemoteStore):
         conditions = [_compared(f'"{field}"', op, value) for value in values]
         if None in conditions:
             return None
-        return self._combined("or", conditions)
+        return self._join_conditions("or", conditions)
 
 
 def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:

@@ -120,6 +120,7 @@ class GenerationCases(Bench):
         second = self.begin()
         items = self.store.pending(second, 40)
         changed, deleted, *unchanged = items
+        # Another process writes between `pending` and `embed`.
         self.put([random_item(changed.id, 7), random_item("new")])
         self.remove([deleted.id])
         self.store.embed(second, self.embedded(items, 5))
@@ -152,6 +153,7 @@ class GenerationCases(Bench):
         self.check()
         assert self.store.switch(first) is False, "switch back with items pending"
         assert {item.id for item in self.store.pending(first, 100)} == {"new", "id 3"}
+        # What has not changed since has still its arrays of the first generation.
         expected = dict(self.items)
         for id in expected.keys() & before.keys():
             expected[id] = replace(expected[id], arrays=before[id].arrays)
@@ -228,6 +230,7 @@ class GenerationCases(Bench):
             {VECTOR: np.full(WIDTH + 5, np.nan)},
             {},
         ):
+            # Nothing of the refused call before was kept.
             assert len(self.store.pending(second, 10)) == 6
             with refused(DataError):
                 self.store.embed(second, [*self.embedded(rest), replace(first, arrays=arrays)])
@@ -263,6 +266,7 @@ class GenerationCases(Bench):
             with refused(StoreError):
                 call()
         self.check()
+        # A dropped generation's number is not used again: whoever still has it gets an error.
         third = self.begin()
         assert third.number > second.number
         expected = dict(self.items)
