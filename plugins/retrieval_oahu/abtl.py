@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from retrieval_oahu.combiners import Hedge, root
 from retrieval_oahu.online import refuse_range, warn_tau
 
+# If a batch has more triplets, this many of them are drawn at random for the loss.
 _MAX_TRIPLETS = 200_000
-"""If a batch has more triplets, this many of them are drawn at random for the loss."""
+# From a batch of more items, 100 triplets per anchor are drawn instead of all.
 _MAX_ITEMS = 64
-"""From a batch of more items, 100 triplets per anchor are drawn instead of all."""
 
 
 class ABTL(CheckedLoss):

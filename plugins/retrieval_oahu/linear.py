@@ -31,13 +31,11 @@ SETTLE = 100
 
 `prepare` and `fit` set the scale from their sample instead.
 """
+# Number of random pairs of a sample that set the scale of distances.
 _PAIRS = 5000
-"""Number of random pairs of a sample that set the scale of distances."""
+# Cache of `components_`, valid until the learner learns again. It is not an attribute, because
+# reading a property must not change an estimator.
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
-"""Cache of `components_`, valid until the learner learns again.
-
-It is not an attribute, because reading a property must not change an estimator.
-"""
 SHARE = 0.9
 """RDML limits the step of a similar pair to this share of the step that makes M singular."""
 REFRESH = 1000

@@ -12,13 +12,11 @@ from retrieval.plugin import read_labels
 
 if TYPE_CHECKING:
     from retrieval.results import Bundle
+# Largest number of distances in memory at a time.
 _BLOCK = 1 << 22
-"""Largest number of distances in memory at a time."""
+# Number of neighbours beyond k whose distances are computed exactly. Distances from a float32
+# product can order the last neighbours wrongly.
 _MARGIN = 8
-"""Number of neighbours beyond k whose distances are computed exactly.
-
-Distances from a float32 product can order the last neighbours wrongly.
-"""
 
 
 @dataclass(frozen=True)

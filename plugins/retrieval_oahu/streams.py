@@ -21,8 +21,8 @@ from retrieval.base.arrays import Array, Floats
 from retrieval.errors import DataError
 from retrieval.plugin import read_labels
 
+# Number of draws of an implied triplet before giving up.
 _TRIES = 20
-"""Number of draws of an implied triplet before giving up."""
 COLUMNS = ("query", "shown", "chosen", "time")
 
 
