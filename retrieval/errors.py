@@ -77,7 +77,7 @@ class MissingDependency(RetrievalError):
 
 
 class ServerError(RetrievalError):
-    """A search server refused a request, failed, or could not be reached.
+    """A search server refused a request, failed, or could not be reached; or a storage of photos.
 
     Args:
         sentence: the error message, including the server's.

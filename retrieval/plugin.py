@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     )
     from retrieval.base.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
+    from retrieval.base.remote import address_of as address_of, path_in as path_in
     from retrieval.data.counts import Count as Count, Counts as Counts, differing as differing
     from retrieval.data.datasets import (
         ArrayDataset as ArrayDataset,

@@ -16,8 +16,10 @@ from retrieval.plugin import (
     CsvTable,
     Dataset,
     FileDataset,
+    address_of,
     find_images,
     is_missing_text,
+    path_in,
     refuse,
     report_left_out,
     sides,
@@ -47,7 +49,8 @@ def image_folder(
     is its path relative to `folder`.
 
     Args:
-        folder: the folder. A relative path starts at the working directory.
+        folder: the folder, or an address such as s3://bucket/photos. A relative path starts at the
+            working directory.
         levels: names of nested levels of folders, the outermost first, such as ["brand", "model"]
             for `folder/BRAND/MODEL/*.jpg`. All levels except the label's become metadata.
         label: the level whose folder name is an item's label; by default the last of `levels`.
@@ -57,7 +60,7 @@ def image_folder(
         DataError: the folder does not exist, has no image, or has images outside the class
             folders; or `levels` are empty or repeated, or `label` is not one of them.
     """
-    if not folder.is_dir():
+    if not address_of(folder) and not folder.is_dir():
         raise DataError(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
@@ -150,7 +153,13 @@ def _levels(levels: list[str] | None, label: str | None) -> list[str]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the subfolders of a folder, sorted, without hidden ones."""
+    """Return the subfolders of a folder, sorted, without hidden ones.
+
+    Those of an address are the ones with an image, since a storage has no empty folders.
+    """
+    if address_of(folder):
+        inside = [file.relative_to(folder) for file in find_images(folder).images]
+        return sorted({folder / file.parts[0] for file in inside if len(file.parts) > 1})
     try:
         return sorted(
             place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
@@ -181,7 +190,7 @@ def manifest(
     Args:
         manifest: the CSV file. A relative path starts at the working directory.
         root: folder to which image paths are relative; by default the CSV file's folder.
-        path: the column of image paths.
+        path: the column of image paths, or of addresses such as s3://bucket/photo.jpg.
         label: the column of labels.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
@@ -215,14 +224,14 @@ def manifest(
         refuse(str(manifest), ["it lists no image."])
     notes: list[str] = []
     if skip_bad:
-        kept, notes = skip_unreadable([root / row[path] for row in rows], str(manifest))
+        kept, notes = skip_unreadable([path_in(root, row[path]) for row in rows], str(manifest))
         rows = [rows[i] for i in kept]
         boxes = [boxes[i] for i in kept]
     columns = list(rows[0])
     reserved = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
     further = [name for name in columns if name not in reserved]
     return FileDataset(
-        [root / row[path] for row in rows],
+        [path_in(root, row[path]) for row in rows],
         [row[label] for row in rows],
         [
             row[path] if box is None else f"{row[path]} {','.join(f'{edge:.15g}' for edge in box)}"
@@ -256,8 +265,10 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
     if role is not None and role not in ROLES:
         return f"role must be query, gallery or empty, not '{role}'.{did_you_mean(role, ROLES)}"
     try:
-        if not (root / row[path]).is_file():
-            return f"{root / row[path]} is not a file."
+        file = path_in(root, row[path])
+        # To ask a storage for each photo would take about as long as to read them.
+        if not address_of(file) and not file.is_file():
+            return f"{file} is not a file."
     except (OSError, ValueError) as error:  # a null character, or a name that is too long
         return f"{row[path]!r} is not a path: {error}."
     return ""

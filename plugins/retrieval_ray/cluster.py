@@ -120,10 +120,10 @@ class RayCluster(Cluster):
             if running and not force:
                 _, running = self._ray.wait(running, num_returns=len(running), timeout=PATIENCE)
 
-    def each(
+    def map(
         self, start: Callable[[], Callable[[Any], Any]], items: Sequence[Any], *, gpu: bool
     ) -> Iterator[Any]:
-        """See `Cluster.each`."""
+        """See `Cluster.map`."""
         import ray.data
 
         if not items:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from retrieval.base.remote import address_of, unreadable
 from retrieval.errors import DataError, listed
 
 Row = dict[str, str]
@@ -30,7 +31,6 @@ _FORMULA = re.compile("'*[-=+@\t\r\n＝＋－＠]")
 """The beginning of a formula, or of a cell that `csv_text` has made harmless."""
 _TRUTH = {"true": True, "false": False}
 _MISSING = ("nan", "nat", "<na>")
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
@@ -90,19 +90,20 @@ class CsvTable:
         )
 
     def files(self, root: Path | None, column: str = "path") -> None:
-        """Convert backslashes in paths, and move rows without a local path to `problems`.
+        """Convert backslashes in paths, and move rows whose path cannot be read to `problems`.
 
-        A path that is an address or has a Windows drive is not local. All addresses share one
-        problem, and so do all paths with a drive. Relative paths start from `root`; without `root`,
+        A path with a Windows drive cannot be read, nor an address whose scheme fsspec does not
+        read. All addresses with a scheme share one problem, and so do all paths with a drive.
+        Relative paths start from `root`; without `root`,
         backslashes stay.
         """
         strange: dict[str, list[int]] = {}
         kept = []
         for line, row in self.rows:
-            if cause := _not_local(row[column]):
+            if cause := _unreadable_path(row[column]):
                 strange.setdefault(cause, []).append(line)
             else:
-                if root is not None:
+                if root is not None and not address_of(row[column]):
                     row[column] = _slashes(row[column], root)
                 kept.append((line, row))
         self.rows = kept
@@ -135,12 +136,10 @@ def _plain(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
-def _not_local(path: str) -> str:
-    """Return why a path cannot be a local file, or "" if it can."""
-    if _ADDRESS.match(path):
-        return (
-            "path is an address, but images are read from files. Download them and name the files."
-        )
+def _unreadable_path(path: str) -> str:
+    """Return why a path names no file that can be read, or "" if it may name one."""
+    if address := address_of(path):
+        return unreadable(address.partition(":")[0])
     if _DRIVE.match(path):
         return (
             "path begins with a Windows drive, which this machine lacks. Write paths relative to"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -38,17 +37,6 @@ _INSTEAD = {
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
 """How to get a folder of the second kind from the folder {0}, which is of the first kind."""
-
-
-def no_such(path: StrPath) -> str:
-    """Return the error message for a path that does not exist, such as an address (s3://…)."""
-    text = os.fsdecode(path)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        return (
-            f"{text} is an address, but only local files can be read. Mount the bucket, or copy its"
-            " files."
-        )
-    return f"{text} does not exist."
 
 
 def kind_of(path: Path) -> Kind | None:

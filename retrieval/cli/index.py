@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrieval.base.remote import address_of
 from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     DEVICE,
@@ -425,7 +426,7 @@ def _item_facts(item: Item) -> dict[str, Any]:
         "id": item.id,
         "label": item.label,
         "metadata": dict(item.metadata),
-        "path": None if item.path is None else str(item.path),
+        "path": None if item.path is None else address_of(item.path) or str(item.path),
         **{name: getattr(item, name) for name in ("keep", "bytes", "width", "height")},
     }
 

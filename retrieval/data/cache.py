@@ -27,6 +27,7 @@ from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.files import cache_folder
 from retrieval.base.mapping import FileMap
 from retrieval.base.progress import Meter
+from retrieval.base.remote import address_of, remote_state
 from retrieval.data.loading import inputs
 from retrieval.data.near import digest as checksum
 from retrieval.errors import DataError
@@ -216,6 +217,9 @@ def files_identity(files: Iterable[Path]) -> str:
     """Return a hash of files in order, by path, size and modification time."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
+        if address_of(file):
+            digest.update(f"{file}\0{remote_state(file)}\n".encode("utf-8", "surrogateescape"))
+            continue
         try:
             state = file.stat()
         except OSError as error:

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from retrieval.base.arrays import Pixels
+from retrieval.base.remote import address_of
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.gate import is_missing
@@ -198,7 +199,8 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
         return ArrayDataset(np.ascontiguousarray(array), labels, **further)
     if listed and all(isinstance(image, str | Path) for image in listed):
         files = [Path(image) for image in listed]
-        if missing := [f"{file} is not a file." for file in files if not file.is_file()]:
+        local = [file for file in files if not address_of(file)]
+        if missing := [f"{file} is not a file." for file in local if not file.is_file()]:
             refuse(name, missing)
         keys = [str(file) for file in files]
         return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)

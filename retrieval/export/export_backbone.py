@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from retrieval.base.arrays import Floats, Floats32, Pixels
 from retrieval.base.cores import cores
 from retrieval.base.files import cache_folder
-from retrieval.base.places import StrPath, no_such
+from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.remote import address_of, exists, is_folder
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.bundle_folder import FILE as MANIFEST
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
@@ -50,6 +51,10 @@ _COMPARED = 8
 """Number of photos on which a bundle from the cache is compared with torch."""
 
 
+def _real_path(file: Path) -> Path:
+    return file if address_of(file) else Path(os.path.realpath(file))
+
+
 class Photos:
     """The files of the user's photos, in an order that is random but the same on each call.
 
@@ -60,16 +65,16 @@ class Photos:
     def __init__(self, places: Sequence[StrPath]) -> None:
         files: list[Path] = []
         for place in map(Path, places):
-            if not place.exists():
-                raise DataError(no_such(place))
-            if not place.is_dir():
+            if not exists(place):
+                raise DataError(f"{address_of(place) or place} does not exist.")
+            if not is_folder(place):
                 files.append(place)
                 continue
             below = find_images(place)
             files += below.images
             if dangling := below.dangling(place):
                 log.warning("%s", dangling)
-        files = list(dict.fromkeys(Path(os.path.realpath(file)) for file in files))
+        files = list(dict.fromkeys(_real_path(file) for file in files))
         if not files:
             raise DataError("There are no photos: name files or folders of them.")
         self.files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]

@@ -43,7 +43,7 @@ class Cluster(ABC):
         """
 
     @abstractmethod
-    def each(
+    def map(
         self, start: Callable[[], Callable[[Any], Any]], items: Sequence[Any], *, gpu: bool
     ) -> Iterator[Any]:
         """Call `start` once in each process, and the function that it returns with each item.

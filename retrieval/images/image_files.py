@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrieval.base.remote import address_of, read_remote_head, remote_files
 from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.errors import DataError
 from retrieval.images.images import FORMATS, HEAD_BYTES, as_list, format_of
@@ -60,7 +61,7 @@ class ImageFiles:
 
 
 def find_images(folder: Path) -> ImageFiles:
-    """Return the image files below a folder, except hidden files and folders.
+    """Return the image files below a folder or an address, except hidden files and folders.
 
     Images are recognised by extension, or else by their first bytes. Links are followed; see
     `retrieval.base.walk.files_below`.
@@ -71,7 +72,8 @@ def find_images(folder: Path) -> ImageFiles:
     images: list[Path] = []
     nowhere: list[Path] = []
     left_out: dict[str, list[Path]] = {}
-    for path in sorted(files_below(folder)):
+    files_in = remote_files if address_of(folder) else files_below
+    for path in sorted(files_in(folder)):
         if leads_nowhere(path):
             nowhere.append(path)
             continue
@@ -92,13 +94,17 @@ def find_images(folder: Path) -> ImageFiles:
 
 def _reason(path: Path) -> str | None:
     """Return why a file is left out, or `None` for an image."""
-    if not path.is_file():
+    is_remote = address_of(path) is not None
+    if not is_remote and not path.is_file():
         return "not a regular file"
     if path.suffix.lower() in IMAGE_EXTENSIONS:
         return None
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+        if is_remote:
+            head = read_remote_head(path, HEAD_BYTES)
+        else:
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     kind = format_of(head) or next(

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.base.arrays import Array, Pixels
+from retrieval.base.remote import address_of, read_remote, too_many_bytes
 from retrieval.base.walk import leads_nowhere
 from retrieval.errors import DataError
 
@@ -461,7 +462,7 @@ def decode(
     name = name or ("the file" if isinstance(data, bytes) else os.fspath(data))
     content = data if isinstance(data, bytes) else read_image(data, limits, name)
     if len(content) > limits.bytes:
-        raise _too_many_bytes(name, len(content), limits)
+        raise too_many_bytes(name, len(content), limits.bytes)
     if not content:
         raise DataError(f"{name} is empty (0 bytes).")
     format = format_of(content)
@@ -572,7 +573,10 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 
     Raises:
         DataError: the file cannot be read, is not a regular file, or is too large.
+        ServerError, MissingDependency: `path` stands for an address, which cannot be read.
     """
+    if address_of(path):
+        return read_remote(path, name, limits.bytes)
     try:
         status = Path(path).stat()
         if stat.S_ISDIR(status.st_mode):
@@ -580,7 +584,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might never end
             raise DataError(f"{name} is not a regular file.")
         if (size := status.st_size) > limits.bytes:
-            raise _too_many_bytes(name, size, limits)
+            raise too_many_bytes(name, size, limits.bytes)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
             # `file.read(limits.bytes)` would allocate that much memory for every file.
             content = file.read(size + 1)
@@ -593,13 +597,6 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # a null character in the name
         raise DataError(f"{name!r} cannot be read: {error}.") from error
-
-
-def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
-    return DataError(
-        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the"
-        " limit on bytes."
-    )
 
 
 def to_png(image: Image.Image) -> bytes:

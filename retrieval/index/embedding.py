@@ -268,7 +268,7 @@ def _embed_on_cluster(
         device,
     )
     with cluster_at("ray", address) as cluster:
-        yield from cluster.each(start, parts, gpu=device != "cpu")
+        yield from cluster.map(start, parts, gpu=device != "cpu")
 
 
 def _start_on_node(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from retrieval.base.places import StrPath
+from retrieval.base.remote import address_of, remote_state
 from retrieval.errors import DataError
 from retrieval.store.items import Floats, Item, Keep
 
@@ -33,8 +34,8 @@ def is_embedding(place: object) -> bool:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return a path as valid UTF-8 text; bytes that are not UTF-8 are escaped."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    """Return a path or an address as valid UTF-8 text; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(address_of(path) or path).decode("utf-8", "backslashreplace")
 
 
 def state_of(path: Path) -> str:
@@ -43,6 +44,8 @@ def state_of(path: Path) -> str:
     The text begins with the size. Programs can set a file's modification time, but neither its
     change time (ctime) nor its inode.
     """
+    if address_of(path):
+        return remote_state(path)
     try:
         status = path.stat()
     except OSError:

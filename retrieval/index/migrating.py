@@ -17,6 +17,7 @@ import numpy as np
 
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
+from retrieval.base.remote import address_of
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError, listed
@@ -229,7 +230,7 @@ def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str,
         original: Original | None = item.path
         if item.keep == "copy":
             original = index.store.original(item.id)
-        elif item.path is not None and not item.path.is_file():
+        elif item.path is not None and not address_of(item.path) and not item.path.is_file():
             original = DataError(f"{item.id}: its file {item.path} is gone.")
         if original is None:
             original = DataError(f"{item.id}: the index keeps no original of this item.")

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from retrieval.base.arrays import Floats32
+from retrieval.base.remote import path_in, whole_path
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
 from retrieval.index.locations import Source, shown
 from retrieval.store.filters import metadata_text
@@ -278,7 +279,7 @@ class Table:
         if problem := text_problem(str(key), label, metadata):
             return problem
         if path is not None:
-            file = (self.path.parent / path).absolute()
+            file = whole_path(path_in(self.path.parent, path))
             return Source(str(key), label, file, metadata, has_id=self._key is not None)
         return Source(str(key), label, self.path, metadata, first + number)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.csv_table import CsvTable, is_missing_text, typed
-from retrieval.base.places import no_such
+from retrieval.base.remote import address_of, exists, is_folder, path_in, whole_path
 from retrieval.base.walk import own_name
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
@@ -57,7 +57,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     places = [_place(source, kind) for source in sources]
     if kind == "features":
         return _features([place.absolute() for place in places])
-    folders = {place for place in places if place.is_dir()}
+    folders = {place for place in places if is_folder(place)}
     items: list[Source] = []
     left_out: list[str] = []
     for source, place in zip(sources, places, strict=True):
@@ -72,7 +72,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
                 items += _listed(place, [item for block, _ in table.sources() for item in block])
             left_out += table.left_out
         else:
-            items.append(Source(shown(source), None, place.absolute()))
+            items.append(Source(shown(source), None, whole_path(place)))
     unique: list[Source] = []
     seen: set[object] = set()
     for item in items:
@@ -93,8 +93,14 @@ def _place(source: object, kind: str) -> Path:
             f" {type(source).__name__}."
         )
     text, place = os.fsdecode(source), Path(os.fsdecode(source))
-    if not place.exists():
-        raise DataError(no_such(shown(text)))
+    if not exists(place):
+        raise DataError(f"{shown(text)} does not exist.")
+    lists_items = is_table(place.name) or place.name.lower().endswith((".csv", ".npz"))
+    if address_of(place) and lists_items:
+        raise DataError(
+            f"{shown(text)} is a table at an address, where only photos are read. Copy it; its"
+            " column 'path' may name addresses."
+        )
     npz = place.name.lower().endswith(".npz")
     if kind == "features" and not npz and not is_table(place.name):
         raise DataError(
@@ -118,7 +124,7 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
         inside = shown(path.relative_to(folder))
         label = inside.partition("/")[0] if "/" in inside else root_name
         key = f"{root_name}/{inside}" if prefix else inside
-        items.append(Source(key, label, path.absolute()))
+        items.append(Source(key, label, whole_path(path)))
     return items, files.notes(folder)
 
 
@@ -136,14 +142,14 @@ def _csv(manifest: Path) -> list[Source]:
             problems.append((line, f"has more than {ITEM_CHARACTERS:,} characters."))
         else:
             rows.append((line, row))
-    paths = [(folder / row["path"]).absolute() for _, row in rows]
+    paths = [whole_path(path_in(folder, row["path"])) for _, row in rows]
     if problems:
         # Without other problems, missing files are not an error here: they are unusable images,
         # which `skip_bad` may skip.
         problems += [
             (line, f"{shown(path)} does not exist.")
             for (line, _), path in zip(rows, paths, strict=True)
-            if not path.exists()
+            if not address_of(path) and not path.exists()
         ]
         lines = [f"line {line}: {problem}" for line, problem in sorted(problems)]
         raise DataError(listed(name, lines))

@@ -98,7 +98,7 @@ def test_wrong_columns_are_refused(read, folder, header, form, says):
 @pytest.mark.parametrize(
     ("start", "cause"),
     [
-        ("https://example.com/", "path is an address.*Download them"),
+        ("milvus://example.com/", "fsspec reads no photos at milvus://"),
         ("C:\\data\\", "path begins with a Windows drive"),
     ],
 )

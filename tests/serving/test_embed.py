@@ -291,7 +291,7 @@ class OneProcess(Cluster):
     def submit(self, function, *arguments, gpu):
         raise NotImplementedError
 
-    def each(self, start, items, *, gpu):
+    def map(self, start, items, *, gpu):
         work = pickle.loads(pickle.dumps(start))()
         for item in reversed(items):
             yield work(pickle.loads(pickle.dumps(item)))
