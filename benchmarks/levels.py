@@ -55,6 +55,12 @@ def items(name: str, searched: bool) -> Items:
     return images[held_out == searched], labels[held_out == searched]
 
 
+def built(kind: str, table: dict[str, Any]) -> Any:
+    """Return the part that a recipe's table describes."""
+    parameters = {name: value for name, value in table.items() if name != "name"}
+    return create(kind, table["name"], **parameters)
+
+
 def features(
     backbone: dict[str, Any], images: NDArray[np.uint8], labels: NDArray[np.str_]
 ) -> NDArray[np.float32]:
@@ -63,7 +69,7 @@ def features(
     from retrieval.data.features import backbone_features
     from retrieval.model.model import Model
 
-    model = Model(create("backbone", **backbone), torch.nn.Identity())
+    model = Model(built("backbone", backbone), torch.nn.Identity())
     dataset = ArrayDataset(images, labels.tolist())
     return np.asarray(backbone_features(model, dataset, torch.device("cpu"), 64).arrays)
 
@@ -87,7 +93,7 @@ def choose(name: str) -> list[dict[str, Any]]:
             scores = []
             for pair in pairs:
                 out = np.isin(labels, pair)
-                learner = create("learner", **table).fit(x[~out], labels[~out])
+                learner = built("learner", table).fit(x[~out], labels[~out])
                 scores.append(metrics_of(learner.transform(x[out]), labels[out])["map_at_r"])
             score = float(np.mean(scores))
             tried.append({"backbone": backbone, "learner": table, "score": score})
@@ -99,7 +105,7 @@ def measure(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of a recipe and of both baselines on the searched classes."""
     fit, fit_labels = items(name, searched=False)
     images, labels = items(name, searched=True)
-    learner = create("learner", **chosen["learner"])
+    learner = built("learner", chosen["learner"])
     learner.fit(features(chosen["backbone"], fit, fit_labels), fit_labels)
     own = learner.transform(features(chosen["backbone"], images, labels))
     row: dict[str, Any] = {"fitted": len(fit), "queries": len(images)}
