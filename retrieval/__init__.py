@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from retrieval.bundle.encoder import Encoder
     from retrieval.data.objects import as_dataset
     from retrieval.evaluation.evaluation import evaluate
-    from retrieval.evaluation.report.write import report
     from retrieval.host.plugins import create, names
     from retrieval.index.index import Index
     from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.results import BackboneEncoder, BundleEncoder
-    from retrieval.run.check_data import check_data
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import Run, train
+    from retrieval_lab.check_data import check_data
+    from retrieval_lab.report.write import report
     from retrieval_server.server import serve
 
     __version__: str
@@ -82,10 +82,10 @@ _load, _ = lazy(
     {
         "retrieval.data.objects": ["as_dataset"],
         "retrieval.evaluation.evaluation": ["evaluate"],
-        "retrieval.evaluation.report.write": ["report"],
+        "retrieval_lab.report.write": ["report"],
         "retrieval.host.plugins": ["create", "names"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
-        "retrieval.run.check_data": ["check_data"],
+        "retrieval_lab.check_data": ["check_data"],
         "retrieval.bundle.encoder": ["Encoder"],
         "retrieval_server.server": ["serve"],
         "retrieval.index.index": ["Index"],

@@ -9,7 +9,6 @@ from retrieval.base.lazy import lazy_names
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.bundle.bundle import Bundle as Bundle, Encoded as Encoded
     from retrieval.bundle.encoder import BundleEncoder as BundleEncoder
-    from retrieval.data.findings import Findings as Findings
     from retrieval.evaluation.evaluate_run import (
         CandidateStep as CandidateStep,
         RunEvaluation as RunEvaluation,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Comparison as Comparison,
         Contestant as Contestant,
     )
+    from retrieval_lab.findings import Findings as Findings
     from retrieval_server.server import Serving as Serving
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -256,7 +256,8 @@ def test_an_image_is_shown_with_the_pixels_that_a_model_gets():
     pytest.importorskip("matplotlib")
     from retrieval.data.datasets import ArrayDataset
     from retrieval.evaluation.plot import small_image
-    from retrieval.evaluation.report.write import Thumbnails
+
+    from retrieval_lab.report.write import Thumbnails
 
     class Sixteen(ArrayDataset):
         def __getitem__(self, index: int) -> Image.Image:

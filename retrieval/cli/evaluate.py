@@ -1,4 +1,4 @@
-"""`retrieval evaluate` and `retrieval report`."""
+"""`retrieval evaluate`."""
 
 from __future__ import annotations
 
@@ -103,24 +103,3 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
     measure: Any = verify_run.verify if protocol == "verification" else evaluate_run.evaluate
     result = measure(Run.open(run), **options)
     say_json(result.as_dict()) if as_json else say(result.table())
-
-
-@click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
-@click.option("--output", type=PATH, default=Path("report.html"), help="File to write or replace.")
-@click.option("--sample", default=600, help="Largest number of test items for the map and pairs.")
-@click.option(
-    "--map", "method", type=Choice(["tsne", "pca", "none"]), default="tsne", help="Kind of map."
-)
-@click.option("--label-column", metavar="COLUMN", help="Column of metadata that names the classes.")
-def report(runs: tuple[Path, ...], output: Path, method: str, **options: Any) -> None:
-    """Write an HTML report of runs: metrics with intervals, hits and mistakes, a map, thresholds.
-
-    The file is self-contained: it can be sent, read on a phone, and printed.
-
-    Example:  retrieval report runs/digits runs/other --output report.html
-    """
-    from retrieval.evaluation.report.write import report as write
-
-    file = write(runs, output, map=method, **options)
-    say(f"Wrote {file}.")

@@ -1,10 +1,9 @@
-"""`retrieval init`, `retrieval check`, `retrieval train` and `retrieval distill`."""
+"""`retrieval check` and `retrieval train`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -28,25 +27,6 @@ SET_OPTION = click.option(
 )
 recipe_options = options(SET_OPTION, PLUGIN_OPTION, ALLOW_OPTION)
 """Adds the options of commands that read a recipe: --set, --plugin and --allow-plugins."""
-
-
-@click.command()
-@click.argument("photos", type=PATH)
-@click.option(
-    "--output", "-o", type=PATH, default=Path("recipes"), help="Folder to write the recipes to."
-)
-@click.option("--replace", is_flag=True, help="Replace existing recipes.")
-def init(photos: Path, output: Path, replace: bool) -> None:
-    """Look at a folder of photos, and write the recipes that are worth trying on it.
-
-    Each class is a folder in PHOTOS. Comments in the recipes explain each choice.
-
-    Example:  retrieval init photos/ --output recipes
-    """
-    with loading():
-        from retrieval.training.proposal import propose
-
-    say(str(propose(photos, output, replace=replace)))
 
 
 @click.command()
@@ -144,51 +124,3 @@ def train(
         raise Interrupted(f"{error} Go on with: {go_on}") from None
     if PartialState().is_main_process:
         say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
-
-
-@click.command()
-@click.argument("teacher")
-@click.argument("photos", type=PATH)
-@click.option("--output", "-o", type=PATH, required=True, help="The student's bundle to write.")
-@click.option("--student", default="core.convnet", help="The student's backbone.")
-@click.option(
-    "--run", type=PATH, help="The run's folder; by default runs/small for -o small.bundle."
-)
-@click.option("--labels", is_flag=True, help="Also learn labels, the names of the photos' folders.")
-@click.option(
-    "--dimensions",
-    type=click.IntRange(1),
-    default=128,
-    help="Width of the student's embeddings, at most the teacher's.",
-)
-@click.option("--resume", is_flag=True, help="Continue an interrupted call.")
-@click.option("--replace", is_flag=True, help="Replace the run and the bundle.")
-@recipe_options
-def distill(
-    teacher: str,
-    photos: Path,
-    output: Path,
-    run: Path | None,
-    extra: tuple[str, ...],
-    **options: Any,
-) -> None:
-    """Train a small model to embed photos as a large one does, and export it.
-
-    TEACHER is a bundle, a run, or the name of a pretrained backbone. The photos need no labels.
-
-    Example:  retrieval distill core.efficientnet_lite0 photos/ --output small.bundle
-    """
-    with loading():
-        from retrieval.training.distill import distill as distilled
-        from retrieval.training.process import interruptible
-    run = run or Path("runs") / output.stem
-    options |= {"run": run, "plugins": extra, "report": say}
-    try:
-        with interruptible(run / "distill.json", options["resume"]):
-            result = distilled(teacher, photos, output, **options)
-    except Interrupted as error:
-        # The suggested command keeps --replace, because the old bundle is still there.
-        again = this_command("--resume") if error.begun else this_command()
-        raise Interrupted(f"Interrupted. Go on with: {again}") from None
-    say(str(result))
-    say(f"Next:\n  retrieval index create photos.index {photos} --model {output}")

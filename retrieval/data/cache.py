@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from retrieval.base.mapping import FileMap
 from retrieval.base.progress import Meter
 from retrieval.base.remote import address_of, remote_state
 from retrieval.data.loading import inputs
-from retrieval.data.near import digest as checksum
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,6 +42,11 @@ log = logging.getLogger(__name__)
 # features from before the change.
 _FORMAT = 4
 _CHECKSUM_BYTES = 16
+
+
+def checksum(content: Any) -> bytes:
+    """Return a hash of 16 bytes."""
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def frozen_features(
@@ -149,7 +153,7 @@ def _fill(
             data.seek(batch_size * number * row_bytes)
             return checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
 
-        missing = [n for n, checksum in enumerate(known) if not (any(checksum) and intact(n))]
+        missing = [n for n, sum in enumerate(known) if not (any(sum) and intact(n))]
         if damaged := sum(any(known[number]) for number in missing):
             log.warning(
                 "%d of %d blocks of cached features in %s are damaged; computing them again.",

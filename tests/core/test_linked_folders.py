@@ -10,12 +10,12 @@ import retrieval
 import torchvision
 from layouts import picture
 from retrieval.base.walk import files_below, leads_nowhere
-from retrieval.data.findings import Findings
 from retrieval.errors import DataError
 from retrieval.export.export_backbone import Photos
 from retrieval.images.image_files import find_images
 from retrieval.index.sources import collect
 
+from retrieval_lab.findings import Findings
 from retrieval_server.client.push import walk
 
 

@@ -8,11 +8,11 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from retrieval.evaluation.report.write import panels
 from retrieval.run.open import Run
 from trained_weights import fit, lines_of
 
 from retrieval_daml import report
+from retrieval_lab.report.write import panels
 
 PHASES = [
     {"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False},

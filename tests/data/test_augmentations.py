@@ -15,8 +15,9 @@ from retrieval.errors import DataError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, to_toml
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.run.check_data import font_of, preview
 from torch import Tensor
+
+from retrieval_lab.check_data import font_of, preview
 
 PLUGINS = load_plugins()
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.bundle.bundle import Bundle
-from retrieval.data import near
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.findings import Alike, Findings, Subject, spelt_alike
-from retrieval.data.near import fingerprint, near_pairs
 from retrieval.errors import DataError
-from retrieval.run.check_data import PICTURES, check_data
 from sklearn.datasets import load_digits, load_sample_images
+
+from retrieval_lab import near
+from retrieval_lab.check_data import PICTURES, check_data
+from retrieval_lab.findings import Alike, Findings, Subject, spelt_alike
+from retrieval_lab.near import fingerprint, near_pairs
 
 SIZE = 96
 
@@ -313,8 +314,9 @@ def test_a_bomb_is_a_broken_image_and_the_others_are_checked(photos):
 
 def test_items_of_arrays_have_no_bytes(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
-    from retrieval.data.subjects import of_dataset
     from retrieval.recipe.tables import Split
+
+    from retrieval_lab.subjects import of_dataset
 
     digits = (load_digits().images[:40] * 15.9).astype(np.uint8)
     dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])

@@ -15,9 +15,10 @@ from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.neighbors import Exclusion, Neighbors, Search
 from retrieval.evaluation.protocol import Protocol, open_set
-from retrieval.evaluation.report import measured
-from retrieval.evaluation.report.measured import SHOWN
 from retrieval.run.open import ItemCodes, Run
+
+from retrieval_lab.report import measured
+from retrieval_lab.report.measured import SHOWN
 
 
 def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label=False):

@@ -11,13 +11,14 @@ import pytest
 import torch
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
-from retrieval.evaluation.report import measured, write
-from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
 from retrieval.plugin import Combiner
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
+
+from retrieval_lab.report import measured, write
+from retrieval_lab.report.write import SIDE, Section, Thumbnails, page
 
 PLUGIN = '''
 """Digits whose labels are markup, one of them wrong."""

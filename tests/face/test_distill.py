@@ -11,11 +11,11 @@ import retrieval
 import torch
 from PIL import Image
 from retrieval.bundle.encoder import BundleEncoder
-from retrieval.training.distill import _divided
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from retrieval_core.distillation_loss import Distillation
+from retrieval_lab.distill import _divided
 
 SMALL = ["--set", "backbone.size=16", "--set", "backbone.channels=1", "--set", "backbone.width=8"]
 SMALL += ["--set", "backbone.depth=2", "--set", "augmentation.crop_scale=[0.9, 1.0]"]
@@ -123,7 +123,7 @@ def test_the_printed_command_resumes_only_what_began(bundle, digits, tmp_path, c
     steps = ("_photos", "_embeddings", "_embeddings", "_photos")
     for step, resumes in zip(steps, (False, True, True, False), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr(f"retrieval.training.distill.{step}", interrupt)
+            patched.setattr(f"retrieval_lab.distill.{step}", interrupt)
             stopped = cli(*call)
         assert stopped.code == 130 and "--replace" in stopped.err, stopped.err
         assert ("--resume" in stopped.err) == resumes

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 from retrieval.recipe.read import read_recipe
 from retrieval.training.process import make_accelerator
-from retrieval.training.proposal import Facts, recipes_for
+
+from retrieval_lab.proposal import Facts, recipes_for
 
 FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0)
 
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 
 def test_the_folder_is_described_and_the_recipe_runs(folder, tmp_path, cli, monkeypatch):
-    monkeypatch.setattr("retrieval.training.proposal.WEIGHTS", "not_installed")
+    monkeypatch.setattr("retrieval_lab.proposal.WEIGHTS", "not_installed")
     output = tmp_path / "recipes"
     done = cli("init", folder, "--output", output)
     assert done.code == 0, done.err

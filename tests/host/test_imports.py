@@ -41,7 +41,7 @@ TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"
 MOST_ENTRIES, MOST_INNER = 20, 10
 FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 """Modules of public names, which name the modules of applications as text or for type checkers."""
-APPLICATIONS = {"retrieval_engines", "retrieval_server"}
+APPLICATIONS = {"retrieval_engines", "retrieval_lab", "retrieval_server"}
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
     "retrieval.data.samplers": {"retrieval_samplers"},

@@ -7,14 +7,16 @@ import pytest
 import torch
 from PIL import Image
 from retrieval import Index, check_data, evaluate
-from retrieval.data import features, near
+from retrieval.data import features
 from retrieval.data.loading import RawInputs
-from retrieval.evaluation.report import measured, write
 from retrieval.index import embedding
 from retrieval.index.embedding import embed_sources
 from retrieval.training.train import train
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
+
+from retrieval_lab import near
+from retrieval_lab.report import measured, write
 
 pytestmark = pytest.mark.scale
 

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
 from retrieval.base.arrays import Array
-from retrieval.data.findings import Subject
-from retrieval.data.near import digest
+from retrieval.data.cache import checksum
 from retrieval.data.splits import SIDES, Splits
 from retrieval.images.images import Limits, decode, from_array, read_image
 from retrieval.index.locations import Source, Sources
 
+from retrieval_lab.findings import Subject
+
 if TYPE_CHECKING:
     from PIL.Image import Image
-
     from retrieval.model.contracts import Dataset
 
 Item = tuple["bytes | None", "Image | Array"]
@@ -69,7 +68,7 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
         item = items[row]
         assert item.path is not None  # only items of a folder of embeddings lack a path
         content = read_image(item.path, limits, item.name)
-        return digest(content), decode(content, limits, item.name)
+        return checksum(content), decode(content, limits, item.name)
 
     return Subjects(
         [
@@ -106,7 +105,7 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
             item = from_array(item)
         if files is None:
             return None, item
-        return digest(read_image(files[row], Limits(), os.fspath(files[row]))), item
+        return checksum(read_image(files[row], Limits(), os.fspath(files[row]))), item
 
     return Subjects(
         [

