@@ -58,7 +58,10 @@ class Encoded:
     def __getitem__(self, rows: slice) -> Encoded:
         """Return a slice of the items."""
         vector = self.vector[rows]
-        query = vector if self.query is self.vector else self.query[rows]
+        if self.query is self.vector:
+            query = vector
+        else:
+            query = self.query[rows]
         return Encoded(vector, query, None if self.code is None else self.code[rows], self.bundle)
 
 
@@ -88,9 +91,12 @@ class Bundle:
         self.path = path
         self.manifest = manifest
         self.variant = variant
-        self.device, self.fallback = sessions.device, sessions.fallback
+        self.device = sessions.device
+        self.fallback = sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text, self._sessions, self._widths = text, sessions, manifest.outputs
+        self._text = text
+        self._sessions = sessions
+        self._widths = manifest.outputs
 
     @classmethod
     def open(
@@ -138,9 +144,15 @@ class Bundle:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        what = "images" if manifest.input.kind == "image" else "vectors"
+        if manifest.input.kind == "image":
+            what = "images"
+        else:
+            what = "vectors"
         shape = " × ".join(map(str, manifest.input.shape))
-        how = f"{self.variant} on {self.device}" if self.variant else self.device
+        if self.variant:
+            how = f"{self.variant} on {self.device}"
+        else:
+            how = self.device
         return (
             f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of"
             f" {manifest.vector}, {manifest.distance}, {how}"
@@ -176,7 +188,8 @@ class Bundle:
             DataError: the inputs have a wrong shape or type, or inputs or outputs contain NaN or
                 infinity.
         """
-        manifest, graph = self.manifest, self._sessions.encoder
+        manifest = self.manifest
+        graph = self._sessions.encoder
         return self._encoded(self._run(graph, self._widths, inputs, manifest.input, batch_size))
 
     def _run(
@@ -192,10 +205,8 @@ class Bundle:
 
         `widths` are the widths of the graph's outputs, and `what` is its name in messages.
         """
-        inputs, batch_size = (
-            checked_inputs(inputs, input, self.path),
-            at_least_one("batch_size", batch_size),
-        )
+        inputs = checked_inputs(inputs, input, self.path)
+        batch_size = at_least_one("batch_size", batch_size)
         parts = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
         return run_batches(graph, widths, parts, len(inputs), what)
 
@@ -209,7 +220,9 @@ class Bundle:
         It covers graph, weights and preprocessing. `None` if the encoder is a single graph or a
         variant runs.
         """
-        return None if self._sessions.split is None else self.manifest.backbone_sha256
+        if self._sessions.split is None:
+            return None
+        return self.manifest.backbone_sha256
 
     def features(self, inputs: Array, *, batch_size: int = 32) -> Floats32:
         """Return the backbone's features (N, F), the input of the head, for inputs as in `encode`.
@@ -251,13 +264,17 @@ class Bundle:
             BundleError: the encoder is a single graph.
         """
         input = self.manifest.input
-        return input.shape[0] if input.kind == "features" else self._split()[1]
+        if input.kind == "features":
+            return input.shape[0]
+        return self._split()[1]
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
-        split, entry = self._sessions.split, self.manifest.split
+        split = self._sessions.split
+        entry = self.manifest.split
         if split is None or entry is None:
-            why, advice = f"runs its variant '{self.variant}'", "Leave the variant out."
+            why = f"runs its variant '{self.variant}'"
+            advice = "Leave the variant out."
             if entry is None:
                 why = "has an encoder of one graph"
                 advice = "Export it with --split (in Python split=True)."
@@ -326,7 +343,8 @@ class Bundle:
                     yield np.stack(rows)
                     meter.update(len(rows))
 
-            encoder, widths = self._sessions.encoder, self._widths
+            encoder = self._sessions.encoder
+            widths = self._widths
             return self._encoded(run_batches(encoder, widths, batches(), len(images)))
 
     def preprocess(self, image: ImageLike) -> Pixels:

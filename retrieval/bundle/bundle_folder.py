@@ -116,7 +116,8 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
         BundleError: files are missing or were altered (the message lists them), or do not fit into
             memory.
     """
-    contents, problems = dict[str, bytes](), []
+    contents = dict[str, bytes]()
+    problems = []
     for name, record in files.items():
         try:
             content = _read(folder, name, size=record.bytes)

@@ -53,7 +53,8 @@ class BundleEncoder(Encoder):
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        self.path, self.bundle = bundle.path, bundle
+        self.path = bundle.path
+        self.bundle = bundle
 
     def __repr__(self) -> str:
         return repr(self.bundle).replace("Bundle", "Encoder", 1)

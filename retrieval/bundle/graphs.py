@@ -98,7 +98,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]
     Raises:
         IndexError: the message is truncated or invalid.
     """
-    place, end = 0, len(message)
+    place = 0
+    end = len(message)
     while place < end:
         key, place = _varint(message, place)
         kind = key & 7

@@ -68,7 +68,10 @@ class Input(Entry):
         if math.prod(self.shape) > _NUMBERS:
             numbers = math.prod(self.shape)
             raise ValueError(f"one item has {numbers:,} numbers; the limit is {_NUMBERS:,}")
-        resize = None if self.preprocessing is None else self.preprocessing.resize
+        if self.preprocessing is None:
+            resize = None
+        else:
+            resize = self.preprocessing.resize
         if resize is not None and resize > _RESIZE:
             limit = f"the limit is {_RESIZE:,}"
             raise ValueError(f"images are resized to {resize:,} pixels; {limit}")
@@ -100,7 +103,9 @@ class DistanceEntry(Entry):
     measure: Literal["euclidean", "inner"] = "euclidean"
 
     def __str__(self) -> str:
-        return "Euclidean distance" if self.name == "Euclidean" else f"distance {self.name}"
+        if self.name == "Euclidean":
+            return "Euclidean distance"
+        return f"distance {self.name}"
 
 
 class SubspaceEntry(Entry):
@@ -236,7 +241,10 @@ class Manifest(Entry):
 
     def graphs(self) -> dict[str, str]:
         """Return the role of each ONNX file, such as "encoder" or "rescorer", by file name."""
-        graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
+        if self.encoder is not None:
+            graphs = {self.encoder: "encoder"}
+        else:
+            graphs = {}
         if self.split is not None:
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:

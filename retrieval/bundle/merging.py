@@ -127,7 +127,11 @@ def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances
     best = np.full(distances.shape[1], np.inf)
     for row, weight in zip(distances, weights, strict=True):
         nearest = np.argsort(row, kind="stable")[:k]
-        least, most = row[nearest[0]], row[nearest[-1]]
-        spread = (row[nearest] - least) / (most - least) if most > least else np.zeros(len(nearest))
+        least = row[nearest[0]]
+        most = row[nearest[-1]]
+        if most > least:
+            spread = (row[nearest] - least) / (most - least)
+        else:
+            spread = np.zeros(len(nearest))
         best[nearest] = np.minimum(best[nearest], spread - np.log(weight))
     return best

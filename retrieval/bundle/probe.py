@@ -83,7 +83,8 @@ def input_of(pattern: Array, shape: tuple[int, ...]) -> Array:
 
 def pattern_of(probe: Probe, shape: tuple[int, ...]) -> Array | None:
     """Return a probe's pattern, or `None` if it does not fit inputs of this shape."""
-    content, tiles = binascii.a2b_base64(probe.pattern), TILES * TILES
+    content = binascii.a2b_base64(probe.pattern)
+    tiles = TILES * TILES
     if len(shape) == 1 and len(content) == 4 * tiles:
         return np.frombuffer(content, "<f4").astype(np.float32)
     if len(shape) == 3 and len(content) == shape[0] * tiles:
@@ -98,7 +99,8 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
         bundles: by name, the bundle opened with each variant; under `None`, without a variant.
         spread: mean and standard deviation of the features, if the bundle takes features.
     """
-    input, random = bundles[None].manifest.input, np.random.default_rng(0)
+    input = bundles[None].manifest.input
+    random = np.random.default_rng(0)
     pattern: Array
     if input.kind == "image":
         pattern = random.integers(0, 256, (input.shape[0], TILES, TILES), np.uint8)
@@ -115,12 +117,17 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
 
 def probe_fault(bundle: Bundle) -> str | None:
     """Return a sentence if a bundle's encoder no longer gives the probe's vector, else `None`."""
-    manifest, variant = bundle.manifest, bundle.variant
-    probe, shape = manifest.probe, manifest.input.shape
+    manifest = bundle.manifest
+    variant = bundle.variant
+    probe = manifest.probe
+    shape = manifest.input.shape
     if probe is None:
         return None
     pattern = pattern_of(probe, shape)
-    text = probe.vector if variant is None else probe.variants.get(variant, "")
+    if variant is None:
+        text = probe.vector
+    else:
+        text = probe.variants.get(variant, "")
     if pattern is None or len(binascii.a2b_base64(text)) != 4 * manifest.vector:
         return "The bundle's probe does not fit its encoder. Export the bundle again."
     expected = vector_of(text).astype(np.float64)
@@ -131,7 +138,10 @@ def probe_fault(bundle: Bundle) -> str | None:
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
-        least = _ALLOWED_CPU if bundle.device == "cpu" else _ALLOWED_CUDA
+        if bundle.device == "cpu":
+            least = _ALLOWED_CPU
+        else:
+            least = _ALLOWED_CUDA
         allowed = max(manifest.verified.tolerance, least)
     else:  # the limit is twice the largest 1 − cosine that the export measured
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)

@@ -77,7 +77,8 @@ class Graph:
                 raise BundleError(f"{self.path} has no {kind} '{lacking[0]}' (it has: {has}).")
         if extra := [name for name in inputs if name not in feeds]:
             raise BundleError(f"{self.path} needs an input '{extra[0]}' that bundles do not have.")
-        options, late = load_onnxruntime().RunOptions(), threading.Event()
+        options = load_onnxruntime().RunOptions()
+        late = threading.Event()
 
         def stop() -> None:
             late.set()
@@ -142,7 +143,9 @@ class Sessions:
     @property
     def split(self) -> Split | None:
         """The encoder if it is split, else `None`."""
-        return self.encoder if isinstance(self.encoder, Split) else None
+        if isinstance(self.encoder, Split):
+            return self.encoder
+        return None
 
     @classmethod
     def open(
@@ -168,7 +171,7 @@ class Sessions:
                 check_graph(files[name])
                 session, running_on = start_session(runtime, files[name], options, devices)
             except Exception as fault:  # ONNX Runtime's errors share no public base class
-                reason = fault if isinstance(fault, GraphError) else _reason(fault)
+                reason = str(fault) if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
                     f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
                 ) from fault
@@ -177,9 +180,13 @@ class Sessions:
             return graph
 
         shapes = {name: (1, width) for name, width in manifest.outputs.items()}
-        split, input = manifest.split, manifest.input
+        split = manifest.split
+        input = manifest.input
         feeds = {"input": np.zeros((1, *input.shape), input.dtype)}
-        file = manifest.encoder if variant is None else manifest.variants[variant].file
+        if variant is None:
+            file = manifest.encoder
+        else:
+            file = manifest.variants[variant].file
         encoder: Graph | Split
         if file is not None:
             first = encoder = tried(file, feeds, shapes)

@@ -189,9 +189,10 @@ def main() -> None:
     except OSError as error:
         if not error.strerror:
             raise
-        what = (
-            f"{error.filename} cannot be used" if error.filename else "a file or connection failed"
-        )
+        if error.filename:
+            what = f"{error.filename} cannot be used"
+        else:
+            what = "a file or connection failed"
         _leave(f"Error: {what}: {error.strerror}.", 2)
 
 

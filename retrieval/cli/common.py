@@ -33,7 +33,9 @@ class IndexArgument(click.Path):
         from retrieval.store.address import Address, place_of
 
         place = place_of(value)
-        return place if isinstance(place, Address) else PATH.convert(place, param, ctx)
+        if isinstance(place, Address):
+            return place
+        return PATH.convert(place, param, ctx)
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
@@ -59,7 +61,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not g
         return number
 
 
-PIXELS, BYTES = Size(), Size("B")
+PIXELS = Size()
+BYTES = Size("B")
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]

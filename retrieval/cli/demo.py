@@ -108,7 +108,8 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     chosen = set(splits.query[first].tolist())
     written = []
     for item in splits.query.tolist():
-        side, name = "queries" if item in chosen else "images", splits.classes[splits.labels[item]]
+        side = "queries" if item in chosen else "images"
+        name = splits.classes[splits.labels[item]]
         file = output / side / name / f"{item:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         image = run.dataset[item]

@@ -104,7 +104,10 @@ def _libraries() -> list[dict[str, Any]]:
     for requirement in map(Requirement, requires(DISTRIBUTION) or []):
         marker = requirement.marker
         match = re.search(r'extra == "([^"]+)"', str(marker))
-        extra = match[1] if match else ""
+        if match:
+            extra = match[1]
+        else:
+            extra = ""
         if extra in _DEVELOPERS or (marker and not marker.evaluate({"extra": extra})):
             continue
         name = requirement.name
@@ -122,7 +125,9 @@ def _version_faults(library: dict[str, Any]) -> list[str]:
     have = library["installed"]
     if have is None:
         remedy = f"{needed.name} is missing. Install it: pip install '{needed}'"
-        return [] if library["extras"] else [remedy]
+        if library["extras"]:
+            return []
+        return [remedy]
     if needed.specifier.contains(have, prereleases=True):
         return []
     return [
@@ -140,7 +145,9 @@ def _ask(code: str) -> dict[str, Any] | str:
         return f"it does not answer within {_SECONDS} seconds"
     if done.returncode:
         reasons = done.stderr.strip().splitlines()
-        return reasons[-1].rstrip(".") if reasons else f"it ends the process ({done.returncode})"
+        if reasons:
+            return reasons[-1].rstrip(".")
+        return f"it ends the process ({done.returncode})"
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -179,7 +186,10 @@ def _text(facts: dict[str, Any]) -> str:
             have = library["installed"] or "–"
             by_extra.setdefault(extra, []).append(f"{library['name']} {have}")
     lines += [f"  {extra:13} {', '.join(names)}" for extra, names in sorted(by_extra.items())]
-    cuda = f" (driver for CUDA {facts['driver_cuda']} at most)" if facts["driver_cuda"] else ""
+    if facts["driver_cuda"]:
+        cuda = f" (driver for CUDA {facts['driver_cuda']} at most)"
+    else:
+        cuda = ""
     lines += ["", f"Devices{cuda}", *(f"  {name}" for name in facts["devices"] or ["no GPU"])]
     lines += [
         "",

@@ -94,7 +94,10 @@ def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **op
             say(evaluation.table())
         return
     refuse_options("with a run, which has its own gallery", {"gallery"})
-    other = SEARCH if protocol == "verification" else PAIRS
+    if protocol == "verification":
+        other = SEARCH
+    else:
+        other = PAIRS
     refuse_options(f"with --protocol {protocol}", other)
     options = {name: value for name, value in options.items() if name not in other}
     from retrieval.evaluation import evaluate_run, verify_run

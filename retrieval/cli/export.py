@@ -155,7 +155,10 @@ def _report(bundle: Bundle, inputs: str) -> None:
     )
     for name, variant in manifest.variants.items():
         recall = variant.recall_at_1
-        change = "" if recall is None else f"; Recall@1 {recall.before:.3f} → {recall.after:.3f}"
+        if recall is None:
+            change = ""
+        else:
+            change = f"; Recall@1 {recall.before:.3f} → {recall.after:.3f}"
         say(
             f"{name}: {manifest.files[variant.file].bytes / 1e6:.1f} MB, cosine to the encoder's"
             f" vectors {variant.cosine.mean:.4f} on average, {variant.cosine.min:.4f} at"

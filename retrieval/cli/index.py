@@ -100,7 +100,8 @@ def audited(function: Callable[..., Any]) -> Callable[..., Any]:
         from retrieval.index.audit import Audit, Change, new_request_id
         from retrieval.store.address import index_name
 
-        verb, path = str(click.get_current_context().info_name), arguments["path"]
+        verb = str(click.get_current_context().info_name)
+        path = arguments["path"]
         command = {
             "user": _user(),
             "path": str(path.absolute() if isinstance(path, Path) else path),
@@ -373,7 +374,10 @@ def list_items(
 def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
-        content = _summary(opened.stats()) if id is None else _item(opened, id)
+        if id is None:
+            content = _summary(opened.stats())
+        else:
+            content = _item(opened, id)
     tell(path, as_json, *map(one_line, _content_lines(content)), **content)
 
 
@@ -418,7 +422,9 @@ def _shown(value: Any) -> str:
         return "none"
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 def _item_facts(item: Item) -> dict[str, Any]:
@@ -493,7 +499,10 @@ def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: boo
     lines = []
     for group in groups:
         rows.append({"ids": group.ids, "largest": group.largest, "widest": group.widest})
-        chain = f", in a chain up to {group.widest:.4f} apart" if group.widest > within else ""
+        if group.widest > within:
+            chain = f", in a chain up to {group.widest:.4f} apart"
+        else:
+            chain = ""
         ids = "  ".join(map(one_line, group.ids))
         lines.append(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
     tell(path, as_json, *lines, groups=rows)
@@ -540,15 +549,18 @@ def migrate(
         if bundle is not None:
             done = opened.migrate(bundle, skip_bad=skip_bad)
             facts = _migrated(done)
-            kept = f", {done.from_features:,} from kept features" if done.from_features else ""
+            if done.from_features:
+                kept = f", {done.from_features:,} from kept features"
+            else:
+                kept = ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
         if drop_old:
             count = facts["dropped"] = opened.drop_old()
-            plural = "" if count == 1 else "s"
-            sentences.append(f"{path}: {count:,} older generation{plural} deleted.")
+            noun = "generation" if count == 1 else "generations"
+            sentences.append(f"{path}: {count:,} older {noun} deleted.")
     tell(path, as_json, *sentences, **facts)
 
 
@@ -563,7 +575,8 @@ def rollback(path: IndexPlace, as_json: bool) -> None:
     """
     with opened_index(path) as opened:
         done = opened.rollback()
-    number, count = done.generation.number, done.embedded
+    number = done.generation.number
+    count = done.embedded
     sentence = f"generation {number} is served again; {count:,} items were embedded for it."
     tell(path, as_json, f"{path}: {sentence}", **_migrated(done))
 
@@ -657,6 +670,5 @@ def embed_command(
     notes += _counts({"done before": done.resumed, "named twice and taken once": done.repeated})
     say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
-        what = "item" if done.bad == 1 else "items"
-        bad = f"{done.bad:,} {what} could not be used; {output / 'bad.jsonl'} says why."
-        say(bad, err=True)
+        noun = "item" if done.bad == 1 else "items"
+        say(f"{done.bad:,} {noun} could not be used; {output / 'bad.jsonl'} says why.", err=True)

@@ -72,7 +72,10 @@ def find_images(folder: Path) -> ImageFiles:
     images: list[Path] = []
     nowhere: list[Path] = []
     left_out: dict[str, list[Path]] = {}
-    files_in = remote_files if address_of(folder) else files_below
+    if address_of(folder):
+        files_in = remote_files
+    else:
+        files_in = files_below
     for path in sorted(files_in(folder)):
         if leads_nowhere(path):
             nowhere.append(path)
@@ -112,7 +115,9 @@ def _reason(path: Path) -> str | None:
     )
     if kind is None:
         return "not an image"
-    return None if kind in FORMATS else f"{kind}, which is not supported"
+    if kind in FORMATS:
+        return None
+    return f"{kind}, which is not supported"
 
 
 def _some(files: Sequence[Path], folder: Path) -> str:

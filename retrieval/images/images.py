@@ -115,7 +115,8 @@ class Limits:
         Raises:
             DataError: the image has too many pixels or a side that is too long.
         """
-        longer, shorter = max(width, height), max(1, min(width, height))
+        longer = max(width, height)
+        shorter = max(1, min(width, height))
         beyond = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > times * self.pixels:
             advice = "Save it smaller, or raise the limit on pixels."
@@ -221,13 +222,15 @@ class Preprocessing:
             if math.prod(_resized(image.size, self.resize)) > _MAX_PIXELS_RESIZED_WHOLE:
                 image = _trim(image, self.resize, max(self.size))
             new = _resized(image.size, self.resize)
-        left, top = _centred(new[0], width), _centred(new[1], height)
+        left = _centred(new[0], width)
+        top = _centred(new[1], height)
         if left > 0 and image.height <= 1.5 * image.width:
             # Pillow resizes such an image along its rows, then along its columns. Cropping between
             # the two gives the same pixels and saves resizing columns that the crop would drop.
             image = image.resize((new[0], image.height), resample)
             image = image.crop((left, 0, left + width, image.height))
-            new, left = (width, new[1]), 0
+            new = (width, new[1])
+            left = 0
         if image.size != new:
             image = image.resize(new, resample)
         if image.size != (width, height):
@@ -243,7 +246,9 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
     The longer side is truncated to whole pixels, as in torchvision and timm.
     """
     longer = int(shorter * max(size) / min(size))
-    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
+    if size[0] <= size[1]:
+        return (shorter, longer)
+    return (longer, shorter)
 
 
 def _centred(length: int, crop: int) -> int:
@@ -252,7 +257,9 @@ def _centred(length: int, crop: int) -> int:
     Half pixels are rounded to even. If the crop is longer than the image, the result is negative:
     the image is padded, and an odd number of padded pixels puts one more at the end.
     """
-    return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
+    if crop <= length:
+        return round((length - crop) / 2)
+    return -((crop - length) // 2)
 
 
 def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
@@ -265,8 +272,10 @@ def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
     keep = max(side, -(-4 * side * max(crop, shorter) // shorter))
     if max(image.size) <= keep:
         return image
-    width, height = min(image.width, keep), min(image.height, keep)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
+    width = min(image.width, keep)
+    height = min(image.height, keep)
+    left = (image.width - width) // 2
+    top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
 
 
@@ -329,7 +338,10 @@ def _transform(profile: bytes, mode: str) -> Any:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         target = ImageCms.createProfile("sRGB")
         # LittleCMS's tables for grey are too coarse for dark pixels.
-        flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
+        if mode == "L":
+            flags = ImageCms.Flags.NOOPTIMIZE
+        else:
+            flags = ImageCms.Flags.NONE
         transform = ImageCms.buildTransform(source, target, mode, "RGB", flags=flags)
     except Exception:  # a broken profile must not prevent decoding
         return None
@@ -339,7 +351,9 @@ def _transform(profile: bytes, mode: str) -> Any:
     colours = np.random.default_rng(0).integers(0, 256, (64, 64, len(mode)), np.uint8)
     image = from_array(colours)
     change = np.asarray(_applied(transform, image), int) - np.asarray(image, int)
-    return None if np.abs(change).max() <= _SRGB_TOLERANCE else transform
+    if np.abs(change).max() <= _SRGB_TOLERANCE:
+        return None
+    return transform
 
 
 def _applied(transform: Any, image: Image.Image) -> Image.Image:
@@ -407,7 +421,8 @@ def few_levels(image: Image.Image) -> str | None:
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
-        above, advice = "255, so it is black in 8 bits", "Save it as 8 bits"
+        above = "255, so it is black in 8 bits"
+        advice = "Save it as 8 bits"
     else:
         above = f"{top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are left in 8 bits"
         advice = f"Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
@@ -460,7 +475,10 @@ def decode(
     """
     limits = limits or Limits()
     name = name or ("the file" if isinstance(data, bytes) else os.fspath(data))
-    content = data if isinstance(data, bytes) else read_image(data, limits, name)
+    if isinstance(data, bytes):
+        content = data
+    else:
+        content = read_image(data, limits, name)
     if len(content) > limits.bytes:
         raise too_many_bytes(name, len(content), limits.bytes)
     if not content:
@@ -490,7 +508,10 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         image = _restore_bit_depth(image, content, format)
         check_range(image, name)
         image = to_srgb(image)
-        upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        if orientation in _UPRIGHT:
+            upright = image.transpose(_UPRIGHT[orientation])
+        else:
+            upright = image
         if image.size != size:
             upright.info[_FULL_SIZE] = size[::-1] if orientation >= _FIRST_TURNED else size
         return upright
@@ -606,7 +627,10 @@ def to_png(image: Image.Image) -> bytes:
         DataError: the image's colour space cannot be converted.
     """
     out = io.BytesIO()
-    shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else to_mode(image, "RGB")
+    if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        shown = image
+    else:
+        shown = to_mode(image, "RGB")
     shown.save(out, "PNG", compress_level=1)  # fast, because it is sent only once
     return out.getvalue()
 
@@ -646,7 +670,8 @@ def from_pixels(array: Array) -> Image.Image:
     """
     if array.dtype.kind != "f" or not array.size:
         return from_array(array)
-    least, most = float(array.min()), float(array.max())
+    least = float(array.min())
+    most = float(array.max())
     if not (least >= 0 and most <= 1):
         raise DataError(
             f"Pixels that are real numbers must be from 0 to 1, but these are from {least:g} to"
@@ -693,4 +718,6 @@ def channels_last(image: Any) -> Any:
     if not hasattr(image, "detach"):
         return image
     array: Array = image.detach().cpu().numpy()
-    return array.transpose(1, 2, 0) if array.ndim == 3 else array
+    if array.ndim == 3:
+        return array.transpose(1, 2, 0)
+    return array

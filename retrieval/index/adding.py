@@ -160,8 +160,12 @@ def add_sources(
     """
     began = time.monotonic()
     named = paths_of(sources)
-    vectors = Vectors(named, index, options.keep) if any(map(is_embedding, named)) else None
-    collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+    vectors: Vectors | None = None
+    if any(map(is_embedding, named)):
+        vectors = Vectors(named, index, options.keep)
+        collected = vectors.sources
+    else:
+        collected = collect(named, index.bundle.manifest.input.kind)
     refuse_twice(item.key for item in collected.items)
     writer = _Writer(index, strict=whole and not options.skip_bad)
     changed = 0
@@ -188,7 +192,8 @@ def add_sources(
             if attempt == _MAX_ATTEMPTS - 1:
                 raise
             index.follow()
-    faults, count = writer.faults, len(collected.items)
+    faults = writer.faults
+    count = len(collected.items)
     if whole and faults and len(faults) == count:
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
     removed = 0
@@ -223,11 +228,17 @@ def add_images(
     """Embed images from memory, or rows of features, and add them; see `Index.add`."""
     began = time.monotonic()
     vectors = index.bundle.manifest.input.kind == "features"
-    contents = list(np.atleast_2d(images)) if vectors else as_list(images)
+    if vectors:
+        contents = list(np.atleast_2d(images))
+    else:
+        contents = as_list(images)
     count = len(contents)
-    ids = () if ids is None else ids
-    labels = [None] * count if labels is None else labels
-    metadata = [{}] * count if metadata is None else metadata
+    if ids is None:
+        ids = ()
+    if labels is None:
+        labels = [None] * count
+    if metadata is None:
+        metadata = [{}] * count
     for name, values in {"ids": ids, "labels": labels, "metadata": metadata}.items():
         if len(values) != count:
             raise DataError(
@@ -266,7 +277,10 @@ def _original(name: str, content: Any) -> Original:
     if isinstance(content, np.ndarray) and content.ndim == 1:
         return content.astype(np.float32)
     try:
-        picture = from_pixels(content) if isinstance(content, np.ndarray) else content
+        if isinstance(content, np.ndarray):
+            picture = from_pixels(content)
+        else:
+            picture = content
         if isinstance(picture, bytes):
             return picture
         if isinstance(picture, Image.Image):
@@ -363,7 +377,9 @@ def _digest(stamp: str | None) -> str:
 
 def _path(source: Source, known: Item) -> Path | None:
     """Return the new path of an item whose file may have moved; `known` is the item as stored."""
-    return None if known.path is None or source.row is not None else source.path
+    if known.path is None or source.row is not None:
+        return None
+    return source.path
 
 
 def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
@@ -389,7 +405,8 @@ class _Writer:
     """Writes encoded items to the index about once a second; `strict` fails for unusable items."""
 
     def __init__(self, index: Index, strict: bool = False) -> None:
-        self.strict, self._index = strict, index
+        self.strict = strict
+        self._index = index
         self.added = self.changed = 0
         self.faults: list[str] = []
 
@@ -510,7 +527,10 @@ def _decode_item(
     try:
         inputs = preprocessing(image)
         if options.keep in ("copy", "thumbnail"):
-            kept = content if options.keep == "copy" else thumbnail(image)
+            if options.keep == "copy":
+                kept = content
+            else:
+                kept = thumbnail(image)
     except DataError as fault:
         raise DataError(f"{name}: {fault}") from fault
     width, height = full_size(image)

@@ -105,7 +105,8 @@ class Audit:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         try:
             self._append(b"")
         except OSError as error:
@@ -132,7 +133,10 @@ class Audit:
             yield
         except BaseException as error:
             known = isinstance(error, RetrievalError)
-            reason = str(error)[:_MAX_TEXT] if known else type(error).__name__
+            if known:
+                reason = str(error)[:_MAX_TEXT]
+            else:
+                reason = type(error).__name__
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
         # The client gets a success even if this line cannot be written.

@@ -101,7 +101,10 @@ def create(
     batch_size = at_least_one("batch_size", batch_size)
     adding = Options(keep, skip_bad, batch_size, limits or Limits())
     if load_named is not None and isinstance(model, str) and _NAME.fullmatch(model):
-        model = Path(model) if Path(model).exists() else load_named(model, plugins=plugins)
+        if Path(model).exists():
+            model = Path(model)
+        else:
+            model = load_named(model, plugins=plugins)
     named = paths_of(sources)
     with showing(progress):
         if isinstance(place, Address):
@@ -160,9 +163,14 @@ def _fill_index(
 ) -> Summary:
     """Add the items of `named` to a new index, build its structure, and close it."""
     with index:
-        store, before = index.store, len(index)
-        added = add_sources(index, named, options, sync=sync, whole=True) if named else Added()
-        name, recall = getattr(index.path, "scheme", ""), None
+        store = index.store
+        before = len(index)
+        if named:
+            added = add_sources(index, named, options, sync=sync, whole=True)
+        else:
+            added = Added()
+        name = getattr(index.path, "scheme", "")
+        recall = None
         if isinstance(store, LocalStore):
             with Meter("indexing", len(index), "items") as meter:
                 store.compact(lambda done, total: meter.reach(done, total, "indexing"))

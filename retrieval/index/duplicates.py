@@ -140,7 +140,8 @@ def _stacked(items: Sequence[Item]) -> dict[str, Floats]:
 
 def _distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Distances:
     """Return the distances (n,) between an item and others, of which `arrays` are the arrays."""
-    vectors, codes = arrays[VECTOR], arrays.get(CODE)
+    vectors = arrays[VECTOR]
+    codes = arrays.get(CODE)
     code = query.arrays.get(CODE)
     return measured(bundle, query.vector, code, vectors, codes, len(vectors))
 
@@ -160,7 +161,8 @@ def _neighbours(
         answers = index.store.propose(queries, count, bundle.sha256, filter=filter)
         unfinished = []
         for row, group in zip(rows, answers, strict=True):
-            item, size = items[row], len(group.items)
+            item = items[row]
+            size = len(group.items)
             distances = group.distances
             if distances is None or not measured_alone(bundle):
                 distances = _distances(bundle, item, group.arrays)
@@ -171,7 +173,8 @@ def _neighbours(
             positions = [position for position in near if group.items[position].id != item.id]
             ids = [group.items[position].id for position in positions]
             neighbours[row] = ids, float(distances[positions].max(initial=0))
-        rows, count = unfinished, 4 * count
+        rows = unfinished
+        count = 4 * count
     return neighbours
 
 

@@ -172,7 +172,10 @@ def _item(table: str, row: dict[str, Any], plan: Plan) -> tuple[Source, Sizes]:
         raise DataError(f"{table} holds vectors of another bundle than the one that {PLAN} names.")
     try:
         metadata = strict_loads(text)
-        where = None if path is None else Path(os.fsdecode(path))
+        if path is None:
+            where = None
+        else:
+            where = Path(os.fsdecode(path))
     except (ValueError, RecursionError, TypeError):
         metadata = None
     if key is None or stamp is None or not isinstance(metadata, dict):
@@ -201,7 +204,8 @@ class Vectors:
                 "A folder of embeddings holds no originals to store. Use keep='reference' or"
                 f" keep='nothing' instead of '{keep}'."
             )
-        self._index, self._keep = index, keep
+        self._index = index
+        self._keep = keep
         self._plans = {
             folder: Plan.complete_in(folder)
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
@@ -247,7 +251,10 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
             " Embed the items with the index's bundle."
         )
     if lacking := [name for name in index.generation.widths if name not in plan.widths]:
-        option = " with --features" if lacking == [FEATURES] else ""
+        if lacking == [FEATURES]:
+            option = " with --features"
+        else:
+            option = ""
         raise DataError(
             f"{folder} has no column '{lacking[0]}', which this index stores for each item. Embed"
             f" the items again{option}."
@@ -282,7 +289,8 @@ class VectorRows:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._plan = folder.absolute(), Plan.complete_in(folder)
+        self._folder = folder.absolute()
+        self._plan = Plan.complete_in(folder)
         self.width = self._plan.widths[VECTOR]
         self.bundle = self._plan.bundle, self._plan.variant
         self._starts = [0]  # number of the first row of each part, followed by that of rows

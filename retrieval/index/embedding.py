@@ -107,10 +107,12 @@ def embed_sources(
     """
     began = time.monotonic()
     pyarrow()
-    batch_size = None if batch_size is None else at_least_one("batch_size", batch_size)
+    if batch_size is not None:
+        batch_size = at_least_one("batch_size", batch_size)
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, variant=variant, device=device)
-    folder, limits = Path(output).absolute(), limits or Limits()
+    folder = Path(output).absolute()
+    limits = limits or Limits()
     widths = widths_of(bundle, features=bundle.features_width if features else None)
     with showing(progress):
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
@@ -388,6 +390,8 @@ def finished_part(folder: Path, plan: Plan, number: int) -> BadItems | None:
             bad: BadItems = note["bad"]
             whole = file.metadata.num_rows + len(bad) == len(plan.rows(number))
             same = (note["plan"], note["part"]) == (_plan_hash(plan), number)
-            return bad if whole and same else None
+            if whole and same:
+                return bad
+            return None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return None

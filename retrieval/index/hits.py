@@ -38,7 +38,10 @@ class Hit(NamedTuple):
     keep: str = "reference"
 
     def __repr__(self) -> str:
-        label = "" if self.label is None else f", label={self.label!r}"
+        if self.label is None:
+            label = ""
+        else:
+            label = f", label={self.label!r}"
         return f"Hit(id={self.id!r}{label}, distance={self.distance:.4f})"
 
 
@@ -75,7 +78,9 @@ class Hits(list[Hit]):
             source: Path | bytes | None = self._original(hit.id) if self._original else None
             if source is None and hit.keep == "reference":
                 source = hit.path
-            return None if source is None else decode(source)
+            if source is None:
+                return None
+            return decode(source)
         except RetrievalError:
             return None
 

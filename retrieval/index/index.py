@@ -81,7 +81,8 @@ class Index:
     ) -> None:
         self.path = path
         self.store = store
-        self._threads, self._device = threads, device
+        self._threads = threads
+        self._device = device
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -124,11 +125,13 @@ class Index:
         with self._lock:
             served = served_of(self.store.generations())
             if served.number != self.generation.number:
-                self.bundle, self.generation = self._bundle_of(served), served
+                self.bundle = self._bundle_of(served)
+                self.generation = served
             return self.bundle
 
     def _bundle_of(self, generation: Generation) -> Bundle:
-        folder, variant = self.store.bundle(generation), generation.variant
+        folder = self.store.bundle(generation)
+        variant = generation.variant
         bundle = Bundle.open(folder, variant=variant, threads=self._threads, device=self._device)
         if bundle.sha256 != generation.bundle:
             raise StoreError(
@@ -260,7 +263,10 @@ class Index:
             query, code = _query_arrays(bundle, encoded)
             rescorer = bundle.manifest.rescorer
             # If the bundle's distance is not the store's, their orders may differ: request more.
-            minimum = k if measured_alone(bundle) else k + MARGIN
+            if measured_alone(bundle):
+                minimum = k
+            else:
+                minimum = k + MARGIN
             count = max(minimum, candidates or (rescorer.candidates if rescorer else 0))
             hits: list[Hits] = []
             try:
@@ -268,9 +274,14 @@ class Index:
                     block = query[start : start + _QUERIES_PER_BLOCK]
                     proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
                     for row, group in enumerate(proposed, start):
-                        query_code = None if code is None else code[row]
+                        if code is None:
+                            query_code = None
+                        else:
+                            query_code = code[row]
                         hits.append(self._ranked(bundle, query[row], query_code, group, k, count))
-                return hits[0] if is_single else hits
+                if is_single:
+                    return hits[0]
+                return hits
             except Superseded:
                 attempts += 1
                 self.follow()
@@ -300,7 +311,10 @@ class Index:
             group = _cut(group, query, count)
         if not group.items:
             return self._hits([], [])
-        codes = None if code is None else group.arrays[CODE]
+        if code is None:
+            codes = None
+        else:
+            codes = group.arrays[CODE]
         hit_count = min(k, len(group.items))
         distances = measured(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
         order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
@@ -471,7 +485,10 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
         StoreError: the index is missing, damaged or of another format.
     """
     if isinstance(place, Path) and kind_of(place) != "index":
-        missing = "" if place.is_dir() else ": there is no such folder"
+        if place.is_dir():
+            missing = ""
+        else:
+            missing = ": there is no such folder"
         raise StoreError(f"{place} is not an index{missing}.{instead(place, 'index')}")
     return store_place(place, plugins).open()
 
@@ -481,16 +498,19 @@ def _query_arrays(bundle: Bundle, queries: Encoded | Array) -> tuple[Floats32, F
 
     NaN and infinity pass; the store refuses them.
     """
-    rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
+    rescores = bundle.manifest.rescorer is not None
+    width = bundle.manifest.vector
     if isinstance(queries, Encoded):
         if queries.bundle not in ("", bundle.sha256):
             raise Superseded(
                 "The queries were encoded with another bundle than the one that the index serves."
                 " Encode them again."
             )
-        query, code = queries.query, queries.code
+        query = queries.query
+        code = queries.code
     else:
-        query, code = np.atleast_2d(np.asarray(queries)), None
+        query = np.atleast_2d(np.asarray(queries))
+        code = None
         if query.dtype.kind not in "fiu":
             raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
     if query.ndim != 2 or query.shape[1] != width:

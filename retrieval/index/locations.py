@@ -20,7 +20,9 @@ PLAN = "embedding.json"
 
 def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
     """Return one or more paths as a list."""
-    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if isinstance(paths, str | os.PathLike):
+        return [paths]
+    return list(paths)
 
 
 def is_table(name: str) -> bool:
@@ -103,7 +105,10 @@ class Source:
         if stamp is None and self.row is None:
             assert self.path is not None  # only embedded items lack a path
             stamp = state_of(self.path)
-        path = None if keep == "nothing" or self.row is not None else self.path
+        if keep == "nothing" or self.row is not None:
+            path = None
+        else:
+            path = self.path
         return Item(self.key, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
 
 

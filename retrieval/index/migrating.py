@@ -35,7 +35,9 @@ from retrieval.store.items import (
 if TYPE_CHECKING:
     from retrieval.index.index import Index
 
-_BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
+_BACKBONE = "backbone.onnx"
+_HEAD = "head.onnx"
+_RESCORER = "rescorer.onnx"
 _ITEMS = 512  # items embedded and written at a time, so a killed process loses at most these
 _ROWS = 4096  # items at a time if only a head runs
 _BATCH = 1024  # batch size of a head
@@ -84,7 +86,10 @@ def migrate(
         BundleError: the bundle takes features, but the index stores none of that width.
         StoreError: the index is read-only or has another writer, or the disk fails.
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    if isinstance(bundle, Bundle):
+        opened = bundle
+    else:
+        opened = Bundle.open(bundle)
     index.follow()
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
@@ -139,9 +144,13 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
     """Embed the items that a generation lacks, then serve it."""
     if generation.state == "served":
         return Migrated(generation, 0)
-    store, source = index.store, index.generation
+    store = index.store
+    source = index.generation
     by_head = FEATURES in source.widths and applies(bundle, index.bundle)
-    embed_items = _by_head if by_head else _by_originals
+    if by_head:
+        embed_items = _by_head
+    else:
+        embed_items = _by_originals
     count = 0
     faults: list[str] = []
     with Meter("embedding", len(index), "items") as meter:
@@ -260,7 +269,8 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     Raises:
         BundleError: the widths differ, or a bundle has changed since it was opened.
     """
-    split, manifest = backbone.manifest.split, head.manifest
+    split = backbone.manifest.split
+    manifest = head.manifest
     width = backbone.features_width
     assert split is not None
     backbone.copy(folder / "backbone")

@@ -122,7 +122,8 @@ class Table:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.name = path, shown(path)
+        self.path = path
+        self.name = shown(path)
         parquet = pyarrow().parquet
         with sentences(path):
             self.schema = parquet.read_schema(path)
@@ -166,12 +167,16 @@ class Table:
         stored = kinds[content]
         if len(getattr(stored, "shape", [1])) == 1:  # not a tensor of several axes
             stored = getattr(stored, "storage_type", stored)
-        element = None if _is_extension(stored) else getattr(stored, "value_type", None)
+        if _is_extension(stored):
+            element = None
+        else:
+            element = getattr(stored, "value_type", None)
         if features and not (element and (types.is_floating(element) or types.is_integer(element))):
             raise DataError(
                 f"{self.name}: '{content}' must be a list of numbers, not {kinds[content]}."
             )
-        self._content, self._is_vector = content, features
+        self._content = content
+        self._is_vector = features
         self._key = next((name for name in ("key", "id") if name in kinds), None)
         self._label = "label" if "label" in kinds else None
         further = [name for name in kinds if name not in {content, self._key, self._label}]
@@ -204,7 +209,8 @@ class Table:
         """Raise a `DataError` if a column of a row group would take too much memory."""
         row_group = self._file.metadata.row_group(group)
         for chunk in map(row_group.column, range(row_group.num_columns)):
-            column, values = chunk.path_in_schema, chunk.num_values
+            column = chunk.path_in_schema
+            values = chunk.num_values
             size = chunk.total_uncompressed_size
             used = any(f"{column}.".startswith(f"{name}.") for name in columns)
             if used and (size > _GROUP_BYTES or values > _GROUP_VALUES):
@@ -224,7 +230,10 @@ class Table:
         """
         problems: list[str] = []
         names = [name for name in (self._key, self._label, *self._metadata) if name]
-        columns = names if self._is_vector else [self._content, *names]
+        if self._is_vector:
+            columns = names
+        else:
+            columns = [self._content, *names]
         for number, batch in self.batches([self._content, *names]):
             features = np.empty((batch.num_rows, 0), np.float32)
             if self._is_vector:
@@ -264,8 +273,14 @@ class Table:
         """Return a row as an item, or its problem: the words that follow "row 3: "."""
         path = cells.get(self._content)
         stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
-        key = cells[self._key] if self._key else path or f"{stem}/{number}"
-        label = cells[self._label] if self._label else None
+        if self._key:
+            key = cells[self._key]
+        else:
+            key = path or f"{stem}/{number}"
+        if self._label:
+            label = cells[self._label]
+        else:
+            label = None
         if not self._is_vector and (not isinstance(path, str) or not path or "\0" in path):
             return "'path' is empty or is not a path"
         if isinstance(key, bool) or not isinstance(key, str | int):
@@ -294,7 +309,9 @@ def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str |
         return str(problem).rstrip(".")
     except RecursionError:
         return "has metadata that nest too deeply"
-    return f"has more than {ITEM_CHARACTERS:,} characters" if length > ITEM_CHARACTERS else None
+    if length > ITEM_CHARACTERS:
+        return f"has more than {ITEM_CHARACTERS:,} characters"
+    return None
 
 
 def label_text(label: str | int | float | None) -> str | None:
@@ -309,10 +326,14 @@ def label_text(label: str | int | float | None) -> str | None:
 def _json_value(value: Any) -> Any:
     """Return a value that JSON can hold: NaN and infinity become `None`, at any depth."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, dict):
         return {name: _json_value(entry) for name, entry in value.items()}
-    return [_json_value(element) for element in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_json_value(element) for element in value]
+    return value
 
 
 def _is_extension(kind: Any) -> bool:

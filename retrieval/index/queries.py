@@ -44,7 +44,10 @@ def encode_queries(
         return queries, False
     if hasattr(queries, "detach") or (isinstance(queries, np.ndarray) and queries.ndim > 2):
         rows = as_list(queries)
-        queries = rows if getattr(queries, "ndim", 0) == 4 or len(rows) != 1 else rows[0]
+        if getattr(queries, "ndim", 0) == 4 or len(rows) != 1:
+            queries = rows
+        else:
+            queries = rows[0]
     if is_image(queries) and (not isinstance(queries, np.ndarray) or _is_pixels(bundle, queries)):
         return bundle.encode_image(queries), True
     if isinstance(queries, np.ndarray):
@@ -106,7 +109,10 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | Array:
         return bundle.encode_each(items, progress=False, name="queries")
     rows = [np.asarray(item) for item in items]
     manifest = bundle.manifest
-    width = manifest.input.shape[0] if manifest.input.kind == "features" else manifest.vector
+    if manifest.input.kind == "features":
+        width = manifest.input.shape[0]
+    else:
+        width = manifest.vector
     for number, row in enumerate(rows):
         if row.shape != (width,):
             numbers = f"{width} numbers, not shape {row.shape}"
@@ -146,4 +152,6 @@ def _is_vector(item: Any) -> bool:
 
 
 def _kind(item: Any) -> str:
-    return "None" if item is None else f"an object of type {type(item).__name__}"
+    if item is None:
+        return "None"
+    return f"an object of type {type(item).__name__}"

@@ -92,7 +92,8 @@ def _place(source: object, kind: str) -> Path:
             "A source to index is the path of a file or a folder, not an object of type"
             f" {type(source).__name__}."
         )
-    text, place = os.fsdecode(source), Path(os.fsdecode(source))
+    text = os.fsdecode(source)
+    place = Path(os.fsdecode(source))
     if not exists(place):
         raise DataError(f"{shown(text)} does not exist.")
     lists_items = is_table(place.name) or place.name.lower().endswith((".csv", ".npz"))
@@ -117,19 +118,27 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
     If `prefix` is True, ids begin with the folder's name.
     """
-    files, root_name = find_images(folder), shown(own_name(folder))
+    files = find_images(folder)
+    root_name = shown(own_name(folder))
     items = []
     # Broken links (`nowhere`) stay in, so that they are reported when they are read.
     for path in sorted([*files.images, *files.nowhere]):
         inside = shown(path.relative_to(folder))
-        label = inside.partition("/")[0] if "/" in inside else root_name
-        key = f"{root_name}/{inside}" if prefix else inside
+        if "/" in inside:
+            label = inside.partition("/")[0]
+        else:
+            label = root_name
+        if prefix:
+            key = f"{root_name}/{inside}"
+        else:
+            key = inside
         items.append(Source(key, label, whole_path(path)))
     return items, files.notes(folder)
 
 
 def _csv(manifest: Path) -> list[Source]:
-    name, folder = shown(manifest), manifest.absolute().parent
+    name = shown(manifest)
+    folder = manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
     problems = table.problems
