@@ -19,7 +19,7 @@ MOST_CORES = 4
 PATIENCE = 30.0
 """Seconds that stopped trainings have to write their checkpoints."""
 TRIES = 3
-"""Number of times that Ray restarts a task whose node or process died."""
+"""Number of times that Ray repeats a task or an item whose node or process died."""
 _SECONDS_TO_CONNECT = 5
 _REASON_CHARACTERS = 300
 
@@ -142,6 +142,8 @@ class RayCluster(Cluster):
             compute=ray.data.ActorPoolStrategy(size=size),
             num_cpus=self.threads,
             num_gpus=int(on_gpu),
+            # Ray Data would retry without end, and an item may itself crash its process.
+            max_task_retries=TRIES,
         )
         try:
             for row in answers.iter_rows():

@@ -20,8 +20,11 @@ from retrieval.errors import DataError, MissingDependency, RetrievalError, Serve
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 """The package that reads a scheme's addresses by fsspec."""
-_STATES = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "updated", "mtime", "created")
-"""What file systems tell of a file that changes with its content, by their names for it."""
+_STATES = ("ETag", "md5Hash", "etag", "blob_id", "LastModified", "updated", "mtime", "created")
+"""What a file system tells of a file that changes with its content, the best first.
+
+One is enough: a listing may tell fewer of them than a request for a single file.
+"""
 _REASON_CHARACTERS = 300
 
 
@@ -116,8 +119,8 @@ def remote_state(path: Path) -> str:
             info = system.info(inner)
     except DataError:
         return "missing"
-    states = [str(info[name]) for name in _STATES if info.get(name) is not None]
-    return " ".join([str(info.get("size")), *states])
+    state = next((info[name] for name in _STATES if info.get(name) is not None), "")
+    return f"{info.get('size')} {state}"
 
 
 def too_many_bytes(name: str, size: int, most: int) -> DataError:

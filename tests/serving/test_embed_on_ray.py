@@ -12,6 +12,8 @@ from retrieval.errors import DataError
 from retrieval.index import embedding
 from retrieval.index.embedding import embed_sources
 
+from retrieval_ray.cluster import RayCluster
+
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
 
@@ -19,7 +21,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not ins
 KINDS = ["Resource", "Future", "Deprecation", "User", "pytest.PytestUnraisableException"]
 pytestmark = [
     pytest.mark.ray,
-    *[pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in KINDS],
+    pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS)),
 ]
 
 
@@ -103,3 +105,14 @@ def test_an_error_on_a_node_is_a_sentence(photos, makers, address, tmp_path, mon
     monkeypatch.setattr(embedding, "installed_version", lambda: "9.9")
     with pytest.raises(DataError, match=r"^Node .* needs version 9\.9 of embedding-retrieval"):
         embed_sources(bundle, photos, tmp_path / "out", ray=address, progress=False)
+
+
+def test_an_item_that_crashes_its_process_ends_the_work(address):
+    def start():
+        return lambda item: os._exit(1) if item == 3 else item
+
+    with (
+        RayCluster(address) as cluster,
+        pytest.raises(DataError, match=r"^The Ray cluster lost its work: .* The same command"),
+    ):
+        list(cluster.map(start, range(6), gpu=False))

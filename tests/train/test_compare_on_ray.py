@@ -13,7 +13,10 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
 # Ray warns of its own future, and leaves files open
 KINDS = ["Resource", "Future", "Deprecation", "pytest.PytestUnraisableException"]
-pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS)),
+]
 
 
 @pytest.fixture
