@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from retrieval.base.arrays import Array, Floats32
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter
+from retrieval.base.remote import address_of
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.sessions import ahead
 from retrieval.errors import DataError, listed
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from retrieval.index.index import Index
 
 _ITEMS_PER_READ = 1000
+_REQUESTS = 16  # photos to fetch at once from a storage, which takes about 30 ms for each
 # Encoded items are written when there are this many, when their originals have this many bytes, or
 # when this many seconds have passed. So a killed process loses little work.
 _ROWS = 4096
@@ -493,7 +495,13 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[_Decoded] = map(decoded, items)
     else:
-        entries = ahead(decoded, items, workers=cores(), most=2 * options.batch_size)
+        items = iter(items)
+        first = list(islice(items, 1))
+        workers = cores()
+        if any(isinstance(original, Path) and address_of(original) for *_, original in first):
+            workers = max(workers, _REQUESTS)
+        every = chain(first, items)
+        entries = ahead(decoded, every, workers=workers, most=2 * options.batch_size)
     failed = False
     while batch := list(islice(entries, options.batch_size)):
         inputs = [inputs for _, fault, inputs in batch if fault is None]

@@ -137,12 +137,7 @@ def compare(
     tables = plan.tables(read, in_process=workers == 1 and ray is None)
     planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, backbone)
-    if against is not None and against not in (*tables, *titles.values()):
-        known = [*tables, *titles.values()]
-        raise DataError(
-            f"against {against}: there is no such contestant.{did_you_mean(against, known)}"
-            f" They are: {', '.join(known)}."
-        )
+    _refuse_unknown(against, [*tables, *titles.values()])
     for tracker in track:
         full_name(read[0].loaded, tracker)
     cluster = None if ray is None else cluster_at("ray", ray, read[0].loaded)
@@ -271,6 +266,14 @@ def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: i
     for option, number, least in limits:
         if number < least:
             raise DataError(f"{option} is {number}, and must be at least {least}.")
+
+
+def _refuse_unknown(against: str | None, contestants: Sequence[str]) -> None:
+    if against is not None and against not in contestants:
+        raise DataError(
+            f"against {against}: there is no such contestant.{did_you_mean(against, contestants)}"
+            f" They are: {', '.join(contestants)}."
+        )
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
