@@ -53,8 +53,9 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         traits as traits,
     )
     from retrieval.host.hookspecs import Factories as Factories, hookimpl as hookimpl
+    from retrieval.images.decoding import decode as decode
     from retrieval.images.image_files import find_images as find_images
-    from retrieval.images.images import Preprocessing as Preprocessing, decode as decode
+    from retrieval.images.preprocessing import Preprocessing as Preprocessing
     from retrieval.model.contracts import (
         Backbone as Backbone,
         BatchSampler as BatchSampler,

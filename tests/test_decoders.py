@@ -22,7 +22,8 @@ import pytest
 import wire
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images.images import Preprocessing, decode, full_size
+from retrieval.images.decoding import decode, full_size
+from retrieval.images.preprocessing import Preprocessing
 
 from retrieval_server.decoding import _ANSWER, Decoders, Undecodable
 

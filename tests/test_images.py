@@ -15,17 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.images.colour import to_mode
+from retrieval.images.conversions import from_array, from_pixels, thumbnail, to_png
+from retrieval.images.decoding import decode
 from retrieval.images.image_files import find_images
-from retrieval.images.images import (
-    Limits,
-    Preprocessing,
-    decode,
-    from_array,
-    from_pixels,
-    thumbnail,
-    to_mode,
-    to_png,
-)
+from retrieval.images.limits import Limits
+from retrieval.images.preprocessing import Preprocessing
 
 from retrieval_server.client.bodies import image_bytes
 
@@ -51,7 +46,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 DECODE = """
 import resource, sys
-from retrieval.images.images import decode
+from retrieval.images.decoding import decode
 from retrieval.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -18,7 +18,7 @@ from retrieval.base.progress import Progress, shown
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
-from retrieval.images.images import decode
+from retrieval.images.decoding import decode
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import build_run

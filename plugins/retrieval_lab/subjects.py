@@ -12,7 +12,9 @@ import numpy as np
 from retrieval.base.arrays import Array
 from retrieval.data.cache import checksum
 from retrieval.data.splits import SIDES, Splits
-from retrieval.images.images import Limits, decode, from_array, read_image
+from retrieval.images.conversions import from_array
+from retrieval.images.decoding import decode, read_image
+from retrieval.images.limits import Limits
 from retrieval.index.locations import Source, Sources
 
 from retrieval_lab.findings import Subject

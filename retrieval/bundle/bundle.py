@@ -31,7 +31,8 @@ from retrieval.bundle.sessions import (
     run_batches,
 )
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
-from retrieval.images.images import ImageLike, as_list, decode, from_pixels, is_image
+from retrieval.images.conversions import ImageLike, as_list, from_pixels, is_image
+from retrieval.images.decoding import decode
 
 
 @dataclass(frozen=True)

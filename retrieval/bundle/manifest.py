@@ -24,7 +24,7 @@ from retrieval.base.strict_json import parse_json, problems_of
 from retrieval.bundle.bundle_folder import FILE as FILE, is_plain, manifest_text, opened_whole
 from retrieval.bundle.probe import Probe
 from retrieval.errors import BundleError
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 
 FORMAT = 1
 _NUMBERS = 1 << 26

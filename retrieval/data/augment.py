@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from retrieval.base.arrays import Floats64, Ints, Pixels
 from retrieval.errors import DataError, RetrievalError
-from retrieval.images.images import to_mode
+from retrieval.images.colour import to_mode
 from retrieval.model.guard import shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.images.images import Preprocessing
+    from retrieval.images.preprocessing import Preprocessing
     from retrieval.model.contracts import Transform
     from retrieval.recipe.read import Recipe
     from retrieval.recipe.tables import Augmentation

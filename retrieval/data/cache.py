@@ -32,7 +32,7 @@ from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.images.images import Preprocessing
+    from retrieval.images.preprocessing import Preprocessing
     from retrieval.model.contracts import Dataset
 
 

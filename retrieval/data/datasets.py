@@ -12,7 +12,8 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Ints
 from retrieval.errors import DataError
-from retrieval.images.images import decode, from_array, full_size
+from retrieval.images.conversions import from_array
+from retrieval.images.decoding import decode, full_size
 from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
-    from retrieval.images.images import Preprocessing
+    from retrieval.images.preprocessing import Preprocessing
 
 FORMAT = "retrieval inputs 1"
 ITEMS = 512

@@ -20,12 +20,12 @@ from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError, PluginError
 from retrieval.host.main_script import refuse_unguarded
-from retrieval.images.images import from_array
+from retrieval.images.conversions import from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.images.images import Preprocessing
+    from retrieval.images.preprocessing import Preprocessing
     from retrieval.model.contracts import BatchSampler, Dataset, Transform
     from retrieval.recipe.tables import Augmentation, Sampler
 

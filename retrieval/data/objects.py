@@ -19,7 +19,8 @@ from retrieval.data.gate import is_missing
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
 from retrieval.host.python_parts import DICTIONARY
-from retrieval.images.images import as_list, channels_last, decode, from_pixels
+from retrieval.images.conversions import as_list, channels_last, from_pixels
+from retrieval.images.decoding import decode
 from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from retrieval.base.files import cache_folder, write_bytes
 from retrieval.base.progress import Meter
 from retrieval.data.cache import files_identity
 from retrieval.errors import DataError
+from retrieval.images.decoding import decode
 from retrieval.images.image_files import ImageFiles
-from retrieval.images.images import decode
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,13 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from retrieval.errors import DataError, MissingDependency
-from retrieval.images.images import as_list, decode, from_pixels, to_mode
+from retrieval.images.colour import to_mode
+from retrieval.images.conversions import as_list, from_pixels
+from retrieval.images.decoding import decode
 from retrieval.model.labels import read_labels
 
 if TYPE_CHECKING:
-    from retrieval.images.images import ImageLike
+    from retrieval.images.conversions import ImageLike
     from retrieval.index.index import Index
     from retrieval.run.open import Run
 

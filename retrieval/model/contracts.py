@@ -23,7 +23,7 @@ from retrieval.base.arrays import Array, Bools, Floats, Floats32, Floats64, Ints
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.images.images import Preprocessing
+    from retrieval.images.preprocessing import Preprocessing
 
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrieval.base.arrays import Floats
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone, Combiner
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from refusals import refusal
 from retrieval.errors import DataError, MissingDependency, RecipeError
 from retrieval.host.plugins import create, load_plugins
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone
 from retrieval.model.model import Model
 from sklearn.datasets import load_sample_images

@@ -14,7 +14,7 @@ from retrieval.data.loading import inputs
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split

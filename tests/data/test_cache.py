@@ -14,7 +14,7 @@ from PIL import Image
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Dataset
 from torch import Tensor
 
@@ -239,7 +239,7 @@ import os, sys, numpy as np, torch
 from pathlib import Path
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 
 pixels = np.random.default_rng(0).integers(0, 256, (4000, 6, 6), dtype=np.uint8)
 features = frozen_features(

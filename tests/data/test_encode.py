@@ -8,7 +8,7 @@ import pytest
 import torch
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import encode
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.model import Model
 from torch import Tensor, nn
 

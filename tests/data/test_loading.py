@@ -16,7 +16,7 @@ from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import RawInputs, TrainBatches, inputs
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.recipe.tables import Augmentation, Sampler
 from torch import Tensor
 from torchvision.transforms import v2

@@ -13,7 +13,7 @@ from retrieval.data.datasets import FileDataset
 from retrieval.data.features import OnnxBackbone, backbone_features, runtime_for
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, PluginError
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.graph import TOLERANCE
 from retrieval.model.model import Model

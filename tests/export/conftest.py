@@ -11,7 +11,8 @@ import torch
 from retrieval.bundle.manifest import Manifest
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
-from retrieval.images.images import Preprocessing, from_array
+from retrieval.images.conversions import from_array
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone, Combiner, Subspace
 from retrieval.model.model import Model, Normalize, build_head
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
 from retrieval.host.plugins import load_plugins
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Augmentation, Sampler
 from sklearn.datasets import load_digits

@@ -24,7 +24,7 @@ from retrieval.bundle.manifest import (
     read_manifest,
     write_manifest,
 )
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from sklearn.datasets import load_digits
 
 from retrieval_engines.testing.small_bundles import save_graph, write_rescorer

@@ -110,7 +110,7 @@ from retrieval.data.loading import RawInputs
 from retrieval.base.cores import cores, default_threads
 from retrieval_server.server import Parts
 from retrieval_server.settings import Settings
-from retrieval.images.images import Preprocessing
+from retrieval.images.preprocessing import Preprocessing
 from retrieval.base.runtime import load_onnxruntime
 from retrieval.bundle.sessions import session_options
 

@@ -126,6 +126,6 @@ print(json.dumps([name for name in sys.modules if name.startswith("retrieval")])
     done = process("-c", script, cwd=tmp_path)
     assert done.code == 0, done.err
     loaded = set(json.loads(done.out.splitlines()[-1]))
-    assert "retrieval.images.images" in loaded  # its recipe says how an image is prepared
+    assert "retrieval.images.preprocessing" in loaded  # its recipe says how an image is prepared
     assert not [name for name in loaded if name.startswith(ROOMS)]
     assert len([name for name in loaded if name.partition(".")[0] == "retrieval"]) <= most

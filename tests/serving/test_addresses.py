@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from retrieval.base import remote
 from retrieval.errors import DataError, MissingDependency, ServerError
-from retrieval.images.images import Limits, decode
+from retrieval.images.decoding import decode
+from retrieval.images.limits import Limits
 from retrieval.index.embedding import embed_sources
 from retrieval.index.index import create_index, open_index
 from retrieval.index.sources import collect

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from retrieval.errors import DataError, ServerError
-from retrieval.images.images import Limits, decode
+from retrieval.images.decoding import decode
+from retrieval.images.limits import Limits
 from retrieval.index.embedding import embed_sources
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")

@@ -1,0 +1,200 @@
+"""Read and decode image files.
+
+Training, indexing and serving must see the same pixels, so no other module decodes images.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from retrieval.base.remote import address_of, read_remote, too_many_bytes
+from retrieval.base.walk import leads_nowhere
+from retrieval.errors import DataError
+from retrieval.images import ignore_pillow_warnings
+from retrieval.images.colour import BITS, SIXTEEN_BITS, check_range, to_srgb
+from retrieval.images.formats import FORMATS, HOW, can_open, format_of
+from retrieval.images.limits import REDUCIBLE, Limits
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ORIENTATION = 0x0112
+_FIRST_TURNED = 5  # orientations from 5 on swap width and height
+_FULL_SIZE = "full_size"
+"""Key of `Image.info` for the size of a file that was decoded at reduced size."""
+_PIECE = 65_536  # bytes to read at a time from a file that grows
+_NOTES = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_TIFF_BITS = 258
+
+
+def decode(
+    data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
+) -> Image.Image:
+    """Decode an image's first frame and rotate it by its EXIF orientation. Thread-safe.
+
+    Args:
+        data: an encoded image's bytes, or the path of its file.
+        limits: limits on the image; its size is checked in the file's header before decoding.
+        name: name of the image in error messages; by default the path, or "the file" for bytes.
+
+    Raises:
+        DataError: the image is missing, too large, of unknown format, or damaged.
+    """
+    limits = limits or Limits()
+    name = name or ("the file" if isinstance(data, bytes) else os.fspath(data))
+    if isinstance(data, bytes):
+        content = data
+    else:
+        content = read_image(data, limits, name)
+    if len(content) > limits.bytes:
+        raise too_many_bytes(name, len(content), limits.bytes)
+    if not content:
+        raise DataError(f"{name} is empty (0 bytes).")
+    format = format_of(content)
+    if format is None:
+        known = ", ".join((*FORMATS, "AVIF", "HEIC"))
+        raise DataError(f"{name} is not an image in a known format ({known}).")
+    if not can_open(format):
+        raise DataError(f"{name} {HOW[format]}")
+    try:
+        return _open(content, format, limits, name)
+    except Warning:  # a filter added after ours turns warnings into errors
+        ignore_pillow_warnings()
+        return _open(content, format, limits, name)
+
+
+def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image:
+    try:
+        image: Image.Image = Image.open(io.BytesIO(content), formats=(format,))
+        size = image.size
+        limits.check_size(name, *size, times=REDUCIBLE if format == "JPEG" else 1)
+        if size[0] * size[1] > limits.pixels:  # pixels that libjpeg skips take no memory
+            image.draft(None, (size[0] // 2, size[1] // 2))
+        image.load()
+        orientation = _orientation(image)
+        image = _restore_bit_depth(image, content, format)
+        check_range(image, name)
+        image = to_srgb(image)
+        if orientation in _UPRIGHT:
+            upright = image.transpose(_UPRIGHT[orientation])
+        else:
+            upright = image
+        if image.size != size:
+            upright.info[_FULL_SIZE] = size[::-1] if orientation >= _FIRST_TURNED else size
+        return upright
+    except (DataError, Warning):
+        raise
+    except MemoryError:
+        fault = "needs more memory for decoding than is allowed. Save it smaller."
+    except Image.DecompressionBombError:
+        fault = f"has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
+    except UnidentifiedImageError:
+        fault = f"is damaged and cannot be decoded: it cannot be read as {format}."
+    except Exception as error:  # Pillow's decoders raise many kinds of exceptions
+        # Pillow refuses a PNG with more than 1 MiB of text or profile, which pixels do not need.
+        if format == "PNG" and len(plain := _without_notes(content)) < len(content):
+            return _open(plain, format, limits, name)
+        reason = str(error).rstrip(".")
+        raise DataError(f"{name} is damaged and cannot be decoded: {reason}.") from error
+    raise DataError(f"{name} {fault}")
+
+
+def _without_notes(content: bytes) -> bytes:
+    """Return a PNG without its texts and colour profile."""
+    chunks = [content[:8]]
+    start = 8
+    while start + 8 <= len(content):
+        size, kind = struct.unpack_from(">I4s", content, start)
+        end = start + 12 + size
+        if kind not in _NOTES:
+            chunks.append(content[start:end])
+        start = end
+    return b"".join(chunks)
+
+
+def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image.Image:
+    """Correct an image where Pillow's mode hides the file's bits per sample.
+
+    Pillow opens 16-bit PGM in mode I, which has no range, and 12-bit TIFF in a 16-bit mode. It
+    scales PNG pixels to 8 bits, but not the transparent value.
+    """
+    if format == "PPM" and image.mode == "I":
+        return image.convert("I;16")
+    if format == "TIFF":
+        bits = set(image.tag_v2.get(_TIFF_BITS, ()))  # type: ignore[attr-defined]
+        if bits == {12} and image.mode in SIXTEEN_BITS:
+            return Image.fromarray(np.asarray(image, np.uint16) << 4)
+    elif format == "PNG":
+        bits = {content[24]}  # in the header, the first chunk
+        if image.mode == "I":  # 16-bit grey in Pillow before 11
+            image = image.convert("I;16")
+        key = image.info.get("transparency")
+        if key is not None and image.mode == "L" and bits & {2, 4}:
+            image.info["transparency"] = key * (85 if bits == {2} else 17)
+        elif key is not None and image.mode == "RGB" and bits == {16}:
+            image.info["transparency"] = tuple(value >> 8 for value in key)
+    else:
+        return image
+    if bits == {16} and image.mode not in SIXTEEN_BITS:
+        image.info[BITS] = 16
+    return image
+
+
+def full_size(image: Image.Image) -> tuple[int, int]:
+    """Return the width and height of the file that `decode` read, rotated but not reduced."""
+    size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
+    return size
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, or 1 if it is missing or unreadable."""
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Warning:
+        raise
+    except Exception:  # broken metadata must not prevent decoding
+        return 1
+
+
+def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
+    """Return a regular file's content; a file that grows meanwhile is read up to about the limit.
+
+    Raises:
+        DataError: the file cannot be read, is not a regular file, or is too large.
+        ServerError, MissingDependency: `path` stands for an address, which cannot be read.
+    """
+    if address_of(path):
+        return read_remote(path, name, limits.bytes)
+    try:
+        status = Path(path).stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise DataError(f"{name} is a folder, not an image.")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might never end
+            raise DataError(f"{name} is not a regular file.")
+        if (size := status.st_size) > limits.bytes:
+            raise too_many_bytes(name, size, limits.bytes)
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
+            # `file.read(limits.bytes)` would allocate that much memory for every file.
+            content = file.read(size + 1)
+            while len(content) <= limits.bytes and (more := file.read(_PIECE)):
+                content += more
+            return content
+    except OSError as error:
+        if leads_nowhere(Path(path)):
+            raise DataError(f"{name} is a link that leads nowhere.") from error
+        raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # a null character in the name
+        raise DataError(f"{name!r} cannot be read: {error}.") from error
