@@ -20,7 +20,7 @@ from retrieval.base.runtime import load_faiss
 from retrieval.base.stages import TRAIL, Trail, stage
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits
 from starlette.requests import ClientDisconnect
 
 from retrieval_server.decoding import Decoded, Decoders, Kind, Undecodable

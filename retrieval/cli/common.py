@@ -132,7 +132,7 @@ def limited(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
     @wraps(function)
     def call(max_pixels: int, max_bytes: int, **arguments: Any) -> Any:
-        from retrieval.images.limits import Limits
+        from retrieval.images.decoding import Limits
 
         return function(limits=Limits(max_pixels, max_bytes), **arguments)
 

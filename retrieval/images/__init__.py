@@ -1,4 +1,4 @@
-"""Images: formats, limits, decoding, colours, preprocessing, and finding them below a folder."""
+"""Images: formats, decoding, colours, preprocessing, and finding them below a folder."""
 
 import warnings
 

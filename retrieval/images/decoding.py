@@ -9,6 +9,7 @@ import io
 import os
 import stat
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from retrieval.errors import DataError
 from retrieval.images import ignore_pillow_warnings
 from retrieval.images.colour import BITS, SIXTEEN_BITS, check_range, to_srgb
 from retrieval.images.formats import FORMATS, HOW, can_open, format_of
-from retrieval.images.limits import REDUCIBLE, Limits
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,6 +38,52 @@ _FULL_SIZE = "full_size"
 _PIECE = 65_536  # bytes to read at a time from a file that grows
 _NOTES = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _TIFF_BITS = 258
+
+
+REDUCIBLE = 4
+"""A JPEG of up to this many times `Limits.pixels` is accepted, and decoded at half its size."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on images to decode.
+
+    Attributes:
+        pixels: largest width × height. A JPEG with up to four times as many pixels, such as a
+            phone's photo of 48 megapixels, is decoded at half its width and height.
+        bytes: largest file size in bytes.
+        side: largest width or height in pixels.
+        aspect: largest ratio of the longer to the shorter side.
+    """
+
+    pixels: int = 25_000_000
+    bytes: int = 20_000_000
+    side: int = 20_000
+    aspect: int = 1_000
+
+    @property
+    def memory(self) -> int:
+        """Memory limit in bytes for decoding one image, from measurements of the largest images."""
+        return 64_000_000 + 24 * self.pixels
+
+    def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
+        """Check the size of an image, which may have up to `times` × `pixels` pixels.
+
+        Raises:
+            DataError: the image has too many pixels or a side that is too long.
+        """
+        longer = max(width, height)
+        shorter = max(1, min(width, height))
+        beyond = f"{name} has {width} × {height} pixels; the limit is"
+        if width * height > times * self.pixels:
+            advice = "Save it smaller, or raise the limit on pixels."
+            raise DataError(f"{beyond} {self.pixels:,}. {advice}")
+        if longer > self.side:
+            raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
+        if longer > self.aspect * shorter:
+            raise DataError(
+                f"{beyond} {self.aspect:,} for the ratio of its sides. Crop or split it."
+            )
 
 
 def decode(

@@ -19,7 +19,7 @@ from retrieval.base.runtime import Device
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import Encoder
 from retrieval.errors import DataError, StoreError, at_least_one
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_sources
 from retrieval.index.locations import paths_of
 from retrieval.store.address import Address, place_of

@@ -27,7 +27,7 @@ from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.cluster import cluster_at, refuse_node
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits
 from retrieval.index.adding import Options, Result, embed, refuse_twice
 from retrieval.index.embedded import BAD, SIZES, Plan, part_file, schema_of
 from retrieval.index.locations import PLAN, Source, Sources, digest_of, paths_of, shown

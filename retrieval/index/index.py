@@ -18,7 +18,7 @@ from retrieval.base.stages import stage
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.merging import measured, measured_alone, merged
 from retrieval.errors import DataError, StoreError, at_least_one
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.index.creating import create
 from retrieval.index.duplicates import duplicates

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images.decoding import decode
+from retrieval.images.decoding import Limits, decode
 from retrieval.images.formats import FORMATS, can_open, format_of
-from retrieval.images.limits import Limits
 from retrieval.images.preprocessing import Preprocessing
 
 from retrieval_server.decoding import Decoders

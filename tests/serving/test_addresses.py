@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from retrieval.base import remote
 from retrieval.errors import DataError, MissingDependency, ServerError
-from retrieval.images.decoding import decode
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits, decode
 from retrieval.index.embedding import embed_sources
 from retrieval.index.index import create_index, open_index
 from retrieval.index.sources import collect

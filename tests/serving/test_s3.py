@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from retrieval.errors import DataError, ServerError
-from retrieval.images.decoding import decode
-from retrieval.images.limits import Limits
+from retrieval.images.decoding import Limits, decode
 from retrieval.index.embedding import embed_sources
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
