@@ -19,5 +19,8 @@ Floats = NDArray[np.floating[Any]]
 
 def as_rows(features: Any) -> Floats32:
     """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
-    rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
+    if hasattr(features, "detach"):
+        rows = features.detach().cpu().numpy()
+    else:
+        rows = features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))

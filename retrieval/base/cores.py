@@ -16,7 +16,9 @@ def cores(root: Path = Path("/")) -> int:
 def default_threads() -> int:
     """Return `OMP_NUM_THREADS` if it is set, otherwise the number of cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(setting) if setting.isdecimal() and int(setting) > 0 else cores()
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
+    return cores()
 
 
 def limit_threads(root: Path = Path("/")) -> None:
@@ -67,5 +69,7 @@ def _limit(folder: Path) -> float:
         with suppress(OSError, ValueError, ZeroDivisionError):  # "max" means no limit
             text = " ".join((folder / name).read_text(encoding="utf-8") for name in files)
             quota, period = map(int, text.split()[:2])
-            return quota / period if quota > 0 else math.inf
+            if quota > 0:
+                return quota / period
+            return math.inf
     return math.inf

@@ -83,7 +83,10 @@ class CsvTable:
             self.rows.append((line, dict(zip(self.columns, map(_plain, values), strict=True))))
             return
         ends = len(values) > len(self.columns) and not values[-1].strip()
-        comma = "ends with a comma, so that it " if ends else ""
+        if ends:
+            comma = "ends with a comma, so that it "
+        else:
+            comma = ""
         count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
         self.problems.append(
             (line, f"it {comma}has {count}; the header names {len(self.columns)} columns.")
@@ -108,7 +111,10 @@ class CsvTable:
                 kept.append((line, row))
         self.rows = kept
         for cause, lines in strange.items():
-            also = f" (and {len(lines) - 1:,} more lines)" if len(lines) > 1 else ""
+            if len(lines) > 1:
+                also = f" (and {len(lines) - 1:,} more lines)"
+            else:
+                also = ""
             self.problems.append((lines[0], f"{cause}{also}"))
 
 
@@ -133,7 +139,9 @@ def _harmless(cell: Any) -> Any:
 def _plain(cell: str) -> str:
     """Return a cell without the blanks around it and the apostrophe of `csv_text`."""
     cell = cell.strip()
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+    if cell.startswith("'") and _FORMULA.match(cell):
+        return cell[1:]
+    return cell
 
 
 def _unreadable_path(path: str) -> str:
@@ -151,7 +159,9 @@ def _unreadable_path(path: str) -> str:
 def _slashes(path: str, root: Path) -> str:
     """Return a path with slashes for backslashes, unless a file exists at the path as given."""
     converts = "\\" in path and not os.path.exists(root / path)  # noqa: PTH110
-    return path.replace("\\", "/") if converts else path
+    if converts:
+        return path.replace("\\", "/")
+    return path
 
 
 def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
@@ -174,7 +184,10 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
     for column in required:
         if column not in names:
             close = difflib.get_close_matches(column, names, n=1)
-            rename = f" Rename '{close[0]}'." if close else ""
+            if close:
+                rename = f" Rename '{close[0]}'."
+            else:
+                rename = ""
             problems.append(f"the header has no column '{column}' (it has: {present}).{rename}")
     problems += [
         f"the header names '{column}' twice."

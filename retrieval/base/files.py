@@ -26,7 +26,9 @@ def cache_folder() -> Path:
     import platformdirs
 
     chosen = os.environ.get("RETRIEVAL_CACHE")
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("retrieval"))
+    if chosen:
+        return Path(chosen)
+    return Path(platformdirs.user_cache_dir("retrieval"))
 
 
 @contextlib.contextmanager
@@ -251,7 +253,10 @@ def _clear(parent: Path, pattern: str) -> None:
         with contextlib.suppress(OSError):
             status = (parent / name).lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            handle = _locked(parent / name / _LOCK, wait=False) if ours else None
+            if ours:
+                handle = _locked(parent / name / _LOCK, wait=False)
+            else:
+                handle = None
             if handle is not None:
                 _remove(parent / name)
             _close(handle)

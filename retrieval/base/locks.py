@@ -109,9 +109,15 @@ def _is_at(path: Path, handle: int) -> bool:
 
 def _write_holder(handle: int) -> None:
     """Describe this process in the lock file, for error messages of other processes."""
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
+    if sys.argv:
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200]
+    else:
+        command = ""
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    shown = f" ({command})" if command else ""
+    if command:
+        shown = f" ({command})"
+    else:
+        shown = ""
     holder = f"process {os.getpid()} on {socket.gethostname()}{shown}, since {since},"
     with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
@@ -128,4 +134,6 @@ def _holder(path: Path) -> str:
 def _reason(fault: OSError) -> str:
     if fault.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full (or a quota is reached). Free some space and try again"
-    return f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault.strerror or fault)
+    if fault.filename:
+        return f"{fault.filename}: {fault.strerror}"
+    return str(fault.strerror or fault)

@@ -46,7 +46,10 @@ class FileMap(mmap.mmap):
 
     def __new__(cls, file: IO[bytes], last_words: str = "") -> FileMap:
         """Map a file for reading; with `last_words`, writing changes memory only."""
-        access = mmap.ACCESS_COPY if last_words else mmap.ACCESS_READ
+        if last_words:
+            access = mmap.ACCESS_COPY
+        else:
+            access = mmap.ACCESS_READ
         return super().__new__(cls, file.fileno(), 0, access=access)
 
     def __init__(self, file: IO[bytes], last_words: str = "") -> None:

@@ -51,13 +51,14 @@ def instead(path: Path, kind: Kind) -> str:
     """
     actual = kind_of(path)
     inside = path / kind
-    what = f"an {actual}" if actual == "index" else f"a {actual}"
+    if actual == "index":
+        what = f"an {actual}"
+    else:
+        what = f"a {actual}"
     if kind_of(inside) == kind:
-        return (
-            f" It is {what}; the {kind} in it is {inside}."
-            if actual
-            else f" The {kind} in it is {inside}."
-        )
+        if actual:
+            return f" It is {what}; the {kind} in it is {inside}."
+        return f" The {kind} in it is {inside}."
     if actual is None or actual == kind:
         return f" {_ADVICE[kind]}"
     return f" It is {what}. {_INSTEAD[actual, kind].format(shlex.quote(str(path)))}"

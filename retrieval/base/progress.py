@@ -72,11 +72,16 @@ class Meter:
     def __init__(
         self, what: str, total: int, unit: str, *, done: int = 0, show: bool = True
     ) -> None:
-        self._what, self._total, self._unit = what, total, unit
+        self._what = what
+        self._total = total
+        self._unit = unit
         self._before = self._done = done
         self._began = self._last_line = time.monotonic()
         self._bar: Any = None
-        shows = _progress.get() if show else False
+        if show:
+            shows = _progress.get()
+        else:
+            shows = False
         self._tell = shows if callable(shows) else None
         self._shows = shows is True
         self._lines = self._shows and not (_is_terminal() or _in_notebook())
@@ -136,7 +141,8 @@ class Meter:
 
     def reach(self, done: int, total: int, what: str) -> None:
         """Set the progress to `done` of `total`, and the name of the work."""
-        self._what, self._total = what, total
+        self._what = what
+        self._total = total
         if self._bar is not None:
             self._bar.total = total
             if (widgets := getattr(self._bar, "container", None)) is not None:

@@ -31,17 +31,23 @@ _REASON_CHARACTERS = 300
 def address_of(path: str | os.PathLike[str]) -> str | None:
     """Return the address that a path stands for, or `None` for the path of a local file."""
     match = _ADDRESS.fullmatch(os.fsdecode(path))
-    return None if match is None else f"{match[1]}://{match[2]}"
+    if match is None:
+        return None
+    return f"{match[1]}://{match[2]}"
 
 
 def whole_path(path: Path) -> Path:
     """Return the absolute path of a local file; an address stays."""
-    return path if address_of(path) else path.absolute()
+    if address_of(path):
+        return path
+    return path.absolute()
 
 
 def path_in(folder: Path, text: str) -> Path:
     """Return the path that a table in a folder names: an address, or a path below the folder."""
-    return Path(text) if address_of(text) else folder / text
+    if address_of(text):
+        return Path(text)
+    return folder / text
 
 
 @cache
@@ -58,7 +64,10 @@ def unreadable(scheme: str) -> str:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
-        how = f"Install it with: pip install {package}" if package else _reason(error)
+        if package:
+            how = f"Install it with: pip install {package}"
+        else:
+            how = _reason(error)
         return f"Photos at {scheme}:// need {package or 'a package that is missing'}. {how}"
     except ValueError:
         return f"fsspec reads no photos at {scheme}://. Copy the files, or mount the storage."

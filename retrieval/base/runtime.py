@@ -79,7 +79,9 @@ def nvidia_smi(*options: str) -> str:
         done = subprocess.run([program, *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout
+    return ""
 
 
 @functools.cache
@@ -141,7 +143,9 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
             "This ONNX Runtime was built without CUDA. Install the one for GPUs: pip uninstall -y"
             " onnxruntime && pip install 'embedding-retrieval[gpu]'"
         )
-    return ["cuda", "cpu"] if has_cuda and device != "cpu" else ["cpu"]
+    if has_cuda and device != "cpu":
+        return ["cuda", "cpu"]
+    return ["cpu"]
 
 
 def start_session(

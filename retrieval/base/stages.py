@@ -30,7 +30,9 @@ class Trail:
     __slots__ = ("batches", "has_left", "id", "inside", "reason", "seconds")
 
     def __init__(self, id: str = "", has_left: Callable[[], bool] = bool) -> None:
-        self.id, self.has_left, self.reason = id, has_left, ""
+        self.id = id
+        self.has_left = has_left
+        self.reason = ""
         self.seconds: dict[str, float] = {}
         self.batches: list[tuple[str, int]] = []
         self.inside = 0.0
@@ -55,12 +57,15 @@ class stage:
     __slots__ = ("_began", "_count", "_name", "_outer", "_trail")
 
     def __init__(self, name: str, count: int = 1) -> None:
-        self._name, self._count = name, count
+        self._name = name
+        self._count = count
 
     def __enter__(self) -> None:
-        self._trail, self._began = TRAIL.get(), perf_counter()
+        self._trail = TRAIL.get()
+        self._began = perf_counter()
         if self._trail is not None:
-            self._outer, self._trail.inside = self._trail.inside, 0.0
+            self._outer = self._trail.inside
+            self._trail.inside = 0.0
 
     def __exit__(self, *_: object) -> None:
         if self._trail is not None:

@@ -83,7 +83,9 @@ def _fast_object(text: bytes) -> dict[str, Any] | None:
         content = from_json(text)
     except ValueError:
         return None
-    return content if isinstance(content, dict) and text.count(b":") == len(content) else None
+    if isinstance(content, dict) and text.count(b":") == len(content):
+        return content
+    return None
 
 
 def _nests_too_deeply(text: str) -> bool:

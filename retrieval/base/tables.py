@@ -30,7 +30,9 @@ def html_table(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> str:
     ]
     table = "".join(f"<tr>{line}</tr>" for line in lines)
     text = escape(printable("\n".join(below)))
-    return f"<table>{table}</table><pre>{text}</pre>" if below else f"<table>{table}</table>"
+    if below:
+        return f"<table>{table}</table><pre>{text}</pre>"
+    return f"<table>{table}</table>"
 
 
 def html_hits(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) -> str:

@@ -70,7 +70,8 @@ class Address:
                 "A search server cannot be opened as an index. Search it with"
                 " retrieval.client.Client(URL).search(…), and add to it with 'retrieval push'."
             )
-        scheme, rest = match[1], match[2]
+        scheme = match[1]
+        rest = match[2]
         _refuse_secrets(scheme, rest)
         where, _, query = rest.partition("?")
         if not text.isprintable():
@@ -78,7 +79,8 @@ class Address:
         authority, slash, path = where.partition("/")
         try:
             parts = urlsplit(f"//{authority}")
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError as fault:
             raise StoreError(f"{text} is not an address: {fault}.") from None
         if "#" in where:
@@ -138,7 +140,10 @@ def _refuse_secrets(scheme: str, rest: str) -> None:
 def _options(text: str, query: str) -> dict[str, Any]:
     """Parse the query string of an address: numbers, true, false, null and text."""
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+        if query:
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+        else:
+            pairs = []
     except ValueError:
         raise StoreError(f"{text}: write the options after '?' as name=value&name=value.") from None
     options: dict[str, Any] = {}
@@ -156,4 +161,6 @@ def _options(text: str, query: str) -> dict[str, Any]:
 def index_name(path: str) -> str:
     """Return the name of an index's folder, or "index" if a URL cannot hold it."""
     name = Path(path.partition("?")[0]).absolute().name.removesuffix(".index")
-    return name if INDEX_NAME.fullmatch(name) else "index"
+    if INDEX_NAME.fullmatch(name):
+        return name
+    return "index"

@@ -43,14 +43,18 @@ def _built_in() -> dict[str, Factory]:
 def short_name(name: str) -> str:
     """Return the name that an index stores: `core.flat` becomes `flat`, `PLUGIN.name` stays."""
     short = name.removeprefix(f"{BUILT_IN}.")
-    return short if short in _built_in() else name
+    if short in _built_in():
+        return short
+    return name
 
 
 def choose(count: int, width: int) -> str:
     """Return the back end that `auto` chooses for `count` vectors of `width` numbers."""
     if count * width <= FLAT_NUMBERS:
         return "flat"
-    return "hnsw" if count <= HNSW_VECTORS else "ivf"
+    if count <= HNSW_VECTORS:
+        return "hnsw"
+    return "ivf"
 
 
 def make_backend(

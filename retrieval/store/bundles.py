@@ -97,7 +97,9 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Remove owner, mode and time from a tar entry, so that equal bundles give equal pieces."""
     info.mtime = info.uid = info.gid = 0
-    info.mode, info.uname, info.gname = 0o644, "", ""
+    info.mode = 0o644
+    info.uname = ""
+    info.gname = ""
     return info
 
 
@@ -106,7 +108,10 @@ def _unpack(packed: IO[bytes], folder: Path) -> bool:
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for count, info in enumerate(tar):
-                content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
+                if info.isreg() and not info.issparse():
+                    content = tar.extractfile(info)
+                else:
+                    content = None
                 if content is None or count >= _MAX_FILES or not is_plain(info.name):
                     return False
                 with (folder / info.name).open("xb") as file:

@@ -46,7 +46,9 @@ _OUT_OF_MEMORY = re.compile("out.of.memory|alloc fail|cudaMalloc|memory allocati
 def gpus_found() -> int:
     """Return the number of GPUs that FAISS can use; 0 if it was built without GPU support."""
     faiss = load_faiss()
-    return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
+    if hasattr(faiss, "StandardGpuResources"):
+        return int(faiss.get_num_gpus())
+    return 0
 
 
 @cache
@@ -174,7 +176,8 @@ class FaissBackend(IndexBackend):
 
     def load(self, path: Path, vectors: Floats32) -> None:
         """Read the index and copy it to a GPU if possible; see `IndexBackend`."""
-        faiss, index = load_faiss(), self._read(path)
+        faiss = load_faiss()
+        index = self._read(path)
         if (index.ntotal, index.d) != vectors.shape:
             count, width = vectors.shape
             raise StoreError(
@@ -265,7 +268,9 @@ class Hnsw(FaissBackend):
         ef_search: Annotated[int, Field(ge=1, le=65536)] = 64,
     ) -> None:
         super().__init__()
-        self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
+        self.m = m
+        self.ef_construction = ef_construction
+        self.ef_search = ef_search
         self._copies = self._originals = np.empty(0, np.int64)
         self._copies_of: dict[int, list[int]] = {}
 
@@ -285,7 +290,9 @@ class Hnsw(FaissBackend):
             rows: (n,), row of each vector of the graph, ascending.
             originals: (N,), see `originals_of`.
         """
-        faiss, hnsw, count = load_faiss(), self._index.hnsw, len(originals)
+        faiss = load_faiss()
+        hnsw = self._index.hnsw
+        count = len(originals)
         levels = np.ones(count, np.int32)
         levels[rows] = faiss.vector_to_array(hnsw.levels)
         sizes = faiss.vector_to_array(hnsw.cum_nneighbor_per_level)[levels]
@@ -302,7 +309,8 @@ class Hnsw(FaissBackend):
 
     def _empty(self, count: int, width: int) -> Any:
         index = getattr(load_faiss(), self.kinds[0])(width, self.m)
-        index.hnsw.efConstruction, index.hnsw.efSearch = self.ef_construction, self.ef_search
+        index.hnsw.efConstruction = self.ef_construction
+        index.hnsw.efSearch = self.ef_search
         return index
 
     def _prepare(self, index: Any, vectors: Floats32) -> None:
@@ -318,8 +326,10 @@ class Hnsw(FaissBackend):
         view = faiss.MaybeOwnedVectorUInt8.create_view(
             faiss.swig_ptr(content), len(content), no_owner
         )
-        self._storage.codes, self._storage.ntotal = view, len(vectors)
-        index.storage, index.own_fields = self._storage, False
+        self._storage.codes = view
+        self._storage.ntotal = len(vectors)
+        index.storage = self._storage
+        index.own_fields = False
         index.hnsw.efSearch = self.ef_search
         if getattr(index, "base_level_only", False):
             return  # a graph of a GPU, which has no copies
@@ -391,16 +401,20 @@ class Cagra(Hnsw):
             super().build(vectors, report)
             return
         faiss = load_faiss()
-        index, config = faiss.IndexHNSWCagra(), faiss.GpuIndexCagraConfig()
+        index = faiss.IndexHNSWCagra()
+        config = faiss.GpuIndexCagraConfig()
         links = max(self.degree, min(2 * self.degree, self.ef_construction))
-        config.device, config.build_algo = 0, faiss.graph_build_algo_NN_DESCENT
-        config.graph_degree, config.intermediate_graph_degree = self.degree, links
+        config.device = 0
+        config.build_algo = faiss.graph_build_algo_NN_DESCENT
+        config.graph_degree = self.degree
+        config.intermediate_graph_degree = links
         try:
             with on_the_gpu(*vectors.shape):
                 width = vectors.shape[1]
                 graph = faiss.GpuIndexCagra(_gpu_memory(), width, faiss.METRIC_L2, config)
                 graph.train(np.ascontiguousarray(vectors))
-                index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRY_POINTS
+                index.base_level_only = True
+                index.num_base_level_search_entrypoints = _ENTRY_POINTS
                 index.hnsw.efSearch = self.ef_search
                 graph.copyTo(index)
         except StoreError as fault:
@@ -425,7 +439,8 @@ class ListsBackend(FaissBackend):
 
     def __init__(self, lists: NonNegativeInt = 0, probes: NonNegativeInt = 0) -> None:
         super().__init__()
-        self.lists, self.probes = lists, probes
+        self.lists = lists
+        self.probes = probes
 
     def _lists_of(self, count: int) -> int:
         """Return the number of lists for `count` vectors.
@@ -496,11 +511,15 @@ class IvfPq(ListsBackend):
         expand: Expand = 8,
     ) -> None:
         super().__init__(lists, probes)
-        self.bytes, self.expand = bytes, expand
+        self.bytes = bytes
+        self.expand = expand
 
     def _empty(self, count: int, width: int) -> Any:
         parts = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
-        bits = 8 if count >= 39 * 256 else 4
+        if count >= 39 * 256:
+            bits = 8
+        else:
+            bits = 4
         # "np" skips polysemous training, which is slow and of no use to these searches.
         index = load_faiss().index_factory(width, f"IVF{self._lists_of(count)},PQ{parts}x{bits}np")
         index.pq.cp.min_points_per_centroid = 1

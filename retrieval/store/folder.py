@@ -114,7 +114,10 @@ def create_local(
                     add_generation(connection, fresh, bundle, widths, "served")
                 record.checkpoint()
     except (OSError, apsw.Error, StoreError) as fault:
-        cause = fault.__cause__ if isinstance(fault, StoreError) else fault
+        if isinstance(fault, StoreError):
+            cause = fault.__cause__
+        else:
+            cause = fault
         if not isinstance(cause, OSError | apsw.Error):
             raise
         raise StoreError(f"The index {folder} cannot be written: {reason(cause)}") from cause
@@ -243,7 +246,10 @@ def _without_vectors(connection: apsw.Connection, generation: Generation, rows: 
     """Return the number of items that should have vectors in a generation and have none."""
     g = generation.number
     served = generation.state == "served"
-    upto = last_number(connection) if served else upto_of(connection, g)
+    if served:
+        upto = last_number(connection)
+    else:
+        upto = upto_of(connection, g)
     sql = "select n from items where n <= ? and n not in (select n from left_out where g = ?)"
     numbers = np.array([n for (n,) in ask(connection, sql, (upto, g))], np.int64)
     return int(np.count_nonzero(rows.runs.rows_of(numbers) < 0))
@@ -294,7 +300,10 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (OSError, apsw.Error) as fault:
-        path = fault.filename if isinstance(fault, OSError) else None
+        if isinstance(fault, OSError):
+            path = fault.filename
+        else:
+            path = None
         if Path(path or folder).is_relative_to(folder) and not no_room(fault):
             raise  # an error of the index that is copied
         raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault

@@ -27,7 +27,9 @@ Keep = Literal["reference", "copy", "thumbnail", "nothing"]
 "reference" keeps its path, "copy" all its bytes, "thumbnail" a small JPEG.
 """
 
-VECTOR, CODE, FEATURES = "vector", "code", "features"
+VECTOR = "vector"
+CODE = "code"
+FEATURES = "features"
 
 ID_CHARACTERS = 1000
 TEXT_BYTES = 1_000_000
@@ -114,7 +116,10 @@ def _merged(value: Any, patch: Any) -> Any:
     """Apply a merge patch (RFC 7396): objects are merged, and null removes an entry."""
     if not isinstance(patch, Mapping):
         return patch
-    content = dict(value) if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        content = dict(value)
+    else:
+        content = {}
     for name, entry in patch.items():
         if entry is None:
             content.pop(name, None)
@@ -197,7 +202,10 @@ def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
             None if the index does not store them.
     """
     manifest = bundle.manifest
-    codes = {CODE: manifest.code} if bundle.has_code and manifest.code else {}
+    if bundle.has_code and manifest.code:
+        codes = {CODE: manifest.code}
+    else:
+        codes = {}
     return {VECTOR: manifest.vector, **codes, **({FEATURES: features} if features else {})}
 
 
@@ -221,7 +229,9 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     Raises:
         DataError: some items are invalid; the message names each of them.
     """
-    problems, texts, seen = [], [], set()
+    problems = []
+    texts = []
+    seen = set()
     faulty = {name: width for name, width in widths.items() if not _are_valid(items, name, width)}
     for number, item in enumerate(items):
         text, faults = _problems(item, faulty)
@@ -231,7 +241,8 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
             if item.id in seen:
                 faults.append("repeats the id of an earlier item of this call")
             seen.add(item.id)
-            name = f"{name} ({printable(item.id)[:80]!r})" if faults else name
+            if faults:
+                name = f"{name} ({printable(item.id)[:80]!r})"
         problems += [f"{name} {fault}." for fault in faults]
     if problems:
         raise DataError(listed("The list of items", problems))
@@ -246,7 +257,8 @@ def check_embedded(
 ) -> None:
     """Raise a `DataError` unless items are valid and, with those left out, are the pending ones."""
     checked(items, widths)
-    embedded, expected = {item.id for item in items}, set(pending)
+    embedded = {item.id for item in items}
+    expected = set(pending)
     faults = [f"{id} was not pending." for id in sorted(embedded - expected)]
     missing = expected - embedded - set(left_out)
     faults += [f"{id} is neither embedded nor left out." for id in sorted(missing)]
@@ -283,7 +295,9 @@ def own(value: Any) -> Any:
             if isinstance(entry, _CONTAINERS):
                 copy[name] = own(entry)
         return copy
-    return [own(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [own(entry) for entry in value]
+    return value
 
 
 def check_id(id: object) -> str | None:
@@ -292,7 +306,9 @@ def check_id(id: object) -> str | None:
         return "has no id: an id is text of at least one character"
     if len(id) > ID_CHARACTERS:
         return f"has an id of {len(id):,} characters; {ID_CHARACTERS:,} are allowed"
-    return f"has an id that {fault}" if (fault := _text_fault(id)) else None
+    if fault := _text_fault(id):
+        return f"has an id that {fault}"
+    return None
 
 
 def usable(ids: Iterable[object]) -> list[str]:
@@ -305,7 +321,10 @@ def usable(ids: Iterable[object]) -> list[str]:
 
 def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     """Return an item's metadata as JSON and its problems, each as the end of "The item …"."""
-    faults = [fault] if (fault := check_id(item.id)) else []
+    if fault := check_id(item.id):
+        faults = [fault]
+    else:
+        faults = []
     for name, entry in (("label", item.label), ("stamp", item.stamp)):
         if entry is not None and not isinstance(entry, str):
             faults.append(f"has a {name} that is not text, but {type(entry).__name__}")

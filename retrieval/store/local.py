@@ -114,7 +114,9 @@ class LocalStore(Store):
     capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
-        self.folder, self._plugins, self._background = folder, plugins, upkeep
+        self.folder = folder
+        self._plugins = plugins
+        self._background = upkeep
         self._pending: dict[int, dict[str, int]] = {}
         self._tidied = False
         identity_of(folder)  # raises if this version cannot read the format
@@ -140,7 +142,8 @@ class LocalStore(Store):
         self.views = Views(self.record, self._plugins)
         self.masks = Masks()
         self.upkeep = Upkeep(self.views, background=self._background)
-        self._items, self._bytes = dict[int, Item](), 0
+        self._items = dict[int, Item]()
+        self._bytes = 0
 
     # Items
 
@@ -316,15 +319,22 @@ class LocalStore(Store):
             check_queries(queries, view.generation)
             return view.search(queries, min(count + margin, view.count), only)
 
-        view, hits = self.views.now(), None
-        only = None if view is None or filter is None else view.matched.get(filter)
+        view = self.views.now()
+        hits = None
+        if view is None or filter is None:
+            only = None
+        else:
+            only = view.matched.get(filter)
         if view is not None and (filter is None or only is not None):
             hits = nearest(view, only)
             if (answers := self._candidates(view, *hits, count, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
-                only = None if filter is None else self.masks.of(connection, current, filter)
+                if filter is None:
+                    only = None
+                else:
+                    only = self.masks.of(connection, current, filter)
                 hits = nearest(current, only)
             return cast(list[Candidates], self._candidates(current, *hits, count, connection))
 
@@ -351,7 +361,10 @@ class LocalStore(Store):
             return None
         candidates = []
         for place, items in enumerate(answers):
-            distances = None if squared is None else np.sqrt(squared[place, : len(items)])
+            if squared is None:
+                distances = None
+            else:
+                distances = np.sqrt(squared[place, : len(items)])
             candidates.append(_sorted(view, items, rows_of_queries[place], distances, count))
         return candidates
 
@@ -363,7 +376,8 @@ class LocalStore(Store):
         Without a connection, return None if an item is not in memory.
         """
         if self._bytes > _CACHE_BYTES:
-            self._items, self._bytes = {}, 0
+            self._items = {}
+            self._bytes = 0
         known = self._items  # never stale: an item that changes gets a new number
         missing = {number for group in numbers for number in group if number not in known}
         if missing and connection is None:
@@ -508,7 +522,8 @@ class LocalStore(Store):
             loaded = view.structure
         if loaded is None or not loaded.backends:  # a companion speeds up exact search
             return "flat", None
-        name, rows = loaded.structure.backend, loaded.structure.rows
+        name = loaded.structure.backend
+        rows = loaded.structure.rows
         parts = zip(loaded.backends, view.generation.spans, strict=True)
         with view.arrays[VECTOR].reading(rows) as vectors:
             shares = [
@@ -561,7 +576,8 @@ class LocalStore(Store):
         """Reset the store in a forked child; if the index was in use, close it with a message."""
         old = self.record
         self._start()
-        self.record.file, self.record.closed = old.file, old.closed
+        self.record.file = old.file
+        self.record.closed = old.closed
         if old.lent and old.closed is None:
             self.record.closed = (
                 f"The index {self.folder} was in use when this process was forked. Open it in the "
@@ -588,10 +604,14 @@ def _sorted(
     view: View, items: list[Item], rows: Numbers, distances: Distances | None, count: int
 ) -> Candidates:
     """Order one query's items by id, or by distance and then id, and keep the nearest `count`."""
-    keys = [0.0] * len(items) if distances is None else distances.tolist()
+    if distances is None:
+        keys = [0.0] * len(items)
+    else:
+        keys = distances.tolist()
     if len(set(keys)) < len(keys):
         order = sorted(range(len(keys)), key=lambda place: (keys[place], items[place].id))
-        items, rows = [items[place] for place in order], rows[order]
+        items = [items[place] for place in order]
+        rows = rows[order]
     if distances is None:
         return Candidates(items, _Arrays(view, rows))
     return Candidates(items[:count], _Arrays(view, rows[:count]), distances[:count])
@@ -601,7 +621,8 @@ class _Arrays(Mapping[str, Floats]):
     """Vectors and codes of rows of a view, read on first access."""
 
     def __init__(self, view: View, rows: Numbers) -> None:
-        self._view, self._rows = view, rows
+        self._view = view
+        self._rows = rows
 
     def __getitem__(self, name: str) -> Floats:
         if name == FEATURES:

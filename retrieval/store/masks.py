@@ -72,7 +72,10 @@ class Masks:
         leaves = conditions(filter)
         names = {leaf.field for leaf in leaves}
         if view.stem != self._stem:  # row numbers hold within one stem; see `Rows.stem`
-            self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
+            self._stem = view.stem
+            self._seq = 0
+            self._columns = {}
+            self._unfit = set()
         operands = [operand for leaf in leaves for operand in leaf.values]
         exact = all(not isinstance(number, int) or abs(number) < _EXACT for number in operands)
         if not exact or "id" in names or len(names) > _MAX_COLUMNS or names & self._unfit:
@@ -89,13 +92,18 @@ class Masks:
         mask = fold(filter, lambda leaf: self._columns[leaf.field].true(leaf, view.rows), _join)
         while len(self._columns) > _MAX_COLUMNS:
             del self._columns[next(iter(self._columns))]  # least recently used
-        return mask if view.alive is None else mask & view.alive
+        if view.alive is None:
+            return mask
+        return mask & view.alive
 
 
 def _join(joint: Joint, masks: list[Mask]) -> Mask:
     if joint == "not":
         return ~masks[0]
-    join = np.logical_and if joint == "and" else np.logical_or
+    if joint == "and":
+        join = np.logical_and
+    else:
+        join = np.logical_or
     return join.reduce(masks)  # type: ignore[no-any-return]
 
 
@@ -122,8 +130,14 @@ class _Column:
         more = np.zeros(view.rows - len(self._codes), np.int32)
         self._codes = np.concatenate([self._codes, more])
         label = isinstance(self.name, str)
-        path = () if label else ("$" + "".join(f'."{part}"' for part in self.name),)
-        text_of = "iif(label is null, null, json_quote(label))" if label else "metadata -> ?"
+        if label:
+            path = ()
+        else:
+            path = ("$" + "".join(f'."{part}"' for part in self.name),)
+        if label:
+            text_of = "iif(label is null, null, json_quote(label))"
+        else:
+            text_of = "metadata -> ?"
         sql = f"select n, {text_of} from items where n > ? order by n limit ?"
         while page := ask(connection, sql, (*path, self.last, _PAGE)):
             self.last = page[-1][0]
@@ -142,7 +156,10 @@ class _Column:
     def _decode(self) -> None:
         """Decode the JSON text of the values that were added since the last call."""
         first = len(self._numbers)
-        new = list(self._known)[first:] if len(self._known) > first else []
+        if len(self._known) > first:
+            new = list(self._known)[first:]
+        else:
+            new = []
         numbers = np.full(len(new), np.nan)
         for place, text in enumerate(new):
             assert text is not None

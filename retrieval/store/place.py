@@ -88,7 +88,10 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     """
     named = place_of(place)
     plugins = list(plugins)
-    address = Address(str(named), LOCAL, path=str(named)) if isinstance(named, Path) else named
+    if isinstance(named, Path):
+        address = Address(str(named), LOCAL, path=str(named))
+    else:
+        address = named
     factory = find_store(address.scheme, plugins)
     values, problems = factory.check(address.options, f"{address}:")
     if problems:

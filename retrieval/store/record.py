@@ -98,7 +98,9 @@ class Record:
     """The SQLite database of one index folder, with a pool of connections."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        self.folder, self.path, self.read_only = folder, folder / FILE, read_only
+        self.folder = folder
+        self.path = folder / FILE
+        self.read_only = read_only
         self.file = _file_id(self.path)
         self.turn = threading.RLock()  # one write of this process at a time
         self.closed: str | None = None  # why the record is closed
@@ -164,7 +166,8 @@ class Record:
     def _is_cut(self, connection: apsw.Connection) -> bool:
         """Return whether the file was truncated: SQLite itself reads zeros past its end."""
         for _ in range(5):
-            count, size = connection.pragma("page_count"), connection.pragma("page_size")
+            count = connection.pragma("page_count")
+            size = connection.pragma("page_size")
             in_file = self.path.stat().st_size // size
             if count <= in_file or set(range(in_file + 1, count + 1)) <= _wal_pages(self._log):
                 return False
@@ -205,7 +208,10 @@ class Record:
         """
         with self._lending:
             self.require_open()
-            connection = self._idle.pop() if self._idle else None
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                connection = None
             self.lent += 1
         try:
             connection = connection or self._open()
@@ -252,7 +258,9 @@ class Record:
             self.require_open()
             if self.read_only:
                 status = self.path.stat()
-                return object() if self._has_log() else (status.st_size, status.st_mtime_ns)
+                if self._has_log():
+                    return object()
+                return (status.st_size, status.st_mtime_ns)
             if self._watching is None:
                 self._watching = self._open()
             return self._watching, self._watching.execute("pragma data_version").get
@@ -362,8 +370,12 @@ class Record:
             raise
         except (apsw.Error, OSError) as fault:
             is_busy = isinstance(fault, apsw.BusyError) or out_of_files(fault)
-            kind = StoreUnavailable if is_busy else StoreError
-            kind = TooSlow if isinstance(fault, apsw.InterruptError) else kind
+            if is_busy:
+                kind = StoreUnavailable
+            else:
+                kind = StoreError
+            if isinstance(fault, apsw.InterruptError):
+                kind = TooSlow
             raise kind(f"The index {self.folder} cannot be {action}: {reason(fault)}") from fault
 
     def settle(self) -> None:
@@ -410,7 +422,9 @@ def _acknowledged_seq(folder: Path) -> int:
     if len(content) != _ACKNOWLEDGED_FORMAT.size:
         return 0
     magic, number, checksum = _ACKNOWLEDGED_FORMAT.unpack(content)
-    return int(number) if magic == _MAGIC and checksum == zlib.crc32(content[:-4]) else 0
+    if magic == _MAGIC and checksum == zlib.crc32(content[:-4]):
+        return int(number)
+    return 0
 
 
 def _wal_pages(path: Path) -> set[int]:
@@ -557,8 +571,14 @@ def from_row(row: Sequence[Any], arrays: Mapping[str, Floats] | None = None) -> 
     """
     _, id, label, metadata, path, stamp, keep, size, width, height = row
     try:
-        content = {} if metadata == "{}" else strict_loads(metadata)
-        file = None if path is None else Path(os.fsdecode(path))
+        if metadata == "{}":
+            content = {}
+        else:
+            content = strict_loads(metadata)
+        if path is None:
+            file = None
+        else:
+            file = Path(os.fsdecode(path))
     except (ValueError, TypeError) as fault:
         raise StoreError(
             f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on the"

@@ -65,7 +65,8 @@ _PAIR_NUMBERS = 1 << 16
 """Numbers of the vectors that are measured in float64 at a time: 512 KB."""
 _PAIRS = 1 << 19
 """Pairs in doubt that are measured and merged at a time, which bounds memory."""
-_SPARSE_ONE, _SPARSE = 0.13, 0.7
+_SPARSE_ONE = 0.13
+_SPARSE = 0.7
 """The rows to search are copied together if their share is at most min(0.7, 0.13 √queries)."""
 _DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
 _MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
@@ -114,12 +115,18 @@ def nearest(
     fits = fits and (companion is None or (companion.shape == (count, width) and span is None))
     if not fits:
         raise ValueError(f"Arguments do not fit vectors {vectors.shape}: see `nearest`.")
-    columns = slice(0, width) if span is None else slice(*span)
+    if span is None:
+        columns = slice(0, width)
+    else:
+        columns = slice(*span)
     parts = np.ascontiguousarray(queries[:, columns], np.float32)
     rows = np.asarray(vectors)  # slicing an array is faster than a memmap
     task = _Task(rows, columns, k, keep, threads)
     alone = companion is None and len(parts) <= _FEW
-    step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
+    if alone:
+        step = 1
+    else:
+        step = max(1, min(_QUERIES, _ANSWERS // k))
     if 0 < len(parts) <= step and len(rows):
         return _search(task, parts, companion)
     squared, numbers = _no_rows(len(parts), k)
@@ -173,7 +180,8 @@ class Companion:
             0.0,
             np.empty((parts, count, cls.PART), np.float32),
         )
-        step, error = max(1, _BLOCK_NUMBERS // width), 0.0
+        step = max(1, _BLOCK_NUMBERS // width)
+        error = 0.0
         for start in range(0, count, step):
             rows = slice(start, start + step)
             block, errors = companion.project(vectors[rows])
@@ -247,7 +255,8 @@ class _Task:
 
 def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
     """Return squared distances and rows (Q, k) of a group of queries."""
-    many, whole = len(queries) > 1, task.columns == slice(0, task.vectors.shape[1])
+    many = len(queries) > 1
+    whole = task.columns == slice(0, task.vectors.shape[1])
     plain = not many and companion is None and whole and task.threads == 1
     if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
         return answer
@@ -284,7 +293,10 @@ def _blocks(
         kept = int(np.count_nonzero(keep[start:stop]))
         if kept <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
             chosen = np.flatnonzero(keep[start:stop]) + start
-            start, stop, max_rows, keep = 0, len(chosen), max_copied, None
+            start = 0
+            stop = len(chosen)
+            max_rows = max_copied
+            keep = None
     while start < stop:
         end = min(start + max_rows, stop)
         rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
@@ -302,12 +314,20 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     projected, errors = companion.project(queries)
     best = _no_rows(count, k)
     reach = [math.inf] * count  # squared distances within which k rows lie
-    compared, doubtful, width = 0, 0, projected.size // count
+    compared = 0
+    doubtful = 0
+    width = projected.size // count
     with faiss_threads(1):
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS):
             table = companion.table  # `take` gives each part contiguous rows; indexing does not
-            block = table[:, rows] if isinstance(rows, slice) else table.take(rows, axis=1)
-            penalty = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
+            if isinstance(rows, slice):
+                block = table[:, rows]
+            else:
+                block = table.take(rows, axis=1)
+            if kept is None:
+                penalty = None
+            else:
+                penalty = np.where(kept, np.float32(0), np.float32(np.inf))
             numbers = []
             for place, query in enumerate(queries):
                 sums = _sums(projected[:, place], block)
@@ -317,12 +337,16 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                     reach[place] = _first_reach(query, task.vectors, rows, sums, k)
                 limit = _limit(reach[place], width, float(errors[place]) + companion.error)
                 row = (sums <= limit).nonzero()[0]
-                compared, doubtful = compared + len(sums), doubtful + len(row)
+                compared = compared + len(sums)
+                doubtful = doubtful + len(row)
                 if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                     return None
                 if kept is not None:
                     row = row[kept[row]]
-                number = row + rows.start if isinstance(rows, slice) else rows[row]
+                if isinstance(rows, slice):
+                    number = row + rows.start
+                else:
+                    number = rows[row]
                 limit = _limit(reach[place], queries.shape[1])
                 # "not above" also keeps NaN, the result of an overflow
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
@@ -347,7 +371,8 @@ def _sums(query: Floats, block: Floats) -> Floats:
 
 def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
     """Return Σ (q − x)² (n,) in float32 of a query (P,) and some rows of vectors (N, P)."""
-    faiss, sums = load_faiss(), np.empty(len(rows), np.float32)
+    faiss = load_faiss()
+    sums = np.empty(len(rows), np.float32)
     pointers = map(faiss.swig_ptr, (sums, query, vectors, rows))
     faiss.fvec_L2sqr_by_idx(*pointers, vectors.shape[1], 1, len(rows))
     return sums
@@ -374,10 +399,15 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     if least[group].max() == np.inf:  # masked rows
         return math.inf
     row = table.take(group, axis=1).argmin(axis=0) * groups + group
-    number = row + rows.start if isinstance(rows, slice) else rows[row]
+    if isinstance(rows, slice):
+        number = row + rows.start
+    else:
+        number = rows[row]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
-    return reach if reach < _LARGEST else math.inf
+    if reach < _LARGEST:
+        return reach
+    return math.inf
 
 
 def _limit(squared: float, width: int, slack: float = 0.0) -> float:
@@ -405,15 +435,19 @@ class _Scan:
     """
 
     def __init__(self, task: _Task, queries: Floats, *, products: bool) -> None:
-        self.task, self.queries, self.products = task, queries, products
+        self.task = task
+        self.queries = queries
+        self.products = products
         self.exact = queries.astype(np.float64)
         self.whole = task.columns == slice(0, task.vectors.shape[1])
-        self.gamma, self.tiny = _gamma(queries.shape[1]), queries.shape[1] * _TINY
+        self.gamma = _gamma(queries.shape[1])
+        self.tiny = queries.shape[1] * _TINY
         self.lengths = np.linalg.norm(self.exact, axis=1)
 
     def run(self) -> Answer | None:
         """Return squared distances and rows (Q, k), or `None` if sums should be used instead."""
-        total, threads = len(self.task.vectors), self.task.threads
+        total = len(self.task.vectors)
+        threads = self.task.threads
         step = -(-total // threads)
         ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
         if len(ranges) == 1:
@@ -430,7 +464,8 @@ class _Scan:
 
     def _range(self, start: int, stop: int) -> Answer | None:
         """Return the result of `run` for a range of rows."""
-        count, k = len(self.queries), self.task.k
+        count = len(self.queries)
+        k = self.task.k
         best = _no_rows(count, k)
         reach: Doubles | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
@@ -451,20 +486,25 @@ class _Scan:
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
             for first in range(0, len(query), step):  # bounds memory if many rows are equal
-                queries, group = query[first : first + step], place[first : first + step]
+                queries = query[first : first + step]
+                group = place[first : first + step]
                 inside = values[queries, :, group]
                 pair, member = np.nonzero(~(inside > limits[queries, None]))
                 row = member * least.shape[1] + group[pair]
                 searched = row < len(block)
                 if kept is not None:
                     searched[searched] = kept[row[searched]]
-                pair, row = pair[searched], row[searched]
+                pair = pair[searched]
+                row = row[searched]
                 if self.products:
                     doubtful += len(row)
                     if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                         return None
                 queries = queries[pair]
-                number = row + rows.start if isinstance(rows, slice) else rows[row]
+                if isinstance(rows, slice):
+                    number = row + rows.start
+                else:
+                    number = rows[row]
                 squared = self._measured(queries, number)
                 closer = squared <= reach[queries]
                 best = _entered(best, queries[closer], number[closer], squared[closer])
@@ -522,7 +562,10 @@ class _Scan:
     def _limits(self, squared: Doubles) -> Floats:
         """Return upper bounds (Q,) of the float32 values of rows within squared distances (Q,)."""
         reach = np.sqrt(squared) * (1 + 2.0**-40)
-        size = np.square(2 * self.lengths + reach) if self.products else reach * reach
+        if self.products:
+            size = np.square(2 * self.lengths + reach)
+        else:
+            size = reach * reach
         limits = reach * reach + self.gamma * size + self.tiny
         limits[~(size < _LARGEST)] = np.inf
         above: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
@@ -554,7 +597,8 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
     """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
     count, k = best[0].shape
     if count == 1:
-        squared, row = np.concatenate([best[0][0], squared]), np.concatenate([best[1][0], row])
+        squared = np.concatenate([best[0][0], squared])
+        row = np.concatenate([best[1][0], row])
         order = np.lexsort((row, squared))[:k]
         return squared[order][None], row[order][None]
     query = np.concatenate([np.repeat(np.arange(count), k), query])
@@ -577,18 +621,22 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -
         rows to search is faster.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
-    kept, searched, selector = k + _MARGIN + k // 16, count, None
+    kept = k + _MARGIN + k // 16
+    searched = count
+    selector = None
     if keep is not None:
         searched = int(np.count_nonzero(keep))
         bits = np.packbits(keep, bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
     if searched <= kept or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
         return None
-    sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
+    sums = np.empty(kept, np.float32)
+    rows = np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
     # FAISS uses at most one thread per query; for one query that is the calling thread.
     faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, selector)
-    wider, tiny = 1 + 2 * _gamma(width), width * _TINY
+    wider = 1 + 2 * _gamma(width)
+    tiny = width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):
         return None

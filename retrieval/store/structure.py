@@ -64,10 +64,17 @@ class StructureChoice:
 
     def of(self, count: int, width: int, spaces: int) -> tuple[str, dict[str, Any]] | None:
         """Return the back end and its options for `count` vectors, or None for plain search."""
-        name = choose(count, width) if self.backend == "auto" else short_name(self.backend)
+        if self.backend == "auto":
+            name = choose(count, width)
+        else:
+            name = short_name(self.backend)
         if name == "flat":
-            return (COMPANION, {}) if spaces == 1 and count >= COMPANION_MIN_ROWS else None
-        return None if count < MIN_ROWS else (name, dict(self.options))
+            if spaces == 1 and count >= COMPANION_MIN_ROWS:
+                return (COMPANION, {})
+            return None
+        if count < MIN_ROWS:
+            return None
+        return (name, dict(self.options))
 
     def text(self) -> str:
         """Return the JSON that the record stores."""
@@ -105,7 +112,9 @@ class Structure:
     @staticmethod
     def names(text: str | None) -> list[str]:
         """Return the names of a structure's files; `text` is the record's column, or None."""
-        return [] if text is None else [name for name, _ in Structure.parse(text).files]
+        if text is None:
+            return []
+        return [name for name, _ in Structure.parse(text).files]
 
     def text(self) -> str:
         """Return the JSON for the record's column `structure`."""
@@ -144,7 +153,9 @@ class Loaded:
             keep: mask of the rows to search; None searches all rows.
             filtered: whether a filter made `keep`; otherwise it leaves out only deleted rows.
         """
-        backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
+        backend = self.backends[space]
+        name = self.structure.backend
+        size = self.structure.rows
         breadth = min(count * backend.expand, size)
         if keep is None:
             return checked_search(backend, name, queries, breadth, size)
@@ -153,7 +164,9 @@ class Loaded:
             if matching <= max(_MAX_CANDIDATES, _RARE_SHARE * size) or not backend.selective:
                 return None
             rows = checked_search(backend, name, queries, breadth, size, keep)
-            return rows if (rows >= 0).sum(axis=1).min() >= min(count, matching) else None
+            if (rows >= 0).sum(axis=1).min() >= min(count, matching):
+                return rows
+            return None
         breadth += _MARGIN
         while breadth <= min(_MAX_CANDIDATES, size):
             rows = checked_search(backend, name, queries, breadth, size)
@@ -210,7 +223,8 @@ def load(
     plugins: Sequence[str],
 ) -> Loaded | None:
     """Load a structure over vectors (N, P); if it cannot be used, log why and return None."""
-    name, paths = structure.backend, [folder / ARRAYS / file for file, _ in structure.files]
+    name = structure.backend
+    paths = [folder / ARRAYS / file for file, _ in structure.files]
     backends = []
     try:
         if names := structure.damaged(folder):

@@ -60,7 +60,8 @@ _DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
 _MIN_DEAD_ROWS = 1000  # and more rows than this
 _ROWS = 16_384  # number of rows that are copied at a time
 _REST = 1.0  # seconds between two checks for work
-_PAUSE, _LONGEST_PAUSE = 1.0, 600.0
+_PAUSE = 1.0
+_LONGEST_PAUSE = 600.0
 """Seconds until failed work is tried again: the pause doubles with each failure, up to the longest.
 """
 _WAIT = 600.0  # seconds that a command waits for another process's work
@@ -104,7 +105,8 @@ def tidy(record: Record) -> None:
 
 def _locked(folder: Path, wait: float) -> int | None:
     """Return a handle that locks a folder, or None if others hold the lock for `wait` seconds."""
-    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + wait
+    handle = os.open(folder, os.O_RDONLY)
+    end = time.monotonic() + wait
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,8 +134,12 @@ class Claim:
     """
 
     def __init__(self, record: Record, wait: float, report: Report = lambda *_: None) -> None:
-        self.record, self.stem, self.total = record, new_stem(), 0
-        self._wait, self._report, self._done = wait, report, 0
+        self.record = record
+        self.stem = new_stem()
+        self.total = 0
+        self._wait = wait
+        self._report = report
+        self._done = 0
 
     def __enter__(self) -> Claim:
         handle = _locked(self.record.folder / ARRAYS, self._wait)
@@ -170,7 +176,8 @@ class Upkeep:
     """Maintenance of one open store, in a background thread or in the caller's."""
 
     def __init__(self, views: Views, *, background: bool) -> None:
-        self.views, self.record = views, views.record
+        self.views = views
+        self.record = views.record
         self.background = background
         self._turn = threading.Lock()
         self._starting = threading.Lock()
@@ -206,7 +213,10 @@ class Upkeep:
                 self._due.set()
                 rest = pause = min(_LONGEST_PAUSE, 2 * pause)
                 # `StoreUnavailable` usually means that another process does the work.
-                level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
+                if isinstance(fault, StoreUnavailable):
+                    level = logging.DEBUG
+                else:
+                    level = logging.WARNING
                 text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
                 log.log(level, text, self.record.folder, fault, pause)
             if self._stop.wait(rest):
@@ -316,14 +326,17 @@ class Upkeep:
         Returns:
             Number of the transaction up to which a compacted generation has no dead rows.
         """
-        folder, g, stem = self.record.folder, generation.number, claim.stem
+        folder = self.record.folder
+        g = generation.number
+        stem = claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
             if g not in {known.number for known in all_of(connection)}:
                 return seq_of(connection)
             old = Rows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
             filled = _is_filled(connection, g)
-        kept, new_sums = np.arange(old.rows), dict[str, Sums]()
+        kept = np.arange(old.rows)
+        new_sums = dict[str, Sums]()
         if compact and old.alive is not None:
             kept = np.flatnonzero(old.alive)
             claim.total = len(kept)
@@ -331,12 +344,18 @@ class Upkeep:
                 for name, width in generation.widths.items():
                     source = Array(file_of(folder, old.stem, name), width)
                     source.verify(old.rows, sums[name])  # new checksums would hide old damage
-                    report = claim if name == VECTOR else None
+                    if name == VECTOR:
+                        report = claim
+                    else:
+                        report = None
                     with source.reading(old.rows) as content:
                         chunks = _chunks(content, kept, report)
                         new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
                 sync(folder / ARRAYS)
-        text = None if new_sums else old.structure_text
+        if new_sums:
+            text = None
+        else:
+            text = old.structure_text
         if filled and self._needs_structure(text, generation, len(kept), exactly=True):
             text = self._built(generation, claim, stem if new_sums else old.stem, len(kept))
         elif not new_sums:
@@ -367,7 +386,8 @@ class Upkeep:
             kept: old numbers of the rows that were copied.
             new_sums: checksums of the new files, by name of the array.
         """
-        generation, g = old.generation, old.generation.number
+        generation = old.generation
+        g = old.generation.number
         grown = Rows.of(connection, generation, old)
         later = np.arange(old.rows, grown.rows)
         later = later if grown.alive is None else later[grown.alive[later]]
@@ -395,7 +415,9 @@ class Upkeep:
         if choice is None:
             return None
         claim.total += count
-        folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
+        folder = self.record.folder
+        plugins = self.views.plugins
+        spans = generation.spans
         array = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR])
         with array.reading(count) as vectors, self.record.faults("written"):
             structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)

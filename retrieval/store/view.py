@@ -85,7 +85,10 @@ def append(
     """
     sums: Sums = {}
     start = first_row * width * 4
-    crc = last_checksum if start % BLOCK else 0
+    if start % BLOCK:
+        crc = last_checksum
+    else:
+        crc = 0
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         size = os.fstat(handle).st_size
@@ -102,7 +105,8 @@ def append(
                     crc = 0
                 done = os.pwrite(handle, data[: BLOCK - start % BLOCK], start)
                 sums[start // BLOCK] = crc = zlib.crc32(data[:done], crc)
-                data, start = data[done:], start + done
+                data = data[done:]
+                start += done
         if sync:
             sync_data(handle)
     finally:
@@ -219,7 +223,8 @@ class Array:
     """The file of one array of a generation, memory-mapped."""
 
     def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width = path, width
+        self.path = path
+        self.width = width
         self._map: FileMap | None = None
         self._mapped: Floats = np.empty((0, width), np.float32)
         self._verified: set[int] = set()
@@ -297,7 +302,10 @@ class Runs:
         """Return the item numbers of rows, an array of any shape."""
         if not rows.size:
             return rows
-        run = self.rows.searchsorted(rows, "right") - 1 if len(self.rows) > 1 else 0
+        if len(self.rows) > 1:
+            run = self.rows.searchsorted(rows, "right") - 1
+        else:
+            run = 0
         numbers: Numbers = rows + (self.numbers[run] - self.rows[run])
         return numbers
 
@@ -352,11 +360,16 @@ class Rows:
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
             old = Rows(0, generation, stem, 0, Runs([]), None, 0, None)
-        runs, alive, dead = old.runs, old.alive, old.dead
+        runs = old.runs
+        alive = old.alive
+        dead = old.dead
         if rows > old.rows:
             sql = "select row, n, count from runs where g = ? and row >= ? order by row"
             complete = runs.table[:-1]  # the last run may have grown and is read again
-            first = int(runs.rows[-1]) if len(runs.rows) else 0
+            if len(runs.rows):
+                first = int(runs.rows[-1])
+            else:
+                first = 0
             table = ask(connection, sql, (generation.number, first))
             runs = Runs(np.concatenate([complete, np.array(table, np.int64).reshape(-1, 3)]))
             if alive is not None:
@@ -365,7 +378,10 @@ class Rows:
         dead_rows = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
         dead_rows = dead_rows[dead_rows >= 0]
         if len(dead_rows):
-            alive = np.ones(rows, bool) if alive is None else alive.copy()
+            if alive is None:
+                alive = np.ones(rows, bool)
+            else:
+                alive = alive.copy()
             alive[dead_rows] = False
             dead = rows - int(np.count_nonzero(alive))
         return Rows(seq, generation, stem, rows, runs, alive, dead, structure_text)
@@ -423,14 +439,24 @@ class View(Rows):
     ) -> tuple[Distances, Numbers]:
         """Return squared distances and rows (Q, count) of the nearest rows in one sub-space."""
         span = self.generation.spans[space]
-        keep = self.alive if only is None else only
-        covered, answers = 0, []
+        if only is None:
+            keep = self.alive
+        else:
+            keep = only
+        covered = 0
+        answers = []
         whole = span == (0, vectors.shape[1])
         if self.structure is not None:
             covered = self.structure.structure.rows
-            mask = None if keep is None else keep[:covered]
+            if keep is None:
+                mask = None
+            else:
+                mask = keep[:covered]
             if self.structure.backends:
-                columns = queries if whole else np.ascontiguousarray(queries[:, slice(*span)])
+                if whole:
+                    columns = queries
+                else:
+                    columns = np.ascontiguousarray(queries[:, slice(*span)])
                 rows = self.structure.propose(
                     space, columns, count, mask, filtered=only is not None
                 )
@@ -508,7 +534,8 @@ class Views:
     """The current view of an index, renewed when a transaction of any process has changed it."""
 
     def __init__(self, record: Record, plugins: Sequence[str] = ()) -> None:
-        self.record, self.plugins = record, tuple(plugins)
+        self.record = record
+        self.plugins = tuple(plugins)
         self.view: View | None = None
         self.loaded: dict[str, Loaded | None] = {}
         self._known: tuple[object, int] | None = None  # `Record.version` and transaction number
@@ -521,10 +548,13 @@ class Views:
 
         A view whose files were cut short is not returned either: `moment` maps them again.
         """
-        known, view = self._known, self.view
+        known = self._known
+        view = self.view
         if known is None or view is None or view.seq != known[1]:
             return None
-        return view if view.intact() and self.record.version() == known[0] else None
+        if view.intact() and self.record.version() == known[0]:
+            return view
+        return None
 
     @contextmanager
     def moment(self) -> Iterator[tuple[apsw.Connection, View]]:
@@ -550,10 +580,14 @@ class Views:
         seq = seq_of(connection)
         with self._refresh:
             if self.view is not None and not self.view.intact():
-                self.view, self._prepared, self.loaded = None, None, {}
+                self.view = None
+                self._prepared = None
+                self.loaded = {}
             view = self.view
             if view is not None and view.seq >= seq:
-                return view if view.seq == seq else None
+                if view.seq == seq:
+                    return view
+                return None
             self.view = self._of(connection, served(connection), wait=view is None)
             if len(self.loaded) > 3:  # others than the current one are seldom needed again
                 structure_text = self.view.structure_text
@@ -599,7 +633,8 @@ class Views:
             return None
         if structure_text in self.loaded:
             return self.loaded[structure_text]
-        vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
+        vectors = view.arrays[VECTOR].rows(view.rows)
+        spans = view.generation.spans
 
         def loading() -> None:
             structure = Structure.parse(structure_text)
@@ -617,7 +652,9 @@ class Views:
             self._loading.add(structure_text)
             threading.Thread(target=loading, name="loading", daemon=True).start()
         old = self.view
-        return old.structure if old is not None and old.stem == view.stem else None
+        if old is not None and old.stem == view.stem:
+            return old.structure
+        return None
 
 
 def missing_file(folder: Path, name: str) -> StoreError:

@@ -55,7 +55,10 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
         value = _find(condition.field, id, label, metadata)
         if value is _ABSENT or isinstance(condition, Exists):
             return value is not _ABSENT
-        elements = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, list | tuple):
+            elements = value
+        else:
+            elements = [value]
         if condition.op == "!=":
             return not all(_is_true("=", element, condition.values[0]) for element in elements)
         return any(
@@ -103,7 +106,10 @@ def to_sql(filter: Filter) -> Sql:
 
     def join(joint: Joint, parts: list[Sql]) -> Sql:
         texts = [sql for sql, _ in parts]
-        sql = f"not {texts[0]}" if joint == "not" else f" {joint} ".join(texts)
+        if joint == "not":
+            sql = f"not {texts[0]}"
+        else:
+            sql = f" {joint} ".join(texts)
         return f"({sql})", tuple(value for _, values in parts for value in values)
 
     return fold(filter, _of_condition, join)
@@ -140,7 +146,8 @@ def _entry(filter: Condition) -> Sql:
     else:
         (bound,) = filter.values
         mark, parameter = _bound(bound)
-        sql, values = f"{_OF_TYPE[type_of(bound)]} and value {filter.op} {mark}", (parameter,)
+        sql = f"{_OF_TYPE[type_of(bound)]} and value {filter.op} {mark}"
+        values = (parameter,)
     elements = "exists (select 1 from json_each(items.metadata, ?) where {})"
     kind = "json_type(items.metadata, ?)"
     if filter.op == "!=":
@@ -155,7 +162,8 @@ def _entry(filter: Condition) -> Sql:
 
 def _equals(operands: tuple[Value, ...]) -> Sql:
     """Return the SQL that tests whether a value of `json_each` equals one of the operands."""
-    tests, parameters = [], []
+    tests = []
+    parameters = []
     for kind, of_type in _OF_TYPE.items():
         if chosen := [_bound(value) for value in operands if type_of(value) == kind]:
             tests.append(f"{of_type} and value in ({', '.join(mark for mark, _ in chosen)})")

@@ -105,7 +105,9 @@ class _FilterBuilder(Transformer[Token, Any]):
         if token.type == "NUMBER":
             # Python's `int` refuses thousands of digits, and 30 are too long for a filter.
             whole = re.fullmatch(r"[+-]?[0-9]+", token)
-            return int(token[:30]) if whole else float(token)
+            if whole:
+                return int(token[:30])
+            return float(token)
         return {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
     def compare(self, field: Field, op: Token, value: Value) -> Filter:
@@ -136,12 +138,16 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     if isinstance(fault, UnexpectedCharacters):
         actual = text[position]
         if actual in ("'", '"'):
-            what = "text" if actual == "'" else "name"
+            if actual == "'":
+                what = "text"
+            else:
+                what = "name"
             return position, f"the {what} that begins here has no end. Add {actual} to close it."
         tokens = set(fault.allowed)
     else:
         assert isinstance(fault, UnexpectedToken)
-        tokens, actual = set(fault.accepts or fault.expected), str(fault.token)
+        tokens = set(fault.accepts or fault.expected)
+        actual = str(fault.token)
         if fault.token.type == "$END":  # lark reports the position of the last token
             position = len(text.rstrip())
     if {"NOT", "NAME"} <= tokens:
@@ -152,7 +158,10 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
             tokens = {"OP", "IN"}
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    rest = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
+    if actual:
+        rest = f"there is {_readable(actual[:40])}"
+    else:
+        rest = "the text ends here"
     is_name = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
     if "TEXT" in tokens and is_name:
         hint = f" Write text in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."

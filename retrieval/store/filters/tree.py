@@ -250,7 +250,9 @@ def type_of(value: Value) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    return "text" if isinstance(value, str) else "number"
+    if isinstance(value, str):
+        return "text"
+    return "number"
 
 
 def is_long(value: int | float) -> bool:
@@ -278,14 +280,18 @@ def field_of(names: tuple[str, ...]) -> Field:
         raise DataError(
             f"`{first}` has no parts. For the metadata entry {first}, write metadata.{first}."
         )
-    return "id" if first == "id" else "label"
+    if first == "id":
+        return "id"
+    return "label"
 
 
 def _names_of(field: Field) -> tuple[str, ...]:
     """Return a field's names, preceded by `metadata` if the first one is ambiguous."""
     if isinstance(field, str):
         return (field,)
-    return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
+    if field[0] in ("id", "label", "metadata"):
+        return ("metadata", *field)
+    return field
 
 
 def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -321,7 +327,10 @@ def _checked_value(value: Any) -> Value:
         raise DataError(
             f"A value must be text, a number, true, false or null, not {_shown(value)}."
         )
-    plain = float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, float):
+        plain = float(value)
+    else:
+        plain = int(value)
     if is_long(plain):
         raise DataError(f"The filter has {LONG_INTEGER}")
     if not math.isfinite(plain):
@@ -347,7 +356,9 @@ def _shown(value: object) -> str:
     """Return a short description of any input, for error messages."""
     if isinstance(value, str):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
-    return f"a {type(value).__name__}" if value is not None else "null"
+    if value is not None:
+        return f"a {type(value).__name__}"
+    return "null"
 
 
 def filter_to_text(filter: Filter) -> str:
@@ -358,7 +369,9 @@ def filter_to_text(filter: Filter) -> str:
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
         ]
-        return f"not {texts[0]}" if filter.joint == "not" else f" {filter.joint} ".join(texts)
+        if filter.joint == "not":
+            return f"not {texts[0]}"
+        return f" {filter.joint} ".join(texts)
     field = ".".join(
         name if re.fullmatch(PLAIN_NAME, name) else f'"{name}"' for name in _names_of(filter.field)
     )
@@ -371,8 +384,12 @@ def filter_to_text(filter: Filter) -> str:
 
 def _literal(value: Value) -> str:
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
+        if value is None:
+            return "null"
+        return str(value).lower()
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return repr(value)
 
 
 def filter_to_json(filter: Filter) -> dict[str, Any]:
@@ -458,16 +475,22 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
     if op == "in":
         return In(field, value)
     if op not in OPS:
-        hint = did_you_mean(op[:40], (*OPS, "in")) if isinstance(op, str) else ""
+        if isinstance(op, str):
+            hint = did_you_mean(op[:40], (*OPS, "in"))
+        else:
+            hint = ""
         raise DataError(f"{_shown(op)} is not one of {', '.join(OPS)} and in.{hint}")
     return Compare(field, op, value)
 
 
 def _joined(kind: type[And | Or], parts: Iterable[Filter]) -> Filter:
     """Return the filter that joins parts, or the only part; stop reading at too many parts."""
-    filters, conditions = list[Filter](), 0
+    filters = list[Filter]()
+    conditions = 0
     for part in parts:
         filters.append(part)
         conditions += part.size.conditions
         _check_count("conditions", conditions, MOST_CONDITIONS)
-    return kind(tuple(filters)) if len(filters) > 1 else filters[0]
+    if len(filters) > 1:
+        return kind(tuple(filters))
+    return filters[0]
