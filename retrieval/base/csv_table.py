@@ -101,15 +101,15 @@ class CsvTable:
         backslashes stay.
         """
         strange: dict[str, list[int]] = {}
-        kept = []
+        whole_rows = []
         for line, row in self.rows:
             if cause := _unreadable_path(row[column]):
                 strange.setdefault(cause, []).append(line)
             else:
                 if root is not None and not address_of(row[column]):
                     row[column] = _slashes(row[column], root)
-                kept.append((line, row))
-        self.rows = kept
+                whole_rows.append((line, row))
+        self.rows = whole_rows
         for cause, lines in strange.items():
             if len(lines) > 1:
                 also = f" (and {len(lines) - 1:,} more lines)"

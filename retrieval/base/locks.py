@@ -44,11 +44,11 @@ def hold(
         RetrievalError: another process holds the lock (the message names the process and its
             start), or the disk fails.
     """
-    place = Path(os.path.realpath(target))
+    resolved = Path(os.path.realpath(target))
     end = time.monotonic() + _RETRY_SECONDS
     try:
         while True:
-            path, handle = _open_lock_file(place)
+            path, handle = _open_lock_file(resolved)
             if _locked(handle):
                 if _is_at(path, handle):
                     break
@@ -64,7 +64,7 @@ def hold(
                 )
             time.sleep(0.05)
     except OSError as fault:
-        raise error(f"{place} cannot be locked: {_reason(fault)}.") from fault
+        raise error(f"{resolved} cannot be locked: {_reason(fault)}.") from fault
     _write_holder(handle)
     try:
         yield
@@ -75,15 +75,15 @@ def hold(
         os.close(handle)
 
 
-def _open_lock_file(place: Path) -> tuple[Path, int]:
-    """Open the lock file beside `place`, or in the folder `place` if its parent is read-only."""
-    path = place.with_name(f".{place.name}.lock")
+def _open_lock_file(resolved: Path) -> tuple[Path, int]:
+    """Open the lock file beside a path, or in it if it is a folder with a read-only parent."""
+    path = resolved.with_name(f".{resolved.name}.lock")
     try:
         return path, os.open(path, _OPEN, 0o644)
     except OSError as fault:
-        if fault.errno not in _READ_ONLY or not place.is_dir():
+        if fault.errno not in _READ_ONLY or not resolved.is_dir():
             raise
-    path = place / ".lock"
+    path = resolved / ".lock"
     return path, os.open(path, _OPEN, 0o644)
 
 
@@ -115,10 +115,10 @@ def _write_holder(handle: int) -> None:
         command = ""
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     if command:
-        shown = f" ({command})"
+        command_note = f" ({command})"
     else:
-        shown = ""
-    holder = f"process {os.getpid()} on {socket.gethostname()}{shown}, since {since},"
+        command_note = ""
+    holder = f"process {os.getpid()} on {socket.gethostname()}{command_note}, since {since},"
     with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
         os.pwrite(handle, holder.encode("utf-8", "replace"), 0)

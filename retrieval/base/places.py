@@ -52,13 +52,13 @@ def instead(path: Path, kind: Kind) -> str:
     actual = kind_of(path)
     inside = path / kind
     if actual == "index":
-        what = f"an {actual}"
+        description = f"an {actual}"
     else:
-        what = f"a {actual}"
+        description = f"a {actual}"
     if kind_of(inside) == kind:
         if actual:
-            return f" It is {what}; the {kind} in it is {inside}."
+            return f" It is {description}; the {kind} in it is {inside}."
         return f" The {kind} in it is {inside}."
     if actual is None or actual == kind:
         return f" {_ADVICE[kind]}"
-    return f" It is {what}. {_INSTEAD[actual, kind].format(shlex.quote(str(path)))}"
+    return f" It is {description}. {_INSTEAD[actual, kind].format(shlex.quote(str(path)))}"

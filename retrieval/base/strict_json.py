@@ -126,9 +126,9 @@ def problems_of(fault: ValidationError) -> str:
     """Return every problem that pydantic reports, one per line."""
     lines = []
     for problem in fault.errors(include_url=False, include_context=False):
-        place = ".".join(map(str, problem["loc"]))
+        location = ".".join(map(str, problem["loc"]))
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"  - {place + ': ' if place else ''}{message}")
+        lines.append(f"  - {location + ': ' if location else ''}{message}")
     return "\n".join(lines)
 
 

@@ -35,20 +35,20 @@ def files_below(folder: Path) -> Iterator[Path]:
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
-        place, above = waiting.pop()
+        current, above = waiting.pop()
         try:
-            state = place.stat()
-            with os.scandir(place) as scan:
+            state = current.stat()
+            with os.scandir(current) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
-            raise DataError(f"{place} cannot be read: {error.strerror or error}.") from error
+            raise DataError(f"{current} cannot be read: {error.strerror or error}.") from error
         identity = (state.st_dev, state.st_ino)
         if identity in above:
             continue
         visits[identity] += 1
         if visits[identity] > MAX_VISITS:
             raise DataError(
-                f"{folder}: links lead to {place.resolve()} more than {MAX_VISITS} times. "
+                f"{folder}: links lead to {current.resolve()} more than {MAX_VISITS} times. "
                 "Remove links between folders that link to one another."
             )
         inner = []
@@ -56,9 +56,9 @@ def files_below(folder: Path) -> Iterator[Path]:
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
-                inner.append((place / entry.name, above | {identity}))
+                inner.append((current / entry.name, above | {identity}))
             else:
-                yield place / entry.name
+                yield current / entry.name
         waiting += reversed(inner)
 
 

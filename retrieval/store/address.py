@@ -94,25 +94,27 @@ IndexPlace: TypeAlias = "Path | Address"
 """Location of an index: a folder or an address."""
 
 
-def place_of(place: StrPath | Address) -> IndexPlace:
+def place_of(location: StrPath | Address) -> IndexPlace:
     """Return the folder or address that a user names, in Python or on the command line.
 
     Args:
-        place: path of a folder, as text or `Path`, or an address as text.
+        location: path of a folder, as text or `Path`, or an address as text.
 
     Raises:
         StoreError: the address is invalid, see `Address.parse`; or the path is not UTF-8.
     """
-    if isinstance(place, Address):
-        return place
-    if isinstance(place, str) and (match := _ADDRESS.fullmatch(place)):
+    if isinstance(location, Address):
+        return location
+    if isinstance(location, str) and (match := _ADDRESS.fullmatch(location)):
         if match[1] not in (LOCAL, f"core.{LOCAL}"):
-            return Address.parse(place)
+            return Address.parse(location)
         path, mark, _ = match[2].partition("?")
         if mark or not path:
-            raise StoreError(f"{place} names no folder. Write {LOCAL}:///PATH, or the path alone.")
+            raise StoreError(
+                f"{location} names no folder. Write {LOCAL}:///PATH, or the path alone."
+            )
         return folder_of(unquote(path))
-    return folder_of(place)
+    return folder_of(location)
 
 
 def folder_of(path: StrPath) -> Path:

@@ -201,11 +201,10 @@ class Store(ABC):
         answers = []
         for items in self.search(queries, count + MARGIN, bundle, filter=filter):
             items.sort(key=lambda item: item.id)
+            arrays: dict[str, Floats] = {}
             if items:
                 names = items[0].arrays
-            else:
-                names = ()
-            arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
+                arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
             answers.append(Candidates(items, arrays))
         return answers
 

@@ -239,8 +239,8 @@ def originals_of(vectors: Floats32) -> Ints:
     """Return the first row that equals each row of vectors (N, P), often the row itself."""
     hashes = (hashlib.blake2b(row + 0.0, digest_size=16).digest() for row in vectors)  # 0 for −0
     table = np.fromiter(hashes, "S16", len(vectors))
-    _, first, place = np.unique(table, return_index=True, return_inverse=True)
-    originals: Ints = first[place]
+    _, first, group = np.unique(table, return_index=True, return_inverse=True)
+    originals: Ints = first[group]
     return originals
 
 

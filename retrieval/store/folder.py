@@ -128,7 +128,7 @@ def add_generation(
 ) -> None:
     """Copy a generation's bundle, create its files and record it."""
     target = folder / BUNDLES / bundle.sha256[:16]
-    if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
+    if bundle.sha256 not in {existing.bundle for existing in all_of(connection)}:
         # A folder without a generation may be left over from an interrupted deletion.
         with whole_folder(
             target, replace=True, exists_error=StoreError(f"{target} exists already.")

@@ -126,8 +126,8 @@ class LocalStore(Store):
             with self.record.reading() as connection:
                 restore_rows(connection, folder)
                 served(connection)
-                known = value(connection, "select value from state where key = 'index'")
-            if hashlib.sha256(index_text(folder)).hexdigest() != known:
+                recorded_hash = value(connection, "select value from state where key = 'index'")
+            if hashlib.sha256(index_text(folder)).hexdigest() != recorded_hash:
                 raise StoreError(
                     f"The index {folder} is damaged: {INDEX} was altered. Restore a snapshot."
                 )
@@ -161,13 +161,13 @@ class LocalStore(Store):
         """
         self._begin_to_write()
         with self.record.reading() as connection:
-            known = self._served_with(connection, bundle)
-        texts = checked(items, known.widths)
+            expected_generation = self._served_with(connection, bundle)
+        texts = checked(items, expected_generation.widths)
         if not items:
             return 0
         with self.record.writing() as (connection, seq):
             generation = self._served_with(connection, bundle)
-            if generation.number != known.number:
+            if generation.number != expected_generation.number:
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
             if expected not in (None, old):
@@ -295,9 +295,9 @@ class LocalStore(Store):
                 replace(
                     item,
                     metadata=own(item.metadata),
-                    arrays={name: rows[place] for name, rows in arrays.items()},
+                    arrays={name: rows[position] for name, rows in arrays.items()},
                 )
-                for place, item in enumerate(proposed.items)
+                for position, item in enumerate(proposed.items)
             ]
             answers.append(sorted(items, key=lambda item: item.id))
         return answers
@@ -360,12 +360,12 @@ class LocalStore(Store):
         if answers is None:
             return None
         candidates = []
-        for place, items in enumerate(answers):
+        for query, items in enumerate(answers):
             if squared is None:
                 distances = None
             else:
-                distances = np.sqrt(squared[place, : len(items)])
-            candidates.append(_sorted(view, items, rows_of_queries[place], distances, count))
+                distances = np.sqrt(squared[query, : len(items)])
+            candidates.append(_sorted(view, items, rows_of_queries[query], distances, count))
         return candidates
 
     def _items_of(
@@ -378,18 +378,18 @@ class LocalStore(Store):
         if self._bytes > _CACHE_BYTES:
             self._items = {}
             self._bytes = 0
-        known = self._items  # never stale: an item that changes gets a new number
-        missing = {number for group in numbers for number in group if number not in known}
+        cached = self._items  # never stale: an item that changes gets a new number
+        missing = {number for group in numbers for number in group if number not in cached}
         if missing and connection is None:
             return None
         with stage("items", sum(map(len, numbers))):
             if missing and connection is not None:
                 sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
                 for row in ask(connection, sql, (json.dumps(list(missing)),)):
-                    known[row[0]] = from_row(row)
+                    cached[row[0]] = from_row(row)
                     self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
-            return [[known[number] for number in group] for group in numbers]
+            return [[cached[number] for number in group] for group in numbers]
         except KeyError:
             raise StoreError(
                 f"The index {self.folder} is damaged: its record lacks an item that its arrays"
@@ -405,7 +405,7 @@ class LocalStore(Store):
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle."""
-        if generation.number not in {known.number for known in self.generations()}:
+        if generation.number not in {existing.number for existing in self.generations()}:
             raise dropped_error()
         return self.folder / BUNDLES / generation.bundle[:16]
 
@@ -414,9 +414,9 @@ class LocalStore(Store):
         self._begin_to_write()
         properties = (bundle.sha256, bundle.variant, dict(widths))
         with self.record.writing() as (connection, _):
-            for known in all_of(connection):
-                if (known.bundle, known.variant, dict(known.widths)) == properties:
-                    return known
+            for existing in all_of(connection):
+                if (existing.bundle, existing.variant, dict(existing.widths)) == properties:
+                    return existing
             add_generation(connection, self.folder, bundle, widths, "building")
             return all_of(connection)[-1]  # the newest
 
@@ -447,9 +447,9 @@ class LocalStore(Store):
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
-            kept = [embedded[id] for _, id in alive if id in embedded]
+            embedded_items = [embedded[id] for _, id in alive if id in embedded]
             rows = np.array([n for n, id in alive if id in embedded], np.int64)
-            self._append(connection, generation, rows, kept)
+            self._append(connection, generation, rows, embedded_items)
             out = [(generation.number, n) for n, id in alive if id not in embedded]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             sql = "update generations set upto = max(upto, ?) where g = ?"
@@ -594,10 +594,13 @@ def _with_arrays(
     """Return rows of the record as items with the named arrays."""
     numbers = np.array([row[0] for row in rows], np.int64)
     arrays, present = view.read(connection, numbers, names)
-    return [
-        from_row(row, {name: array[place] for name, array in arrays.items()} if has_arrays else {})
-        for place, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True))
-    ]
+    items = []
+    for position, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True)):
+        row_arrays = {}
+        if has_arrays:
+            row_arrays = {name: array[position] for name, array in arrays.items()}
+        items.append(from_row(row, row_arrays))
+    return items
 
 
 def _sorted(
@@ -609,8 +612,8 @@ def _sorted(
     else:
         keys = distances.tolist()
     if len(set(keys)) < len(keys):
-        order = sorted(range(len(keys)), key=lambda place: (keys[place], items[place].id))
-        items = [items[place] for place in order]
+        order = sorted(range(len(keys)), key=lambda position: (keys[position], items[position].id))
+        items = [items[position] for position in order]
         rows = rows[order]
     if distances is None:
         return Candidates(items, _Arrays(view, rows))

@@ -101,10 +101,8 @@ def _join(joint: Joint, masks: list[Mask]) -> Mask:
     if joint == "not":
         return ~masks[0]
     if joint == "and":
-        join = np.logical_and
-    else:
-        join = np.logical_or
-    return join.reduce(masks)  # type: ignore[no-any-return]
+        return np.logical_and.reduce(masks)  # type: ignore[no-any-return]
+    return np.logical_or.reduce(masks)  # type: ignore[no-any-return]
 
 
 class _Column:
@@ -117,7 +115,7 @@ class _Column:
         self.name = name
         self.last = 0  # number of the last item read
         self._codes: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._known: dict[str | None, int] = {None: 0}
+        self._code_of: dict[str | None, int] = {None: 0}
         self._numbers: NDArray[np.float64] = np.full(1, np.nan)  # by code; NaN if not a number
         self._by_code: dict[int, Any] = {}  # values that are not numbers
         self._characters = 0
@@ -129,20 +127,18 @@ class _Column:
         """
         more = np.zeros(view.rows - len(self._codes), np.int32)
         self._codes = np.concatenate([self._codes, more])
-        label = isinstance(self.name, str)
-        if label:
-            path = ()
-        else:
+        path: tuple[str, ...] = ()
+        text_of = "iif(label is null, null, json_quote(label))"
+        if not isinstance(self.name, str):
             path = ("$" + "".join(f'."{part}"' for part in self.name),)
-        if label:
-            text_of = "iif(label is null, null, json_quote(label))"
-        else:
             text_of = "metadata -> ?"
         sql = f"select n, {text_of} from items where n > ? order by n limit ?"
         while page := ask(connection, sql, (*path, self.last, _PAGE)):
             self.last = page[-1][0]
-            known = self._known
-            codes = np.fromiter((known.setdefault(text, len(known)) for _, text in page), np.int32)
+            code_of = self._code_of
+            codes = np.fromiter(
+                (code_of.setdefault(text, len(code_of)) for _, text in page), np.int32
+            )
             rows = view.runs.rows_of(np.fromiter((n for n, _ in page), np.int64))
             self._codes[rows[rows >= 0]] = codes[rows >= 0]
             try:
@@ -156,19 +152,18 @@ class _Column:
     def _decode(self) -> None:
         """Decode the JSON text of the values that were added since the last call."""
         first = len(self._numbers)
-        if len(self._known) > first:
-            new = list(self._known)[first:]
-        else:
-            new = []
+        new = []
+        if len(self._code_of) > first:
+            new = list(self._code_of)[first:]
         numbers = np.full(len(new), np.nan)
-        for place, text in enumerate(new):
+        for position, text in enumerate(new):
             assert text is not None
             self._characters += len(text)
             content = strict_loads(text)
             if type(content) is float or (type(content) is int and abs(content) < _EXACT):
-                numbers[place] = content
+                numbers[position] = content
             else:
-                self._by_code[first + place] = content
+                self._by_code[first + position] = content
         self._numbers = np.concatenate([self._numbers, numbers])
 
     def true(self, leaf: Condition, rows: int) -> Mask:
@@ -209,5 +204,5 @@ def sql_of(connection: apsw.Connection, filter: Filter | None) -> tuple[str, Seq
     for name in sorted(fields(filter)):
         if not value(connection, "select 1 from fields where name = ?", (name,)):
             sql = "select name from fields order by name limit ?"
-            raise no_field(name, [known for (known,) in ask(connection, sql, (_FIELDS,))])
+            raise no_field(name, [field for (field,) in ask(connection, sql, (_FIELDS,))])
     return to_sql(filter)

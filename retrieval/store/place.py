@@ -51,20 +51,20 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     from retrieval.host.plugins import load_plugins
 
     loaded = load_plugins(plugins)
-    known = loaded.factories("stores")
-    if scheme in known:
-        return known[scheme]
-    named = [factory for factory in known.values() if factory.name.endswith(f".{scheme}")]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        full = " or ".join(f"{factory.name}://" for factory in named)
+    factories = loaded.factories("stores")
+    if scheme in factories:
+        return factories[scheme]
+    matching = [factory for factory in factories.values() if factory.name.endswith(f".{scheme}")]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        full = " or ".join(f"{factory.name}://" for factory in matching)
         raise PluginError(f"Several plugins have a store '{scheme}'. Write {full}.")
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
     names = sorted(
-        {full_name.rpartition(".")[2] for full_name in known} | _built_in_stores().keys()
+        {full_name.rpartition(".")[2] for full_name in factories} | _built_in_stores().keys()
     )
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)};"
@@ -73,25 +73,25 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     )
 
 
-def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
+def store_place(location: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
     """Return the place of an index, without connecting to it.
 
     The methods of the place open or create the index.
 
     Args:
-        place: a folder or an address.
+        location: a folder or an address.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
         PluginError: the store cannot be found; see `find_store`.
         StoreError: the address is invalid, or has an option that its store does not know.
     """
-    named = place_of(place)
+    path_or_address = place_of(location)
     plugins = list(plugins)
-    if isinstance(named, Path):
-        address = Address(str(named), LOCAL, path=str(named))
+    if isinstance(path_or_address, Path):
+        address = Address(str(path_or_address), LOCAL, path=str(path_or_address))
     else:
-        address = named
+        address = path_or_address
     factory = find_store(address.scheme, plugins)
     values, problems = factory.check(address.options, f"{address}:")
     if problems:

@@ -369,13 +369,11 @@ class Record:
         except FileNotFoundError:  # compaction has removed the file: callers try again
             raise
         except (apsw.Error, OSError) as fault:
-            is_busy = isinstance(fault, apsw.BusyError) or out_of_files(fault)
-            if is_busy:
-                kind = StoreUnavailable
-            else:
-                kind = StoreError
+            kind = StoreError
             if isinstance(fault, apsw.InterruptError):
                 kind = TooSlow
+            elif isinstance(fault, apsw.BusyError) or out_of_files(fault):
+                kind = StoreUnavailable
             raise kind(f"The index {self.folder} cannot be {action}: {reason(fault)}") from fault
 
     def settle(self) -> None:

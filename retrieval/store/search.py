@@ -231,11 +231,11 @@ class Companion:
             mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
             np.lib.format.read_magic(file)
             shape, _, kind = np.lib.format.read_array_header_1_0(file)
-            place = file.tell()
+            offset = file.tell()
             mapped = FileMap(file)
         if shape[1:] != (count, cls.PART) or kind != np.float32 or len(mean) != width:
             raise StoreError(f"{path.name} belongs to other vectors.")
-        return cls(mean, basis, float(error[0]), mapped.floats(shape, place), mapped)
+        return cls(mean, basis, float(error[0]), mapped.floats(shape, offset), mapped)
 
     def intact(self) -> bool:
         """Return whether the file has kept its content since it was mapped."""
@@ -265,8 +265,8 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
     squared, rows = _no_rows(len(queries), task.k)
-    for place in range(len(queries)):
-        query = slice(place, place + 1)
+    for number in range(len(queries)):
+        query = slice(number, number + 1)
         answer = _Scan(task, queries[query], products=False).run()
         assert answer is not None
         squared[query], rows[query] = answer
@@ -290,8 +290,8 @@ def _blocks(
     """
     chosen: Rows | None = None
     if keep is not None:
-        kept = int(np.count_nonzero(keep[start:stop]))
-        if kept <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
+        kept_count = int(np.count_nonzero(keep[start:stop]))
+        if kept_count <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
             chosen = np.flatnonzero(keep[start:stop]) + start
             start = 0
             stop = len(chosen)
@@ -318,36 +318,40 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     doubtful = 0
     width = projected.size // count
     with faiss_threads(1):
-        for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS):
+        for rows, kept_rows in _blocks(
+            task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS
+        ):
             table = companion.table  # `take` gives each part contiguous rows; indexing does not
             if isinstance(rows, slice):
                 block = table[:, rows]
             else:
                 block = table.take(rows, axis=1)
-            if kept is None:
+            if kept_rows is None:
                 penalty = None
             else:
-                penalty = np.where(kept, np.float32(0), np.float32(np.inf))
+                penalty = np.where(kept_rows, np.float32(0), np.float32(np.inf))
             numbers = []
-            for place, query in enumerate(queries):
-                sums = _sums(projected[:, place], block)
+            for query_number, query in enumerate(queries):
+                sums = _sums(projected[:, query_number], block)
                 if penalty is not None:
                     sums += penalty
-                if reach[place] == math.inf:
-                    reach[place] = _first_reach(query, task.vectors, rows, sums, k)
-                limit = _limit(reach[place], width, float(errors[place]) + companion.error)
+                if reach[query_number] == math.inf:
+                    reach[query_number] = _first_reach(query, task.vectors, rows, sums, k)
+                limit = _limit(
+                    reach[query_number], width, float(errors[query_number]) + companion.error
+                )
                 row = (sums <= limit).nonzero()[0]
                 compared = compared + len(sums)
                 doubtful = doubtful + len(row)
                 if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                     return None
-                if kept is not None:
-                    row = row[kept[row]]
+                if kept_rows is not None:
+                    row = row[kept_rows[row]]
                 if isinstance(rows, slice):
                     number = row + rows.start
                 else:
                     number = rows[row]
-                limit = _limit(reach[place], queries.shape[1])
+                limit = _limit(reach[query_number], queries.shape[1])
                 # "not above" also keeps NaN, the result of an overflow
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
             number = np.concatenate(numbers)
@@ -458,8 +462,8 @@ class _Scan:
         for answer in answers:
             if answer is None:
                 return None
-            query, place = np.nonzero(answer[1] >= 0)
-            best = _entered(best, query, answer[1][query, place], answer[0][query, place])
+            query, rank = np.nonzero(answer[1] >= 0)
+            best = _entered(best, query, answer[1][query, rank], answer[0][query, rank])
         return best
 
     def _range(self, start: int, stop: int) -> Answer | None:
@@ -472,28 +476,28 @@ class _Scan:
         max_rows = max(1, _BLOCK_PAIRS // count)
         max_copied = min(max_rows, max(1, _BLOCK_NUMBERS // self.task.vectors.shape[1]))
         max_rows = max_rows if self.whole else max_copied
-        for rows, kept in _blocks(self.task.keep, count, start, stop, max_rows, max_copied):
+        for rows, kept_rows in _blocks(self.task.keep, count, start, stop, max_rows, max_copied):
             block = self.task.vectors[rows]
             if not self.whole:
                 block = np.ascontiguousarray(block[:, self.task.columns])
-            values = self._values(block, kept)
+            values = self._values(block, kept_rows)
             least = values.min(axis=1)
             if reach is None:
                 reach = self._first_reach(rows, values, least)
             limits = self._limits(reach)
             # "not above" also keeps NaN, the result of an overflow
-            query, place = np.nonzero(~(least > limits[:, None]))
+            query, column = np.nonzero(~(least > limits[:, None]))
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
             for first in range(0, len(query), step):  # bounds memory if many rows are equal
                 queries = query[first : first + step]
-                group = place[first : first + step]
+                group = column[first : first + step]
                 inside = values[queries, :, group]
                 pair, member = np.nonzero(~(inside > limits[queries, None]))
                 row = member * least.shape[1] + group[pair]
                 searched = row < len(block)
-                if kept is not None:
-                    searched[searched] = kept[row[searched]]
+                if kept_rows is not None:
+                    searched[searched] = kept_rows[row[searched]]
                 pair = pair[searched]
                 row = row[searched]
                 if self.products:
@@ -530,7 +534,7 @@ class _Scan:
         """Return squared distances (n,) in float64 between pairs of a query and a row."""
         return measured(self.exact, self.task.vectors, query, row, self.task.columns)
 
-    def _values(self, block: Floats, kept: Mask | None) -> Floats:
+    def _values(self, block: Floats, kept_rows: Mask | None) -> Floats:
         """Return squared distances (Q, G, C) in float32; masked rows and padding get infinity.
 
         Row i of the block is in column i modulo C. A column has G rows. If its minimum exceeds the
@@ -555,8 +559,8 @@ class _Scan:
                         width, count, pointer, len(part), table, out, -1, -1, stride
                     )
         values[:, size:] = np.inf
-        if kept is not None:
-            values[:, :size] += np.where(kept, np.float32(0), np.float32(np.inf))
+        if kept_rows is not None:
+            values[:, :size] += np.where(kept_rows, np.float32(0), np.float32(np.inf))
         return values.reshape(count, members, groups)
 
     def _limits(self, squared: Doubles) -> Floats:
@@ -606,8 +610,8 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
     squared = np.concatenate([best[0].ravel(), squared])
     order = np.lexsort((row, squared, query))
     counts = np.bincount(query, minlength=count)
-    place = np.repeat(np.cumsum(counts) - counts, k).reshape(count, k) + np.arange(k)
-    order = order[place]
+    positions = np.repeat(np.cumsum(counts) - counts, k).reshape(count, k) + np.arange(k)
+    order = order[positions]
     return squared[order], row[order]
 
 
@@ -621,20 +625,20 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -
         rows to search is faster.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
-    kept = k + _MARGIN + k // 16
+    proposed = k + _MARGIN + k // 16
     searched = count
     selector = None
     if keep is not None:
         searched = int(np.count_nonzero(keep))
         bits = np.packbits(keep, bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
-    if searched <= kept or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
+    if searched <= proposed or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
         return None
-    sums = np.empty(kept, np.float32)
-    rows = np.empty(kept, np.int64)
+    sums = np.empty(proposed, np.float32)
+    rows = np.empty(proposed, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
     # FAISS uses at most one thread per query; for one query that is the calling thread.
-    faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, selector)
+    faiss.knn_L2sqr(pointer, table, width, 1, count, proposed, out, numbers, None, selector)
     wider = 1 + 2 * _gamma(width)
     tiny = width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny

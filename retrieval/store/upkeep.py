@@ -301,7 +301,7 @@ class Upkeep:
                     compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
-                if {known.number for known in all_of(connection)} <= compacted_at.keys():
+                if {existing.number for existing in all_of(connection)} <= compacted_at.keys():
                     upto = min(compacted_at.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))
             with self.record.turn, self.record.faults("written"):
@@ -330,16 +330,16 @@ class Upkeep:
         g = generation.number
         stem = claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
-            if g not in {known.number for known in all_of(connection)}:
+            if g not in {existing.number for existing in all_of(connection)}:
                 return seq_of(connection)
             old = Rows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
             filled = _is_filled(connection, g)
-        kept = np.arange(old.rows)
+        copied_rows = np.arange(old.rows)
         new_sums = dict[str, Sums]()
         if compact and old.alive is not None:
-            kept = np.flatnonzero(old.alive)
-            claim.total = len(kept)
+            copied_rows = np.flatnonzero(old.alive)
+            claim.total = len(copied_rows)
             with self.record.faults("written"):
                 for name, width in generation.widths.items():
                     source = Array(file_of(folder, old.stem, name), width)
@@ -349,15 +349,15 @@ class Upkeep:
                     else:
                         report = None
                     with source.reading(old.rows) as content:
-                        chunks = _chunks(content, kept, report)
+                        chunks = _chunks(content, copied_rows, report)
                         new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
                 sync(folder / ARRAYS)
         if new_sums:
             text = None
         else:
             text = old.structure_text
-        if filled and self._needs_structure(text, generation, len(kept), exactly=True):
-            text = self._built(generation, claim, stem if new_sums else old.stem, len(kept))
+        if filled and self._needs_structure(text, generation, len(copied_rows), exactly=True):
+            text = self._built(generation, claim, stem if new_sums else old.stem, len(copied_rows))
         elif not new_sums:
             return old.seq
         with self.record.writing() as (connection, _), self.record.faults("written"):
@@ -366,7 +366,7 @@ class Upkeep:
                 return 0  # the generation was dropped
             connection.execute("update generations set structure = ? where g = ?", (text, g))
             if new_sums:
-                self._swap(connection, stem, old, kept, new_sums)
+                self._swap(connection, stem, old, copied_rows, new_sums)
         return old.seq
 
     def _swap(
@@ -374,16 +374,16 @@ class Upkeep:
         connection: apsw.Connection,
         stem: str,
         old: Rows,
-        kept: Numbers,
+        copied_rows: Numbers,
         new_sums: dict[str, Sums],
     ) -> None:
-        """Make the record name the new files of `kept` rows; append the rows written since `old`.
+        """Make the record name the new files; append the rows written since `old`.
 
         Args:
             connection: connection in a write transaction.
             stem: prefix of the names of the new files.
             old: the rows that were copied from.
-            kept: old numbers of the rows that were copied.
+            copied_rows: old numbers of the rows that were copied.
             new_sums: checksums of the new files, by name of the array.
         """
         generation = old.generation
@@ -395,10 +395,10 @@ class Upkeep:
             connection.execute(f"delete from {table} where g = ?", (g,))
         for name, sums in new_sums.items():
             put_sums(connection, g, name, sums)
-        if len(kept):
-            put_runs(connection, g, 0, old.runs.numbers_of(kept))
+        if len(copied_rows):
+            put_runs(connection, g, 0, old.runs.numbers_of(copied_rows))
         sql = "update generations set stem = ?, rows = ? where g = ?"
-        connection.execute(sql, (stem, len(kept), g))
+        connection.execute(sql, (stem, len(copied_rows), g))
         if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
             connection.execute("delete from removed where seq <= ?", (old.seq,))
         folder = self.record.folder

@@ -354,9 +354,9 @@ class Rows:
     def of(connection: apsw.Connection, generation: Generation, old: Rows | None = None) -> Rows:
         """Return the rows that a read transaction sees; with `old`, read only what has changed."""
         sql = "select stem, rows, structure from generations where g = ?"
-        if not (known := ask(connection, sql, (generation.number,))):
+        if not (entries := ask(connection, sql, (generation.number,))):
             raise dropped_error()
-        ((stem, rows, structure_text),) = known
+        ((stem, rows, structure_text),) = entries
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
             old = Rows(0, generation, stem, 0, Runs([]), None, 0, None)
@@ -538,7 +538,8 @@ class Views:
         self.plugins = tuple(plugins)
         self.view: View | None = None
         self.loaded: dict[str, Loaded | None] = {}
-        self._known: tuple[object, int] | None = None  # `Record.version` and transaction number
+        # `Record.version` and number of the transaction when `view` was last found to be current
+        self._checked_state: tuple[object, int] | None = None
         self._prepared: View | None = None
         self._refresh = threading.RLock()
         self._loading: set[str] = set()
@@ -548,11 +549,11 @@ class Views:
 
         A view whose files were cut short is not returned either: `moment` maps them again.
         """
-        known = self._known
+        checked_state = self._checked_state
         view = self.view
-        if known is None or view is None or view.seq != known[1]:
+        if checked_state is None or view is None or view.seq != checked_state[1]:
             return None
-        if view.intact() and self.record.version() == known[0]:
+        if view.intact() and self.record.version() == checked_state[0]:
             return view
         return None
 
@@ -570,7 +571,7 @@ class Views:
                     continue
                 if view is None:
                     continue
-                self._known = version, view.seq
+                self._checked_state = version, view.seq
                 yield connection, view
                 return
         raise missing_file(self.record.folder, missing)

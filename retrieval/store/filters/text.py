@@ -139,10 +139,10 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         actual = text[position]
         if actual in ("'", '"'):
             if actual == "'":
-                what = "text"
+                token = "text"
             else:
-                what = "name"
-            return position, f"the {what} that begins here has no end. Add {actual} to close it."
+                token = "name"
+            return position, f"the {token} that begins here has no end. Add {actual} to close it."
         tokens = set(fault.allowed)
     else:
         assert isinstance(fault, UnexpectedToken)
