@@ -45,7 +45,7 @@ from retrieval.store.upkeep import BUNDLES, new_stem
 from retrieval.store.view import (
     BLOCK,
     Array,
-    Rows,
+    GenerationRows,
     append,
     damage_error,
     file_of,
@@ -214,7 +214,7 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
         if not faults:
             restore_rows(connection, folder)
         for generation in all_of(connection):
-            rows = Rows.of(connection, generation)
+            rows = GenerationRows.of(connection, generation)
             for name, width in generation.widths.items():
                 path = file_of(folder, rows.stem, name)
                 try:
@@ -242,7 +242,9 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
     return faults, rebuilt
 
 
-def _without_vectors(connection: apsw.Connection, generation: Generation, rows: Rows) -> int:
+def _without_vectors(
+    connection: apsw.Connection, generation: Generation, rows: GenerationRows
+) -> int:
     """Return the number of items that should have vectors in a generation and have none."""
     g = generation.number
     served = generation.state == "served"

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, cast, get_args
 import apsw
 import numpy as np
 
+from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.base.stages import stage
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, StoreError, printable
@@ -81,10 +82,9 @@ from retrieval.store.record import (
     upto_of,
     value,
 )
-from retrieval.store.structure import Mask, Numbers, StructureChoice
+from retrieval.store.structure import StructureChoice
 from retrieval.store.upkeep import BUNDLES, Upkeep, tidy
 from retrieval.store.view import (
-    Distances,
     View,
     Views,
     append_rows,
@@ -200,7 +200,7 @@ class LocalStore(Store):
         self,
         connection: apsw.Connection,
         generation: Generation,
-        numbers: Numbers,
+        numbers: Ints,
         items: Sequence[Item],
     ) -> None:
         """Append the arrays of items to a generation."""
@@ -313,7 +313,7 @@ class LocalStore(Store):
     ) -> list[Candidates]:
         """Return what `propose` does; search `margin` more rows, as they may tie with the last."""
 
-        def nearest(view: View, only: Mask | None) -> tuple[Distances | None, Numbers]:
+        def nearest(view: View, only: Bools | None) -> tuple[Floats64 | None, Ints]:
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
@@ -341,8 +341,8 @@ class LocalStore(Store):
     def _candidates(
         self,
         view: View,
-        squared: Distances | None,
-        rows: Numbers,
+        squared: Floats64 | None,
+        rows: Ints,
         count: int,
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
@@ -604,7 +604,7 @@ def _with_arrays(
 
 
 def _sorted(
-    view: View, items: list[Item], rows: Numbers, distances: Distances | None, count: int
+    view: View, items: list[Item], rows: Ints, distances: Floats64 | None, count: int
 ) -> Candidates:
     """Order one query's items by id, or by distance and then id, and keep the nearest `count`."""
     if distances is None:
@@ -623,7 +623,7 @@ def _sorted(
 class _Arrays(Mapping[str, Floats]):
     """Vectors and codes of rows of a view, read on first access."""
 
-    def __init__(self, view: View, rows: Numbers) -> None:
+    def __init__(self, view: View, rows: Ints) -> None:
         self._view = view
         self._rows = rows
 

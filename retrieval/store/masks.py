@@ -17,13 +17,13 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.base.arrays import Bools
 from retrieval.base.strict_json import strict_loads
 from retrieval.store.filters import Exists, Filter, fields, matches, to_sql
 from retrieval.store.filters.deciding import COMPARE
 from retrieval.store.filters.tree import Condition, Joint, conditions, fold
 from retrieval.store.items import no_field
 from retrieval.store.record import ask, value
-from retrieval.store.structure import Mask
 from retrieval.store.view import View
 
 _FIELDS = 1000  # field names among which the error for an unknown field finds similar ones
@@ -48,7 +48,7 @@ class Masks:
         self._columns: dict[Name, _Column] = {}
         self._unfit: set[Name] = set()
 
-    def of(self, connection: apsw.Connection, view: View, filter: Filter) -> Mask:
+    def of(self, connection: apsw.Connection, view: View, filter: Filter) -> Bools:
         """Return the mask of the view's rows that match a filter and are not deleted."""
         if (mask := view.matched.get(filter)) is not None:
             return mask
@@ -67,11 +67,11 @@ class Masks:
         view.matched[filter] = mask
         return mask
 
-    def _by_columns(self, connection: apsw.Connection, view: View, filter: Filter) -> Mask | None:
+    def _by_columns(self, connection: apsw.Connection, view: View, filter: Filter) -> Bools | None:
         """Return a mask computed from columns, or None if they cannot decide the filter."""
         leaves = conditions(filter)
         names = {leaf.field for leaf in leaves}
-        if view.stem != self._stem:  # row numbers hold within one stem; see `Rows.stem`
+        if view.stem != self._stem:  # row numbers hold within one stem; see `GenerationRows.stem`
             self._stem = view.stem
             self._seq = 0
             self._columns = {}
@@ -97,7 +97,7 @@ class Masks:
         return mask & view.alive
 
 
-def _join(joint: Joint, masks: list[Mask]) -> Mask:
+def _join(joint: Joint, masks: list[Bools]) -> Bools:
     if joint == "not":
         return ~masks[0]
     if joint == "and":
@@ -166,7 +166,7 @@ class _Column:
                 self._by_code[first + position] = content
         self._numbers = np.concatenate([self._numbers, numbers])
 
-    def true(self, leaf: Condition, rows: int) -> Mask:
+    def true(self, leaf: Condition, rows: int) -> Bools:
         """Return the mask of the first `rows` rows for which a condition is true."""
         table = np.zeros(len(self._numbers), bool)
         plain = ~np.isnan(self._numbers)
@@ -187,7 +187,7 @@ class _Column:
             for part in reversed(self.name):
                 metadata = {part: metadata}
             table[code] = matches(leaf, "", None, metadata)
-        mask: Mask = table[self._codes[:rows]]
+        mask: Bools = table[self._codes[:rows]]
         return mask
 
 

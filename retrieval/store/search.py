@@ -36,17 +36,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from retrieval.base.arrays import Bools, Floats32, Floats64, Ints
 from retrieval.base.mapping import FileMap
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import StoreError
 
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-Rows = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-Answer = tuple[Doubles, Rows]
+Answer = tuple[Floats64, Ints]
 
 _MARGIN = 8  # FAISS returns this many rows and k / 16 more than k for a single query
 _QUERIES = 256  # maximum number of queries in a group
@@ -75,15 +71,15 @@ _TINY = 2.0**-100  # upper bound of the error of one product by underflow
 
 
 def nearest(
-    queries: Floats,
-    vectors: Floats,
+    queries: Floats32,
+    vectors: Floats32,
     k: int,
     *,
-    keep: Mask | None = None,
+    keep: Bools | None = None,
     span: tuple[int, int] | None = None,
     companion: Companion | None = None,
     threads: int = 1,
-) -> tuple[Doubles, Rows]:
+) -> tuple[Floats64, Ints]:
     """Return the exact k nearest rows of each query by Euclidean distance.
 
     Equal distances are ordered by row. The function is thread-safe. It needs memory for a few
@@ -148,10 +144,10 @@ class Companion:
         mapped: the file that `table` lies in, or None.
     """
 
-    mean: Doubles
-    basis: Doubles
+    mean: Floats64
+    basis: Floats64
     error: float
-    table: Floats
+    table: Floats32
     mapped: FileMap | None = None
 
     PART = 8
@@ -162,7 +158,7 @@ class Companion:
     """Largest number of rows from which the principal components are computed."""
 
     @classmethod
-    def build(cls, vectors: Floats) -> Companion | None:
+    def build(cls, vectors: Floats32) -> Companion | None:
         """Return the companion of vectors (N, P), or `None` if it would not be narrow enough."""
         count, width = vectors.shape
         sample = vectors[:: max(1, -(-count // cls.SAMPLE_ROWS))].astype(np.float64)
@@ -196,7 +192,7 @@ class Companion:
         """Shape (N, P) of the vectors."""
         return self.table.shape[1], len(self.mean)
 
-    def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
+    def project(self, vectors: Floats32) -> tuple[Floats32, Floats64]:
         """Return z (D / 8, M, 8) of vectors (M, P) and bounds (M,) of their rounding errors.
 
         The last coordinate s is the root of |x − m|² − |Vᵀ (x − m)|². The P + 8 float64 roundings
@@ -246,14 +242,14 @@ class Companion:
 class _Task:
     """Arguments of `nearest` that all groups of queries share."""
 
-    vectors: Floats
+    vectors: Floats32
     columns: slice
     k: int
-    keep: Mask | None
+    keep: Bools | None
     threads: int
 
 
-def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
+def _search(task: _Task, queries: Floats32, companion: Companion | None) -> Answer:
     """Return squared distances and rows (Q, k) of a group of queries."""
     many = len(queries) > 1
     whole = task.columns == slice(0, task.vectors.shape[1])
@@ -274,8 +270,8 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
 
 
 def _blocks(
-    keep: Mask | None, count: int, start: int, stop: int, max_rows: int, max_copied: int
-) -> Iterator[tuple[slice | Rows, Mask | None]]:
+    keep: Bools | None, count: int, start: int, stop: int, max_rows: int, max_copied: int
+) -> Iterator[tuple[slice | Ints, Bools | None]]:
     """Yield blocks of row numbers with their part of the mask, or `None` to search all of them.
 
     If the mask keeps few rows, the blocks hold only those rows.
@@ -288,7 +284,7 @@ def _blocks(
         max_rows: maximum number of rows in a block.
         max_copied: maximum number of rows in a block of kept rows only, which are copied.
     """
-    chosen: Rows | None = None
+    chosen: Ints | None = None
     if keep is not None:
         kept_count = int(np.count_nonzero(keep[start:stop]))
         if kept_count <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
@@ -299,12 +295,12 @@ def _blocks(
             keep = None
     while start < stop:
         end = min(start + max_rows, stop)
-        rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
+        rows: slice | Ints = slice(start, end) if chosen is None else chosen[start:end]
         yield rows, None if keep is None else keep[start:end]
         start = end
 
 
-def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer | None:
+def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Answer | None:
     """Return squared distances and rows (Q, k), or `None` if too many rows remain in doubt.
 
     All queries are compared with one block of the table before the next block, so that the block
@@ -361,19 +357,19 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     return best
 
 
-def _sums(query: Floats, block: Floats) -> Floats:
+def _sums(query: Floats32, block: Floats32) -> Floats32:
     """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the N rows of a block (B, N, W)."""
     faiss, (size, width) = load_faiss(), block.shape[1:]
-    sums: Floats = np.empty((len(block), size), np.float32)
+    sums: Floats32 = np.empty((len(block), size), np.float32)
     for out, *pair in zip(sums, query, block, strict=True):
         faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
     for part in sums[1:]:
         sums[0] += part
-    first: Floats = sums[0]
+    first: Floats32 = sums[0]
     return first
 
 
-def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
+def _sums_of(query: Floats32, vectors: Floats32, rows: Ints) -> Floats32:
     """Return Σ (q − x)² (n,) in float32 of a query (P,) and some rows of vectors (N, P)."""
     faiss = load_faiss()
     sums = np.empty(len(rows), np.float32)
@@ -382,7 +378,9 @@ def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
     return sums
 
 
-def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Floats, k: int) -> float:
+def _first_reach(
+    query: Floats32, vectors: Floats32, rows: slice | Ints, sums: Floats32, k: int
+) -> float:
     """Return a squared distance within which k rows lie, or infinity if too few rows are searched.
 
     Args:
@@ -438,7 +436,7 @@ class _Scan:
         products: whether to compare by products rather than by sums; see the module's docstring.
     """
 
-    def __init__(self, task: _Task, queries: Floats, *, products: bool) -> None:
+    def __init__(self, task: _Task, queries: Floats32, *, products: bool) -> None:
         self.task = task
         self.queries = queries
         self.products = products
@@ -471,7 +469,7 @@ class _Scan:
         count = len(self.queries)
         k = self.task.k
         best = _no_rows(count, k)
-        reach: Doubles | None = None  # squared distances within which k rows lie
+        reach: Floats64 | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
         max_rows = max(1, _BLOCK_PAIRS // count)
         max_copied = min(max_rows, max(1, _BLOCK_NUMBERS // self.task.vectors.shape[1]))
@@ -515,7 +513,7 @@ class _Scan:
                 reach = np.minimum(reach, best[0][:, -1])
         return best
 
-    def _first_reach(self, rows: slice | Rows, values: Floats, least: Floats) -> Doubles:
+    def _first_reach(self, rows: slice | Ints, values: Floats32, least: Floats32) -> Floats64:
         """Return squared distances (Q,) within which k rows of a block lie, or infinity."""
         k, (count, groups) = self.task.k, least.shape
         if groups < k:
@@ -527,14 +525,14 @@ class _Scan:
         row[outside] = 0
         squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
         squared[outside] = np.inf
-        reach: Doubles = squared.reshape(count, k).max(1)
+        reach: Floats64 = squared.reshape(count, k).max(1)
         return reach
 
-    def _measured(self, query: Rows, row: Rows) -> Doubles:
+    def _measured(self, query: Ints, row: Ints) -> Floats64:
         """Return squared distances (n,) in float64 between pairs of a query and a row."""
         return measured(self.exact, self.task.vectors, query, row, self.task.columns)
 
-    def _values(self, block: Floats, kept_rows: Mask | None) -> Floats:
+    def _values(self, block: Floats32, kept_rows: Bools | None) -> Floats32:
         """Return squared distances (Q, G, C) in float32; masked rows and padding get infinity.
 
         Row i of the block is in column i modulo C. A column has G rows. If its minimum exceeds the
@@ -563,7 +561,7 @@ class _Scan:
             values[:, :size] += np.where(kept_rows, np.float32(0), np.float32(np.inf))
         return values.reshape(count, members, groups)
 
-    def _limits(self, squared: Doubles) -> Floats:
+    def _limits(self, squared: Floats64) -> Floats32:
         """Return upper bounds (Q,) of the float32 values of rows within squared distances (Q,)."""
         reach = np.sqrt(squared) * (1 + 2.0**-40)
         if self.products:
@@ -572,7 +570,7 @@ class _Scan:
             size = reach * reach
         limits = reach * reach + self.gamma * size + self.tiny
         limits[~(size < _LARGEST)] = np.inf
-        above: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+        above: Floats32 = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
         return above
 
 
@@ -597,7 +595,7 @@ def _no_rows(count: int, k: int) -> Answer:
     return np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
 
 
-def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
+def _entered(best: Answer, query: Ints, row: Ints, squared: Floats64) -> Answer:
     """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
     count, k = best[0].shape
     if count == 1:
@@ -615,7 +613,9 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
     return squared[order], row[order]
 
 
-def _nearest_of_one(query: Floats, vectors: Floats, k: int, keep: Mask | None) -> Answer | None:
+def _nearest_of_one(
+    query: Floats32, vectors: Floats32, k: int, keep: Bools | None
+) -> Answer | None:
     """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
     FAISS returns the nearest rows by float32 distance, more than k.
@@ -658,12 +658,12 @@ def _gamma(width: int) -> float:
 
 
 def measured(
-    queries: Doubles,
-    vectors: Floats | Doubles,
-    query: Rows,
-    row: Rows,
+    queries: Floats64,
+    vectors: Floats32 | Floats64,
+    query: Ints,
+    row: Ints,
     columns: slice = slice(None),
-) -> Doubles:
+) -> Floats64:
     """Return squared distances |q − x|² (n,) in float64 between pairs of a query and a row.
 
     Args:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from retrieval.base.arrays import Bools, Ints
 from retrieval.base.files import whole_file
 from retrieval.base.plain import open_plain
 from retrieval.base.runtime import load_faiss
@@ -28,9 +28,6 @@ from retrieval.store.backends import choose, make_backend, short_name
 from retrieval.store.index_backend import IndexBackend, checked_search, using
 from retrieval.store.items import Floats
 from retrieval.store.search import Companion, faiss_threads
-
-Mask = NDArray[np.bool_]
-Numbers = NDArray[np.int64]
 
 log = logging.getLogger("retrieval.store")
 
@@ -142,8 +139,8 @@ class Loaded:
         return self.companion is None or self.companion.intact()
 
     def propose(
-        self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
-    ) -> Numbers | None:
+        self, space: int, queries: Floats, count: int, keep: Bools | None, *, filtered: bool
+    ) -> Ints | None:
         """Return each query's candidate rows, padded with -1, or None if exact search is needed.
 
         Args:

@@ -23,6 +23,7 @@ from typing import Any
 import apsw
 import numpy as np
 
+from retrieval.base.arrays import Ints
 from retrieval.base.files import sync
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
@@ -30,7 +31,6 @@ from retrieval.store.items import VECTOR, Floats, Generation
 from retrieval.store.record import Record, all_of, ask, seq_of, value
 from retrieval.store.structure import (
     ARRAYS,
-    Numbers,
     Structure,
     StructureChoice,
     build,
@@ -38,7 +38,7 @@ from retrieval.store.structure import (
 )
 from retrieval.store.view import (
     Array,
-    Rows,
+    GenerationRows,
     Sums,
     Views,
     append,
@@ -184,7 +184,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
         self._due = threading.Event()
         self._stop = threading.Event()
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, GenerationRows] = {}
 
     # In the background
 
@@ -248,13 +248,13 @@ class Upkeep:
         if self._thread is not None:
             self._thread.join()
 
-    def _current(self, generation: Generation) -> Rows | None:
+    def _current(self, generation: Generation) -> GenerationRows | None:
         """Return the current rows of a generation, or None if it was dropped or is incomplete."""
         g = generation.number
         with self.record.reading() as connection:
             if not _is_filled(connection, g):
                 return None
-            self._rows[g] = Rows.of(connection, generation, self._rows.get(g))
+            self._rows[g] = GenerationRows.of(connection, generation, self._rows.get(g))
             return self._rows[g]
 
     def choice(self) -> StructureChoice:
@@ -332,7 +332,7 @@ class Upkeep:
         with self.record.reading(seconds=_READING_SECONDS) as connection:
             if g not in {existing.number for existing in all_of(connection)}:
                 return seq_of(connection)
-            old = Rows.of(connection, generation)
+            old = GenerationRows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
             filled = _is_filled(connection, g)
         copied_rows = np.arange(old.rows)
@@ -373,8 +373,8 @@ class Upkeep:
         self,
         connection: apsw.Connection,
         stem: str,
-        old: Rows,
-        copied_rows: Numbers,
+        old: GenerationRows,
+        copied_rows: Ints,
         new_sums: dict[str, Sums],
     ) -> None:
         """Make the record name the new files; append the rows written since `old`.
@@ -388,7 +388,7 @@ class Upkeep:
         """
         generation = old.generation
         g = old.generation.number
-        grown = Rows.of(connection, generation, old)
+        grown = GenerationRows.of(connection, generation, old)
         later = np.arange(old.rows, grown.rows)
         later = later if grown.alive is None else later[grown.alive[later]]
         for table in ("runs", "sums"):
@@ -441,7 +441,7 @@ def _is_filled(connection: apsw.Connection, g: int) -> bool:
 
 
 def _chunks(
-    content: Floats, rows: Numbers, report: Callable[[int], object] | None = None
+    content: Floats, rows: Ints, report: Callable[[int], object] | None = None
 ) -> Iterator[Floats]:
     """Yield rows of `content` (N, width) in chunks; report the number of rows of each."""
     for start in range(0, len(rows), _ROWS):

@@ -21,8 +21,8 @@ from typing import Any
 
 import apsw
 import numpy as np
-from numpy.typing import NDArray
 
+from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.base.mapping import FileMap
 from retrieval.base.plain import FULL, open_plain, out_of_files
 from retrieval.errors import RetrievalError, StoreError
@@ -30,9 +30,8 @@ from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.store.record import Record, ask, seq_of, served, value
 from retrieval.store.search import nearest
-from retrieval.store.structure import ARRAYS, Loaded, Mask, Numbers, Structure, load
+from retrieval.store.structure import ARRAYS, Loaded, Structure, load
 
-Distances = NDArray[np.float64]
 Sums = dict[int, int]
 """CRC-32 of each block of a file, by block number."""
 
@@ -152,7 +151,7 @@ def append_rows(
     connection: apsw.Connection,
     folder: Path,
     generation: Generation,
-    numbers: Numbers,
+    numbers: Ints,
     arrays: Mapping[str, Iterable[Floats]],
 ) -> None:
     """Append rows to a generation's files, in a write transaction that records them.
@@ -200,7 +199,7 @@ def sums_of(connection: apsw.Connection, g: int, name: str) -> Sums:
     return dict(ask(connection, sql, (g, name)))
 
 
-def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Numbers) -> None:
+def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Ints) -> None:
     """Record the item numbers of generation number `g`'s rows from `first_row` on; see `Runs`."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
     counts = np.diff(np.concatenate([starts, [len(numbers)]]))
@@ -269,7 +268,7 @@ class Array:
             if not self.intact(count):
                 raise damage_error(self.path, "was cut short")
 
-    def verify(self, count: int, sums: Mapping[int, int], rows: Numbers | None = None) -> None:
+    def verify(self, count: int, sums: Mapping[int, int], rows: Ints | None = None) -> None:
         """Compare the blocks of the first `count` rows with their checksums.
 
         A block is verified only once. If `rows` (n,) are given, only their blocks are verified.
@@ -298,7 +297,7 @@ class Runs:
         self.table = np.array(table, np.int64).reshape(-1, 3)
         self.rows, self.numbers, self.counts = np.ascontiguousarray(self.table.T)
 
-    def numbers_of(self, rows: Numbers) -> Numbers:
+    def numbers_of(self, rows: Ints) -> Ints:
         """Return the item numbers of rows, an array of any shape."""
         if not rows.size:
             return rows
@@ -306,10 +305,10 @@ class Runs:
             run = self.rows.searchsorted(rows, "right") - 1
         else:
             run = 0
-        numbers: Numbers = rows + (self.numbers[run] - self.rows[run])
+        numbers: Ints = rows + (self.numbers[run] - self.rows[run])
         return numbers
 
-    def rows_of(self, numbers: Numbers) -> Numbers:
+    def rows_of(self, numbers: Ints) -> Ints:
         """Return the rows (n,) of item numbers, or -1 for a number without a row."""
         if not len(self.rows):
             return np.full(len(numbers), -1, np.int64)
@@ -319,7 +318,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class GenerationRows:
     """The rows of a generation as of one transaction of the record.
 
     Attributes:
@@ -341,7 +340,7 @@ class Rows:
     stem: str
     rows: int
     runs: Runs
-    alive: Mask | None
+    alive: Bools | None
     dead: int
     structure_text: str | None
 
@@ -351,7 +350,9 @@ class Rows:
         return self.rows - self.dead
 
     @staticmethod
-    def of(connection: apsw.Connection, generation: Generation, old: Rows | None = None) -> Rows:
+    def of(
+        connection: apsw.Connection, generation: Generation, old: GenerationRows | None = None
+    ) -> GenerationRows:
         """Return the rows that a read transaction sees; with `old`, read only what has changed."""
         sql = "select stem, rows, structure from generations where g = ?"
         if not (entries := ask(connection, sql, (generation.number,))):
@@ -359,7 +360,7 @@ class Rows:
         ((stem, rows, structure_text),) = entries
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
-            old = Rows(0, generation, stem, 0, Runs([]), None, 0, None)
+            old = GenerationRows(0, generation, stem, 0, Runs([]), None, 0, None)
         runs = old.runs
         alive = old.alive
         dead = old.dead
@@ -384,11 +385,11 @@ class Rows:
                 alive = alive.copy()
             alive[dead_rows] = False
             dead = rows - int(np.count_nonzero(alive))
-        return Rows(seq, generation, stem, rows, runs, alive, dead, structure_text)
+        return GenerationRows(seq, generation, stem, rows, runs, alive, dead, structure_text)
 
 
 @dataclass(frozen=True)
-class View(Rows):
+class View(GenerationRows):
     """The rows of a generation as of one transaction with their files, ready to be searched.
 
     Attributes:
@@ -399,7 +400,7 @@ class View(Rows):
 
     arrays: Mapping[str, Array]
     structure: Loaded | None = None
-    matched: dict[Any, Mask] = field(default_factory=dict)
+    matched: dict[Any, Bools] = field(default_factory=dict)
 
     def intact(self) -> bool:
         """Return whether all mapped files have kept their content."""
@@ -407,8 +408,8 @@ class View(Rows):
         return arrays and (self.structure is None or self.structure.intact())
 
     def search(
-        self, queries: Floats, count: int, only: Mask | None = None
-    ) -> tuple[Distances | None, Numbers]:
+        self, queries: Floats, count: int, only: Bools | None = None
+    ) -> tuple[Floats64 | None, Ints]:
         """Return the nearest live rows.
 
         A vector has one or more sub-spaces: column ranges that are searched separately.
@@ -435,8 +436,8 @@ class View(Rows):
         return None, rows
 
     def _nearest(
-        self, vectors: Floats, space: int, queries: Floats, count: int, only: Mask | None
-    ) -> tuple[Distances, Numbers]:
+        self, vectors: Floats, space: int, queries: Floats, count: int, only: Bools | None
+    ) -> tuple[Floats64, Ints]:
         """Return squared distances and rows (Q, count) of the nearest rows in one sub-space."""
         span = self.generation.spans[space]
         if only is None:
@@ -485,8 +486,8 @@ class View(Rows):
         return _nearest_first(squared, rows, count)
 
     def read(
-        self, connection: apsw.Connection, numbers: Numbers, names: Sequence[str]
-    ) -> tuple[dict[str, Floats], Mask]:
+        self, connection: apsw.Connection, numbers: Ints, names: Sequence[str]
+    ) -> tuple[dict[str, Floats], Bools]:
         """Return the named arrays (n, width) of items, and a mask (n,) of the items that have them.
 
         Rows of other items are zero. The rows of features are verified first.
@@ -506,11 +507,11 @@ class View(Rows):
 
 
 def _measured(
-    queries: Floats, vectors: Floats, span: tuple[int, int], rows: Numbers, count: int
-) -> tuple[Distances, Numbers]:
+    queries: Floats, vectors: Floats, span: tuple[int, int], rows: Ints, count: int
+) -> tuple[Floats64, Ints]:
     """Measure candidate rows (Q, n): return the `count` nearest squared distances and rows.
 
-    Distances are computed in float64 from the vectors, exactly as in `serving.merging.merged`.
+    Distances are computed in float64 from the vectors, exactly as in `bundle.merging.merged`.
     """
     columns = slice(*span)
     # Mode "clip" accepts the padding -1, which is masked below.
@@ -522,7 +523,7 @@ def _measured(
     return _nearest_first(squared, rows, count)
 
 
-def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
+def _nearest_first(squared: Floats64, rows: Ints, count: int) -> tuple[Floats64, Ints]:
     """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
     if len(rows) > 1:  # `take` counts positions in the flattened array
@@ -607,7 +608,7 @@ class Views:
         """Return the view of a generation in a read transaction; reuse parts of an older view."""
         views = [view for view in (self.view, self._prepared) if view is not None]
         old = next((view for view in views if view.generation.number == generation.number), None)
-        rows = Rows.of(connection, generation, old)
+        rows = GenerationRows.of(connection, generation, old)
         if old is not None and old.stem == rows.stem:
             arrays = old.arrays
             for array in arrays.values():  # map now: the caller handles a missing file
