@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 from PIL import Image
+from retrieval.helpers import read_idx
 from retrieval.index.embedding import Embedding, embed_sources
-from retrieval.plugin import read_idx
 
 from bench import FASHION, Row, arguments, finish, machine, page, versions
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy_names
+from retrieval.helpers import lazy_names
+from retrieval.plugin import Factories, hookimpl
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_aml.aml import AML as AML

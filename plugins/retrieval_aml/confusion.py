@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from pydantic import PositiveFloat
-from retrieval.plugin import Generator, Normalize, full_precision
+from retrieval.helpers import full_precision
+from retrieval.plugin import Generator, Normalize
 from torch import Tensor, nn
 
 # If the sum of the two terms of a point on the sphere is shorter than this share of their lengths,

@@ -8,7 +8,8 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.errors import DataError
-from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, losses_of
+from retrieval.helpers import listed_pairs, losses_of
+from retrieval.plugin import CheckedLoss, Reducer
 from torch import Tensor
 
 STEPS = 60  # bisections, which reach float64 precision

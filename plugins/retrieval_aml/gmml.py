@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Bools, Floats, Ints
-from retrieval.plugin import LinearMap, Seeded, check_parameters, deviations
+from retrieval.helpers import Seeded, check_parameters, deviations
+from retrieval.plugin import LinearMap
 from scipy.linalg import solve_triangular
 from sklearn.utils.validation import check_array
 from threadpoolctl import threadpool_limits

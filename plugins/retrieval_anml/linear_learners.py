@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Floats, Ints
-from retrieval.plugin import LinearMap, check_parameters, deviations
+from retrieval.helpers import check_parameters, deviations
+from retrieval.plugin import LinearMap
 from scipy.optimize import minimize
 from sklearn.base import clone
 from sklearn.utils.validation import check_array

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from retrieval.plugin import listed_pairs
+from retrieval.helpers import listed_pairs
 from torch import Tensor
 
 Pairs = tuple[Tensor, Tensor]

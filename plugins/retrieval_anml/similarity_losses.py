@@ -9,15 +9,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from retrieval.plugin import (
-    CheckedLoss,
-    Distance,
-    Reducer,
-    item_losses,
-    losses_of,
-    pairs_by_round,
-    traits,
-)
+from retrieval.helpers import item_losses, losses_of, pairs_by_round
+from retrieval.plugin import CheckedLoss, Distance, Reducer, traits
 from torch import Tensor, nn
 
 from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of_miner

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.helpers import lazy
+from retrieval.plugin import Factories, hookimpl
 
 if TYPE_CHECKING:
     from retrieval_core.learners import LDA as LDA, NCA as NCA, PCA as PCA

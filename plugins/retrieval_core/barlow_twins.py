@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from pydantic import NonNegativeFloat
-from retrieval.plugin import CheckedLoss, pair_views, reduced_loss, traits
+from retrieval.helpers import pair_views, reduced_loss
+from retrieval.plugin import CheckedLoss, traits
 from torch import Tensor
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat
-from retrieval.plugin import CheckedLoss, reduced_loss, traits
+from retrieval.helpers import reduced_loss
+from retrieval.plugin import CheckedLoss, traits
 from torch import Tensor
 from torch.nn import functional
 

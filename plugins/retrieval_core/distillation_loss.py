@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from pydantic import NonNegativeFloat
 from retrieval.errors import DataError
-from retrieval.plugin import Part, as_given, full_precision, traits
+from retrieval.helpers import as_given, full_precision
+from retrieval.plugin import Part, traits
 from torch import Tensor, nn
 
 

@@ -7,17 +7,14 @@ import math
 from pathlib import Path
 
 from retrieval.errors import DataError, did_you_mean
-from retrieval.plugin import (
+from retrieval.helpers import (
     ADVICE,
     ROLES,
     SIDES,
     SPLITS,
     Box,
     CsvTable,
-    Dataset,
-    FileDataset,
     address_of,
-    find_images,
     is_missing_text,
     path_in,
     refuse,
@@ -27,6 +24,7 @@ from retrieval.plugin import (
     some,
     typed,
 )
+from retrieval.plugin import Dataset, FileDataset, find_images
 
 Row = dict[str, str]
 log = logging.getLogger(__name__)

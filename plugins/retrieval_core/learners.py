@@ -8,7 +8,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveFloat, PositiveInt
-from retrieval.plugin import LinearMap, Seeded
+from retrieval.helpers import Seeded
+from retrieval.plugin import LinearMap
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis

@@ -9,16 +9,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    ADVICE,
-    Dataset,
-    FileDataset,
-    find_images,
-    refuse,
-    report_left_out,
-    skip_unreadable,
-    some,
-)
+from retrieval.helpers import ADVICE, refuse, report_left_out, skip_unreadable, some
+from retrieval.plugin import Dataset, FileDataset, find_images
 
 
 def lfw_people(

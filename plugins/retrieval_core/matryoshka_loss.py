@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import NonNegativeFloat, PositiveInt
-from retrieval.plugin import Normalize, Part, as_given, full_precision
+from retrieval.helpers import as_given, full_precision
+from retrieval.plugin import Normalize, Part
 from torch import Tensor, nn
 
 

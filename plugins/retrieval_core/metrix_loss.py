@@ -8,15 +8,8 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import (
-    CheckedLoss,
-    Reducer,
-    item_losses,
-    listed_pairs,
-    losses_of,
-    reduced_loss,
-    traits,
-)
+from retrieval.helpers import item_losses, listed_pairs, losses_of, reduced_loss
+from retrieval.plugin import CheckedLoss, Reducer, traits
 from torch import Tensor, nn
 from torch.distributions import Beta
 from torch.nn import functional

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, MissingDependency, did_you_mean
-from retrieval.plugin import Dataset, as_dataset, refuse, usable
+from retrieval.helpers import as_dataset, refuse, usable
+from retrieval.plugin import Dataset
 
 _FOLDERS = "Export its images into one folder per class, and use core.image_folder"
 _PICKLED = {

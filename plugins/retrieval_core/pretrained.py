@@ -15,7 +15,8 @@ from urllib.request import getproxies
 import torch
 from pydantic import Field, PositiveInt
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
-from retrieval.plugin import Backbone, Preprocessing, some
+from retrieval.helpers import some
+from retrieval.plugin import Backbone, Preprocessing
 from torch import Tensor, nn
 from torch.nn import functional
 

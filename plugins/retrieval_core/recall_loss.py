@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from pytorch_metric_learning.distances import CosineSimilarity
-from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of, traits
+from retrieval.helpers import losses_of
+from retrieval.plugin import CheckedLoss, Distance, Reducer, traits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,14 +8,8 @@ import numpy as np
 from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Floats64, Ints
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    BatchSampler,
-    TrainingItems,
-    check_classes,
-    rows_by_class,
-    rows_of,
-    some,
-)
+from retrieval.helpers import some
+from retrieval.plugin import BatchSampler, TrainingItems, check_classes, rows_by_class, rows_of
 
 Batches = list[Ints]
 

@@ -10,17 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from retrieval.base.arrays import Floats64, Pixels
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    ArrayDataset,
-    Count,
-    Counts,
-    Dataset,
-    cache_folder,
-    differing,
-    read_idx,
-    read_records,
-    refuse,
-)
+from retrieval.helpers import Count, Counts, cache_folder, differing, read_idx, read_records, refuse
+from retrieval.plugin import ArrayDataset, Dataset
 
 from retrieval_core.pretrained import fetch
 

@@ -8,9 +8,10 @@ from typing import Literal
 import numpy as np
 from retrieval.base.arrays import Array, Floats32
 from retrieval.errors import DataError
+from retrieval.helpers import is_missing_text, refuse, sides, usable
 from retrieval.index.embedded import in_memory
 from retrieval.index.sources import collect, npz_file
-from retrieval.plugin import ArrayDataset, Dataset, is_missing_text, refuse, sides, usable
+from retrieval.plugin import ArrayDataset, Dataset
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 

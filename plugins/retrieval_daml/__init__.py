@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.helpers import lazy
+from retrieval.plugin import Factories, hookimpl
 
 if TYPE_CHECKING:
     from retrieval import Run

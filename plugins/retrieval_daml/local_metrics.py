@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
 from retrieval.errors import RecipeError
-from retrieval.plugin import Combiner, Normalize, TripletIndices, full_precision
+from retrieval.helpers import full_precision
+from retrieval.plugin import Combiner, Normalize, TripletIndices
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -8,15 +8,8 @@ import torch
 from pydantic import PositiveFloat
 from pytorch_metric_learning.distances import DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import (
-    CheckedLoss,
-    Distance,
-    Pairs,
-    Reducer,
-    listed_pairs,
-    losses_of,
-    pairs_by_round,
-)
+from retrieval.helpers import Pairs, listed_pairs, losses_of, pairs_by_round
+from retrieval.plugin import CheckedLoss, Distance, Reducer
 from torch import Tensor, nn
 
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt
-from retrieval.plugin import Distance, TripletIndices, full_precision
+from retrieval.helpers import full_precision
+from retrieval.plugin import Distance, TripletIndices
 from torch import Tensor, nn
 
 from retrieval_daml.paper_losses import Measure, default_distance

@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Floats, Ints
 from retrieval.errors import MissingDependency
-from retrieval.plugin import LinearMap, Seeded
+from retrieval.helpers import Seeded
+from retrieval.plugin import LinearMap
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prior = Literal["identity", "covariance", "random"]

@@ -9,7 +9,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import CheckedLoss, Distance, Reducer, losses_of
+from retrieval.helpers import losses_of
+from retrieval.plugin import CheckedLoss, Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge, root

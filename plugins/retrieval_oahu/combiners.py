@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from retrieval.base.arrays import Array, Floats
-from retrieval.plugin import Combiner, Subspace, full_precision
+from retrieval.helpers import full_precision
+from retrieval.plugin import Combiner, Subspace
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from pydantic import NonNegativeInt
 from retrieval.base.arrays import Array, Floats, Ints
 from retrieval.errors import DataError
-from retrieval.plugin import MetricLearner, check_parameters, refuse_overflow, write_bytes
+from retrieval.helpers import check_parameters, refuse_overflow, write_bytes
+from retrieval.plugin import MetricLearner
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 from sklearn.utils.validation import check_is_fitted

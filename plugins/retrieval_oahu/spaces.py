@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 from retrieval.base.arrays import Array, Floats, Floats64, Ints
-from retrieval.plugin import read_labels
+from retrieval.helpers import read_labels
 
 if TYPE_CHECKING:
     from retrieval.results import Bundle

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from retrieval.base.arrays import Array, Floats
 from retrieval.errors import DataError
-from retrieval.plugin import read_labels
+from retrieval.helpers import read_labels
 
 # Number of draws of an implied triplet before giving up.
 _TRIES = 20

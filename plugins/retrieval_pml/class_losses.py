@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pytorch_metric_learning import losses
-from retrieval.plugin import reduced_loss
+from retrieval.helpers import reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 

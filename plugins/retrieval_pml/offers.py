@@ -10,7 +10,8 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, first_row, full_precision, traits
+from retrieval.helpers import first_row, full_precision
+from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, traits
 from torch import Tensor, nn
 
 Regularizer = Annotated[nn.Module | None, Part("regularizers")]
@@ -134,7 +135,7 @@ def offer(
         doc: the factory's docstring; the class's own by default.
         ref_emb: whether a loss or miner accepts a reference set.
         miner: whether a loss accepts a miner's indices.
-        rows: how a loss can be divided among processes; see `retrieval.plugin.Rows`.
+        rows: how a loss can be divided among processes; see `retrieval.helpers.Rows`.
         similarity: whether `distance` must be a similarity (true) or must not be one (false).
         without: upstream parameters that the factory does not offer.
         types: types by parameter; they override `TYPES` and the types of the defaults.

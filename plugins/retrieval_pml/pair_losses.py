@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning import distances, losses
 from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import first_row, item_losses, losses_of, reduced_loss
+from retrieval.helpers import first_row, item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 

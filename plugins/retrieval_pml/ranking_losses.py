@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import item_losses, losses_of, reduced_loss
+from retrieval.helpers import item_losses, losses_of, reduced_loss
 from torch import Tensor
 
 from retrieval_pml.offers import (

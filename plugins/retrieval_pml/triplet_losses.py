@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import Rows, Sums, losses_of, reduced_loss, summed
+from retrieval.helpers import Rows, Sums, losses_of, reduced_loss, summed
 from torch import Tensor
 from torch.nn import functional as F
 

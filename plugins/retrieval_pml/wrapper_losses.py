@@ -12,7 +12,8 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.plugin import Part, as_given, full_precision, pair_views, traits
+from retrieval.helpers import as_given, full_precision, pair_views
+from retrieval.plugin import Part, traits
 from torch import Tensor, nn
 
 from retrieval_pml.offers import offer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from retrieval.plugin import Factories, hookimpl, lazy
+from retrieval.helpers import lazy
+from retrieval.plugin import Factories, hookimpl
 
 
 @hookimpl

@@ -8,16 +8,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    ArrayDataset,
-    Count,
-    Counts,
-    Dataset,
-    differing,
-    find_images,
-    read_records,
-    refuse,
-)
+from retrieval.helpers import Count, Counts, differing, read_records, refuse
+from retrieval.plugin import ArrayDataset, Dataset, find_images
 
 from retrieval_sets.published import Published, Row, assemble, documented, read_lines
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from retrieval.base.arrays import Array
 from retrieval.errors import DataError
-from retrieval.plugin import Box, Count, Counts, Dataset
+from retrieval.helpers import Box, Count, Counts
+from retrieval.plugin import Dataset
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from retrieval.plugin import Box, Count, Counts, Dataset, some
+from retrieval.helpers import Box, Count, Counts, some
+from retrieval.plugin import Dataset
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 

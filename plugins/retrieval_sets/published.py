@@ -11,18 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from retrieval.errors import DataError
-from retrieval.plugin import (
-    ADVICE,
-    Box,
-    Count,
-    Counts,
-    Dataset,
-    FileDataset,
-    differing,
-    refuse,
-    skip_unreadable,
-    some,
-)
+from retrieval.helpers import ADVICE, Box, Count, Counts, differing, refuse, skip_unreadable, some
+from retrieval.plugin import Dataset, FileDataset
 
 F = TypeVar("F", bound=Callable[..., Dataset])
 _MAX_BYTES = 2 << 30  # of a list file

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from retrieval.errors import DataError
-from retrieval.plugin import Count, Counts, Dataset, find_images
+from retrieval.helpers import Count, Counts
+from retrieval.plugin import Dataset, find_images
 
 from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 

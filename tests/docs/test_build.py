@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import retrieval
+import retrieval.helpers
 
 
 def test_every_page_is_in_the_contents(root):
@@ -85,9 +86,12 @@ def test_every_name_of_the_face_has_an_entry(root, site):
         entries = re.findall(r"^\.\. (?:auto\w+|py:data):: (?!retrieval\.)(\w+)$", text, re.M)
         named.setdefault(module, set()).update(entries)
     assert named["retrieval"] == set(dir(retrieval)) - {"errors", "plot", "plugin", "results"}
-    _, _, helpers = source.partition("## Helpers for plugins' authors")
-    in_table = set(re.findall(r"`(\w+)`", helpers)) & set(retrieval.plugin.__all__)
+    _, _, below = source.partition("## Helpers for plugins' authors")
+    for_authors, _, bundled = below.partition("## Helpers of the bundled plugins")
+    in_table = set(re.findall(r"`(\w+)`", for_authors)) & set(retrieval.plugin.__all__)
     assert named["retrieval.plugin"] | in_table == set(retrieval.plugin.__all__)
+    helpers = set(retrieval.helpers.__all__)
+    assert set(re.findall(r"`(\w+)`", bundled)) & helpers == helpers
     assert named["retrieval.results"] == set(retrieval.results.__all__) - {"Stats"}
     errors = vars(retrieval.errors).items()
     raised = {n for n, item in errors if inspect.isclass(item) and issubclass(item, Exception)}
