@@ -46,7 +46,7 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
         Unusable: the file is missing, not a regular file, of another size, or unreadable.
         BundleError: the file does not fit into memory.
     """
-    if not is_plain(name):
+    if not is_plain_name(name):
         raise Unusable("is not a file name that a bundle may contain")
     try:
         with open_plain(folder / name) as file:
@@ -133,7 +133,7 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
     return contents
 
 
-def is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return whether `name` is a printable file name without a folder."""
     return (
         0 < len(name) <= 255

@@ -21,7 +21,7 @@ from pydantic import (
 
 from retrieval.base.files import write_text
 from retrieval.base.strict_json import parse_json, problems_of
-from retrieval.bundle.bundle_folder import FILE as FILE, is_plain, manifest_text, opened_whole
+from retrieval.bundle.bundle_folder import FILE as FILE, is_plain_name, manifest_text, opened_whole
 from retrieval.bundle.probe import Probe
 from retrieval.errors import BundleError
 from retrieval.images.preprocessing import Preprocessing
@@ -35,7 +35,7 @@ _RESIZE = 8192
 
 def _plain_name(name: str) -> str:
     """Refuse a file name that could lead outside the folder; manifests may be untrusted."""
-    if not is_plain(name) or name == FILE:
+    if not is_plain_name(name) or name == FILE:
         raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
     return name
 
@@ -45,13 +45,13 @@ FileName = Annotated[str, AfterValidator(_plain_name)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Entry(BaseModel):
+class ManifestEntry(BaseModel):
     """Base class of all manifest entries; refuses unknown keys and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Input(Entry):
+class Input(ManifestEntry):
     """The encoder's "input": raw pixels (N, C, H, W), or features (N, F)."""
 
     kind: Literal["image", "features"]
@@ -90,7 +90,7 @@ class Input(Entry):
         return self
 
 
-class DistanceEntry(Entry):
+class DistanceEntry(ManifestEntry):
     """The distance that orders search results.
 
     If `exact`, the Euclidean distance of the vectors gives the same order as this distance, and the
@@ -108,7 +108,7 @@ class DistanceEntry(Entry):
         return f"distance {self.name}"
 
 
-class SubspaceEntry(Entry):
+class SubspaceEntry(ManifestEntry):
     """A sub-space: columns `start` to `stop` of the vector, searched for their own candidates.
 
     `weight` is used if the manifest's `merge` is "score".
@@ -127,7 +127,7 @@ class SubspaceEntry(Entry):
         return self
 
 
-class RescorerEntry(Entry):
+class RescorerEntry(ManifestEntry):
     """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
 
     Attributes:
@@ -145,7 +145,7 @@ class RescorerEntry(Entry):
     items: PositiveInt | None = None
 
 
-class SplitEntry(Entry):
+class SplitEntry(ManifestEntry):
     """An encoder of two graphs, in which the head takes the backbone's features (N, `features`)."""
 
     backbone: FileName
@@ -153,21 +153,21 @@ class SplitEntry(Entry):
     features: Width
 
 
-class Cosine(Entry):
+class Cosine(ManifestEntry):
     """Cosine between a variant's vectors and those of the encoder itself, on real items."""
 
     mean: float
     min: float
 
 
-class Recall(Entry):
+class Recall(ManifestEntry):
     """Recall@1 of the encoder (before) and of the variant (after), on the same real items."""
 
     before: float
     after: float
 
 
-class Variant(Entry):
+class Variant(ManifestEntry):
     """The encoder in another precision, with its measured drift."""
 
     file: FileName
@@ -175,7 +175,7 @@ class Variant(Entry):
     recall_at_1: Recall | None = None
 
 
-class Verified(Entry):
+class Verified(ManifestEntry):
     """Difference between torch and ONNX Runtime, measured at export."""
 
     tolerance: float
@@ -183,14 +183,14 @@ class Verified(Entry):
     items: PositiveInt
 
 
-class FileRecord(Entry):
+class FileRecord(ManifestEntry):
     """SHA-256 and size of one file of the bundle."""
 
     sha256: Sha256
     bytes: Annotated[int, Field(ge=0)]
 
 
-class Manifest(Entry):
+class Manifest(ManifestEntry):
     """The manifest of a bundle; `docs/bundle.md` explains each key."""
 
     format: Literal[1] = 1

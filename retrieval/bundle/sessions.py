@@ -107,7 +107,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitEncoder:
     """An encoder of two graphs, run one after the other.
 
     Attributes:
@@ -135,15 +135,15 @@ class Sessions:
         fallback: why the CPU runs them although ONNX Runtime was built for a GPU, else `None`.
     """
 
-    encoder: Graph | Split
+    encoder: Graph | SplitEncoder
     rescorer: Graph | None
     device: str
     fallback: str | None = None
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> SplitEncoder | None:
         """The encoder if it is split, else `None`."""
-        if isinstance(self.encoder, Split):
+        if isinstance(self.encoder, SplitEncoder):
             return self.encoder
         return None
 
@@ -187,14 +187,14 @@ class Sessions:
             file = manifest.encoder
         else:
             file = manifest.variants[variant].file
-        encoder: Graph | Split
+        encoder: Graph | SplitEncoder
         if file is not None:
             first = encoder = tried(file, feeds, shapes)
         else:
             assert split is not None
             first = tried(split.backbone, feeds, {"features": (1, split.features)})
             features = np.zeros((1, split.features), np.float32)
-            encoder = Split(first, tried(split.head, {"input": features}, shapes))
+            encoder = SplitEncoder(first, tried(split.head, {"input": features}, shapes))
         rescorer = None
         if manifest.rescorer is not None:
             codes = np.zeros((2, manifest.code or 0), np.float32)

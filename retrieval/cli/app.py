@@ -24,7 +24,7 @@ COMMANDS = {
     "plugins": "plugins:plugins",
     "check": "train:check",
     "train": "train:train",
-    "evaluate": "evaluate:evaluate",
+    "evaluate": "evaluate:evaluate_command",
     "compare": "compare:compare",
     "sweep": "compare:sweep",
     "export": "export:export_command",

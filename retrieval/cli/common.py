@@ -38,7 +38,7 @@ class IndexArgument(click.Path):
         return PATH.convert(place, param, ctx)
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
+class SizeParameter(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
     """A whole number, in full or as 20M or 1.5G; with the unit "B", also as 10MB or 64KiB."""
 
     name = "size"
@@ -61,8 +61,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not g
         return number
 
 
-PIXELS = Size()
-BYTES = Size("B")
+PIXELS = SizeParameter()
+BYTES = SizeParameter("B")
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]

@@ -17,7 +17,7 @@ PAIRS = {"pairs", "draw", "seed"}
 """Options of the protocol "verification" only."""
 
 
-@click.command()
+@click.command("evaluate")
 @click.argument("run", type=PATH)
 @click.option(
     "--protocol",
@@ -67,7 +67,9 @@ PAIRS = {"pairs", "draw", "seed"}
 )
 @JSON
 @ALLOW_OPTION
-def evaluate(run: Path, protocol: str, gallery: Path | None, as_json: bool, **options: Any) -> None:
+def evaluate_command(
+    run: Path, protocol: str, gallery: Path | None, as_json: bool, **options: Any
+) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
     RUN may also be a folder that 'retrieval embed' wrote, if its items have labels. Metrics then

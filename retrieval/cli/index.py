@@ -198,7 +198,7 @@ def _counts(counts: Mapping[str, int]) -> list[str]:
 @embedding
 @JSON
 @audited
-def create(
+def create_command(
     path: IndexPlace,
     images: tuple[Path, ...],
     bundle: Path | None,
@@ -301,7 +301,7 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
 @JSON
 @embedding
 @audited
-def add(
+def add_command(
     path: IndexPlace,
     images: tuple[Path, ...],
     sync: bool,
@@ -333,7 +333,9 @@ def add(
 @FILTER
 @JSON
 @audited
-def delete(path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: bool) -> int:
+def delete_command(
+    path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: bool
+) -> int:
     """Delete items of INDEX by id, or all that match a filter."""
     if bool(ids) == (filter is not None):
         raise click.UsageError("Name what to delete: either ids or --filter FILTER.")
@@ -349,7 +351,7 @@ def delete(path: IndexPlace, ids: tuple[str, ...], filter: str | None, as_json: 
 @click.option("--after", metavar="ID", help="Start after this id.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10**9), help="Most items to list.")
 @JSON
-def list_items(
+def list_command(
     path: IndexPlace, filter: str | None, after: str | None, limit: int, as_json: bool
 ) -> None:
     """List items of INDEX in the order of their ids."""
@@ -371,7 +373,7 @@ def list_items(
 @INDEX
 @click.argument("id", required=False)
 @JSON
-def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
+def show_command(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
         if id is None:
@@ -440,7 +442,7 @@ def _item_facts(item: Item) -> dict[str, Any]:
 @verb("check", "retrieval index check photos.index")
 @INDEX
 @JSON
-def check(path: IndexPlace, as_json: bool) -> None:
+def check_command(path: IndexPlace, as_json: bool) -> None:
     """Check every file of INDEX against its checksum, and all parts against each other.
 
     INDEX is a folder.
@@ -468,7 +470,7 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @verb("compact", "retrieval index compact photos.index")
 @INDEX
 @JSON
-def compact(path: IndexPlace, as_json: bool) -> None:
+def compact_command(path: IndexPlace, as_json: bool) -> None:
     """Free the disk space of deleted items of INDEX, and build its search structure."""
     from retrieval.base.progress import Meter
     from retrieval.index.index import open_store
@@ -491,7 +493,7 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 )
 @FILTER
 @JSON
-def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: bool) -> None:
+def duplicates_command(path: IndexPlace, within: float, filter: str | None, as_json: bool) -> None:
     """List groups of items of INDEX that are near one another, directly or through others."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, filter=filter)
@@ -529,7 +531,7 @@ def duplicates(path: IndexPlace, within: float, filter: str | None, as_json: boo
 )
 @JSON
 @audited
-def migrate(
+def migrate_command(
     path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
 ) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve the new vectors.
@@ -568,7 +570,7 @@ def migrate(
 @INDEX
 @JSON
 @audited
-def rollback(path: IndexPlace, as_json: bool) -> None:
+def rollback_command(path: IndexPlace, as_json: bool) -> None:
     """Undo the last migration of INDEX: serve the previous vectors again.
 
     Items that were added since are first embedded with the previous bundle.
@@ -592,7 +594,7 @@ def _migrated(done: Migrated) -> dict[str, Any]:
 @click.argument("target", type=PATH)
 @JSON
 @audited
-def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
+def snapshot_command(path: IndexPlace, target: Path, as_json: bool) -> None:
     """Copy a consistent state of INDEX to the new folder TARGET, which is an index itself.
 
     Searches and writes continue meanwhile.
@@ -607,12 +609,12 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
 @INDEX
 @JSON
 @audited
-def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
+def restore_command(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
-    from retrieval.index.checking import restore as copy
+    from retrieval.index.checking import restore_snapshot
 
     facts: dict[str, Any] = {"snapshot": str(source)}
-    if notes := copy(source, path, plugins=_plugins()):
+    if notes := restore_snapshot(source, path, plugins=_plugins()):
         facts["left_behind"] = notes
     say(*notes, err=True)
     tell(path, as_json, f"Restored {path}", **facts)

@@ -76,10 +76,10 @@ def list_command(kind: str | None, extra: tuple[str, ...]) -> None:
     say(list_text(load_plugins(extra), kind))
 
 
-@plugins.command()
+@plugins.command("show")
 @click.argument("name")
 @PLUGIN_OPTION
-def show(name: str, extra: tuple[str, ...]) -> None:
+def show_command(name: str, extra: tuple[str, ...]) -> None:
     """Show the documentation and parameters of NAME, and lines to paste into a recipe.
 
     Example:  retrieval plugins show pml.multi_similarity
@@ -90,7 +90,7 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     say(show_text(load_plugins(extra), name))
 
 
-@plugins.command()
+@plugins.command("new")
 @click.argument("name")
 @click.option(
     "--kind",
@@ -101,7 +101,7 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     help="What the plugin offers; repeatable.",
 )
 @click.option("--output", type=PATH, help="Folder to write; by default ./retrieval-NAME.")
-def new(name: str, kinds: tuple[str, ...], output: Path | None) -> None:
+def new_command(name: str, kinds: tuple[str, ...], output: Path | None) -> None:
     """Create a package NAME with example parts, their tests and recipes, ready to install.
 
     Example:  retrieval plugins new acme --kind miner --kind augmentation

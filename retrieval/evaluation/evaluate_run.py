@@ -17,7 +17,7 @@ from retrieval.base.arrays import Floats, Ints
 from retrieval.base.files import write_json
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shown
-from retrieval.bundle.merging import measured, spans_of
+from retrieval.bundle.distances import bundle_distances, columns_of_subspaces
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
@@ -273,7 +273,7 @@ def served_rows(
         if rescorer is not None:
             code = queries["code"][i]
             codes = items["code"][near]
-        distances = measured(bundle, query, code, vectors[near], codes, k)
+        distances = bundle_distances(bundle, query, code, vectors[near], codes, k)
         ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
     return rows
@@ -290,6 +290,6 @@ def nearest_in_each(
 
     `exclude` (Q,) is the row that is left out for each query.
     """
-    spans = spans_of(subspaces)
+    spans = columns_of_subspaces(subspaces)
     columns = [(query[:, span], vector[:, span]) for span in spans]
     return np.stack([exact_neighbors(*pair, k, exclude=exclude)[0] for pair in columns])

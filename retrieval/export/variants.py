@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 
 from retrieval.base.arrays import Array, Floats32, Floats64, Ints
+from retrieval.bundle.distances import merged_distances
 from retrieval.bundle.manifest import Cosine, Recall, Variant
-from retrieval.bundle.merging import merged
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner
 from retrieval.model.graph import first_line, quiet
@@ -322,7 +322,7 @@ def nearest_items(
     for row, query in enumerate(outputs.get("query", vectors)):
         gallery = np.delete(np.arange(size), row)
         if rescore is None:
-            distances = merged(query, vectors[gallery], SCORED, subspaces, settings.merge)
+            distances = merged_distances(query, vectors[gallery], SCORED, subspaces, settings.merge)
         else:
             distances = rescore(outputs["code"][row : row + 1], outputs["code"][gallery])[0]
         nearest[row] = gallery[distances.argmin()]

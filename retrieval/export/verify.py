@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Array, Floats32, Floats64
-from retrieval.bundle.merging import spans_of
+from retrieval.bundle.distances import columns_of_subspaces
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
@@ -384,7 +384,7 @@ def merged_distances(query: Floats32, vector: Floats32, subspaces: Sequence[Subs
     """Return Euclidean distances (Q, N): the smallest over the sub-spaces, if there are any."""
     from scipy.spatial.distance import cdist
 
-    distances = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
+    distances = [cdist(query[:, span], vector[:, span]) for span in columns_of_subspaces(subspaces)]
     return np.asarray(np.minimum.reduce(distances))
 
 

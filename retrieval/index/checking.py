@@ -33,7 +33,9 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
         return check_record(folder, meter.update)
 
 
-def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
+def restore_snapshot(
+    snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()
+) -> list[str]:
     """Check a snapshot, then copy it to a new folder or address.
 
     A folder receives the whole snapshot. An address receives the index's id, the arrays of the

@@ -41,7 +41,7 @@ load_named: Callable[..., Encoder] | None = None
 """`retrieval.load`, which `retrieval` sets, because this module imports nothing of training."""
 
 
-def create(
+def create_and_open(
     cls: type[Index],
     path: StrPath | Address,
     sources: StrPath | Sequence[StrPath] = (),
@@ -122,14 +122,14 @@ def create(
                     raise
         else:
             place = place.absolute()
-            refuse_existing(place, replace)
+            refuse_existing_index(place, replace)
             structure = _structure(backend, options, plugins)
             with (
                 _opened(model, variant, device, keep_features) as (bundle, widths),
                 hold(place, "building this index", StoreError),
             ):
                 # Another process may have created it while this one waited for the lock.
-                refuse_existing(place, replace)
+                refuse_existing_index(place, replace)
                 partial = place.with_name(f"{place.name}.partial")
                 try:
                     local = _open_partial(partial, bundle, widths, structure, keep, plugins)
@@ -187,7 +187,7 @@ def _fill_index(
         )
 
 
-def refuse_existing(output: Path, replace: bool) -> None:
+def refuse_existing_index(output: Path, replace: bool) -> None:
     """Raise a `StoreError` if `output` exists, unless it is an index and `replace` is True."""
     if not output.parent.is_dir():
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")

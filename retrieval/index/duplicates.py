@@ -11,7 +11,7 @@ import numpy as np
 
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.merging import Distances, measured, measured_alone
+from retrieval.bundle.distances import Distances, bundle_distances, depends_on_vectors_alone
 from retrieval.errors import DataError
 from retrieval.index.adding import short_repr
 from retrieval.store.contract import CODE, VECTOR, Floats, Item
@@ -143,7 +143,7 @@ def _distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Dis
     vectors = arrays[VECTOR]
     codes = arrays.get(CODE)
     code = query.arrays.get(CODE)
-    return measured(bundle, query.vector, code, vectors, codes, len(vectors))
+    return bundle_distances(bundle, query.vector, code, vectors, codes, len(vectors))
 
 
 def _neighbours(
@@ -164,7 +164,7 @@ def _neighbours(
             item = items[row]
             size = len(group.items)
             distances = group.distances
-            if distances is None or not measured_alone(bundle):
+            if distances is None or not depends_on_vectors_alone(bundle):
                 distances = _distances(bundle, item, group.arrays)
             near = np.flatnonzero(distances <= within).tolist()
             if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:

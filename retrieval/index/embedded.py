@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass
 from retrieval.base.plain import read_plain
 from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError
-from retrieval.index.locations import PLAN, Source, Sources, is_embedding, shown
-from retrieval.index.parquet import Table, pyarrow, sentences, text_problem, vectors_of
+from retrieval.index.locations import PLAN, Source, Sources, is_embedding, path_text
+from retrieval.index.parquet import Table, pyarrow, table_errors, text_problem, vectors_of
 from retrieval.store.items import CODE, FEATURES, VECTOR, Floats, Item, Keep
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ Rows = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Plan:
+class EmbeddingPlan:
     """Content of `embedding.json`, which describes a folder of embeddings.
 
     Attributes:
@@ -91,7 +91,7 @@ class Plan:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> EmbeddingPlan:
         """Return a folder's plan; raise a `DataError` if it cannot be read or is invalid."""
         where = folder / PLAN
         try:
@@ -109,7 +109,7 @@ class Plan:
             ) from None
 
     @classmethod
-    def complete_in(cls, folder: Path) -> Plan:
+    def complete_in(cls, folder: Path) -> EmbeddingPlan:
         """Return the plan of a complete folder; see `read`."""
         plan = cls.read(folder)
         if not plan.complete:
@@ -125,7 +125,7 @@ def part_file(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06}.parquet"
 
 
-def schema_of(plan: Plan) -> Any:
+def schema_of(plan: EmbeddingPlan) -> Any:
     """Return the pyarrow schema of a part."""
     pa = pyarrow()
     kinds = dict.fromkeys(_FACTS, pa.string())
@@ -134,7 +134,7 @@ def schema_of(plan: Plan) -> Any:
     return pa.schema(kinds.items())
 
 
-def _part_table(folder: Path, plan: Plan, number: int) -> Table:
+def _part_table(folder: Path, plan: EmbeddingPlan, number: int) -> Table:
     """Open a part; raise a `DataError` if its columns differ from those of the plan."""
     table = Table(part_file(folder, number), "features")
     if not table.schema.equals(schema_of(plan)):
@@ -146,18 +146,18 @@ def _part_table(folder: Path, plan: Plan, number: int) -> Table:
     return table
 
 
-def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
+def rows(folder: Path, plan: EmbeddingPlan, arrays: Sequence[str]) -> Rows:
     """Yield the items of a complete folder in batches, with their arrays by name."""
     for number in range(plan.parts):
         with _part_table(folder, plan, number) as table:
             for first, batch in table.batches([*_FACTS, *arrays]):
                 numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
-                with sentences(table.path):
+                with table_errors(table.path):
                     facts = batch.select(_FACTS).to_pylist()
                 yield [_item(table.name, row, plan) for row in facts], numbers
 
 
-def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
+def _numbers(table: Table, batch: Any, name: str, plan: EmbeddingPlan, first: int) -> Floats:
     """Return a column as an array (n, width); raise a `DataError` for NaN and infinity."""
     values = vectors_of(table.path, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
@@ -165,7 +165,7 @@ def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Flo
     return values
 
 
-def _item(table: str, row: dict[str, Any], plan: Plan) -> tuple[Source, Sizes]:
+def _item(table: str, row: dict[str, Any], plan: EmbeddingPlan) -> tuple[Source, Sizes]:
     """Return a row as an item and the sizes of its original."""
     key, label, text, stamp, path, *sizes, bundle = (row[name] for name in _FACTS)
     if bundle != plan.bundle:
@@ -181,7 +181,7 @@ def _item(table: str, row: dict[str, Any], plan: Plan) -> tuple[Source, Sizes]:
     if key is None or stamp is None or not isinstance(metadata, dict):
         raise DataError(f"{table} is damaged: a row of it does not describe an item.")
     if problem := text_problem(key, label, metadata):
-        raise DataError(f"{table}: {shown(key[:100])}: {problem}.")
+        raise DataError(f"{table}: {path_text(key[:100])}: {problem}.")
     return Source(key, label, where, metadata, recorded=stamp), tuple(sizes)
 
 
@@ -207,7 +207,7 @@ class Vectors:
         self._index = index
         self._keep = keep
         self._plans = {
-            folder: Plan.complete_in(folder)
+            folder: EmbeddingPlan.complete_in(folder)
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
@@ -240,7 +240,7 @@ class Vectors:
             yield from rows(folder, plan, arrays)
 
 
-def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
+def _refuse_unfit(folder: Path, plan: EmbeddingPlan, index: Index) -> None:
     """Check that a folder has the index's bundle and every array that the index stores."""
     bundle = index.bundle
     if (plan.bundle, plan.variant) != (bundle.sha256, bundle.variant):
@@ -266,7 +266,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
     The default of `column` is "features" if the folder has such a column, else "vector".
     """
-    plan = Plan.complete_in(folder)
+    plan = EmbeddingPlan.complete_in(folder)
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
     if name not in plan.widths:
         raise DataError(
@@ -290,7 +290,7 @@ class VectorRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self._plan = Plan.complete_in(folder)
+        self._plan = EmbeddingPlan.complete_in(folder)
         self.width = self._plan.widths[VECTOR]
         self.bundle = self._plan.bundle, self._plan.variant
         self._starts = [0]  # number of the first row of each part, followed by that of rows

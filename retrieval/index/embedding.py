@@ -29,8 +29,8 @@ from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.cluster import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Options, Result, embed, refuse_twice
-from retrieval.index.embedded import BAD, SIZES, Plan, part_file, schema_of
-from retrieval.index.locations import PLAN, Source, Sources, digest_of, paths_of, shown
+from retrieval.index.embedded import BAD, SIZES, EmbeddingPlan, part_file, schema_of
+from retrieval.index.locations import PLAN, Source, Sources, digest_of, path_text, paths_of
 from retrieval.index.parquet import pyarrow
 from retrieval.index.sources import collect, originals
 from retrieval.store.filters import metadata_text
@@ -118,7 +118,7 @@ def embed_sources(
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
         refuse_twice(item.key for item in collected.items)
         count = len(collected.items)
-        plan = Plan(
+        plan = EmbeddingPlan(
             bundle=bundle.sha256,
             variant=bundle.variant,
             sources=_hash_of(collected),
@@ -164,7 +164,7 @@ _SETTINGS = {
 """What determines each field of a plan, for error messages."""
 
 
-def _resumed(folder: Path, new: Plan, batch_size: int | None) -> Plan:
+def _resumed(folder: Path, new: EmbeddingPlan, batch_size: int | None) -> EmbeddingPlan:
     """Return the plan to follow: `new`, or that of an earlier embedding of the same items.
 
     Raises:
@@ -175,7 +175,7 @@ def _resumed(folder: Path, new: Plan, batch_size: int | None) -> Plan:
         if any(not name.startswith(".") and not name.endswith(".tmp") for name in names):
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
         return new
-    earlier = Plan.read(folder)
+    earlier = EmbeddingPlan.read(folder)
     new = replace(new, batch_size=batch_size or earlier.batch_size, part=earlier.part)
     differing = [name for name in _SETTINGS if getattr(earlier, name) != getattr(new, name)]
     if differing:
@@ -212,7 +212,7 @@ class _Part:
     features: Floats32 | None
 
     @classmethod
-    def of(cls, sources: Sources, plan: Plan, number: int) -> _Part:
+    def of(cls, sources: Sources, plan: EmbeddingPlan, number: int) -> _Part:
         """Return a part of the sources."""
         rows = plan.rows(number)
         items = sources.items[rows.start : rows.stop]
@@ -230,7 +230,7 @@ _EmbedParts = Callable[[Sequence[_Part]], Iterator[tuple[int, BadItems]]]
 class _PartEmbedder:
     """Embeds parts with one bundle and writes them into a folder."""
 
-    def __init__(self, bundle: Bundle, folder: Path, plan: Plan, limits: Limits) -> None:
+    def __init__(self, bundle: Bundle, folder: Path, plan: EmbeddingPlan, limits: Limits) -> None:
         self.bundle = bundle
         self.folder = folder
         self.plan = plan
@@ -274,7 +274,7 @@ def _embed_on_cluster(
 
 
 def _start_on_node(
-    version: str, folder: Path, plan: Plan, limits: Limits, path: Path, device: Device
+    version: str, folder: Path, plan: EmbeddingPlan, limits: Limits, path: Path, device: Device
 ) -> _PartEmbedder:
     """Return the embedder of a process of a cluster, which opens the bundle from its folder."""
     refuse_node(version, folder / PLAN)
@@ -286,7 +286,7 @@ def _start_on_node(
 
 def _embed_missing(
     folder: Path,
-    plan: Plan,
+    plan: EmbeddingPlan,
     sources: Sources,
     embedded: _EmbedParts,
 ) -> tuple[int, int]:
@@ -316,7 +316,7 @@ def _embed_missing(
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
             for _, bad in sorted(bad_of_part.items()):
                 for entry in bad:
-                    texts = {name: shown(value) for name, value in entry.items()}
+                    texts = {name: path_text(value) for name, value in entry.items()}
                     file.write(printable_json(texts) + "\n")
     total = sum(map(len, bad_of_part.values()))
     if total == plan.items:
@@ -325,14 +325,18 @@ def _embed_missing(
     return total, resumed
 
 
-def _plan_hash(plan: Plan) -> str:
+def _plan_hash(plan: EmbeddingPlan) -> str:
     """Return a hash of a plan that stays the same when the embedding is completed."""
     content = json.loads(replace(plan, complete=False, bad=None).text())
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_part(
-    folder: Path, plan: Plan, number: int, part: Sequence[Source], results: Sequence[Result]
+    folder: Path,
+    plan: EmbeddingPlan,
+    number: int,
+    part: Sequence[Source],
+    results: Sequence[Result],
 ) -> BadItems:
     """Write a part atomically; return its items that cannot be used."""
     bad = [
@@ -360,7 +364,7 @@ def write_part(
     return bad
 
 
-def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
+def _table(pa: Any, plan: EmbeddingPlan, items: Sequence[Item]) -> Any:
     """Return the usable items of a part as a pyarrow table."""
     columns: dict[str, Any] = {
         "key": [item.id for item in items],
@@ -378,7 +382,7 @@ def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
     return pa.table(columns, schema_of(plan))
 
 
-def finished_part(folder: Path, plan: Plan, number: int) -> BadItems | None:
+def finished_part(folder: Path, plan: EmbeddingPlan, number: int) -> BadItems | None:
     """Return the unusable items of a part as `write_part` does.
 
     Returns `None` if the part is missing, damaged or of another plan.

@@ -16,11 +16,11 @@ from retrieval.base.progress import Progress, showing
 from retrieval.base.runtime import Device
 from retrieval.base.stages import stage
 from retrieval.bundle.bundle import Bundle, Encoded
-from retrieval.bundle.merging import measured, measured_alone, merged
+from retrieval.bundle.distances import bundle_distances, depends_on_vectors_alone, merged_distances
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
-from retrieval.index.creating import create
+from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
 from retrieval.index.hits import Hit, Hits
 from retrieval.index.migrating import migrate, rollback
@@ -71,7 +71,7 @@ class Index:
 
     summary: Summary | None = None
 
-    create = classmethod(create)
+    create = classmethod(create_and_open)
     duplicates = duplicates
     migrate = migrate
     rollback = rollback
@@ -222,7 +222,7 @@ class Index:
         A bundle may have a rescorer, a model that computes the distance of a query and a candidate.
         Without a rescorer, distances are computed from the stored vectors. They are Euclidean
         unless the bundle defines another distance. If the vectors have sub-spaces, the distances in
-        the sub-spaces are merged as in `retrieval.bundle.merging`.
+        the sub-spaces are merged as in `retrieval.bundle.distances`.
 
         Args:
             queries: one query or several. One query returns one list of hits:
@@ -263,7 +263,7 @@ class Index:
             query, code = _query_arrays(bundle, encoded)
             rescorer = bundle.manifest.rescorer
             # If the bundle's distance is not the store's, their orders may differ: request more.
-            if measured_alone(bundle):
+            if depends_on_vectors_alone(bundle):
                 minimum = k
             else:
                 minimum = k + MARGIN
@@ -303,11 +303,11 @@ class Index:
         `count` is the number of candidates to rescore; the store may propose a few more.
         """
         if group.distances is not None:
-            if measured_alone(bundle):
+            if depends_on_vectors_alone(bundle):
                 return self._hits(group.items, group.distances[:k].tolist())
             rows = sorted(range(len(group.items)), key=lambda row: group.items[row].id)
             group = _selected(group, rows)
-        elif not (measured_alone(bundle) or bundle.manifest.subspaces):
+        elif not (depends_on_vectors_alone(bundle) or bundle.manifest.subspaces):
             group = _cut(group, query, count)
         if not group.items:
             return self._hits([], [])
@@ -316,7 +316,7 @@ class Index:
         else:
             codes = group.arrays[CODE]
         hit_count = min(k, len(group.items))
-        distances = measured(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
+        distances = bundle_distances(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
         order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
         nearest = [group.items[row] for row in order.tolist()]
         return self._hits(nearest, distances[order].tolist())
@@ -531,7 +531,7 @@ def _cut(proposed: Candidates, query: Floats32, count: int) -> Candidates:
     """Return the `count` nearest candidates by Euclidean distance, still sorted by id."""
     if len(proposed.items) <= count:
         return proposed
-    distances = merged(query, proposed.arrays[VECTOR], count, (), "min")
+    distances = merged_distances(query, proposed.arrays[VECTOR], count, (), "min")
     return _selected(proposed, sorted(np.argsort(distances, kind="stable")[:count].tolist()))
 
 

@@ -15,7 +15,7 @@ from retrieval.errors import DataError
 from retrieval.store.items import Floats, Item, Keep
 
 PLAN = "embedding.json"
-"""File that marks a folder of embeddings and describes it; see `embedded.Plan`."""
+"""File that marks a folder of embeddings and describes it; see `embedded.EmbeddingPlan`."""
 
 
 def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
@@ -35,7 +35,7 @@ def is_embedding(place: object) -> bool:
     return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def path_text(path: str | os.PathLike[str]) -> str:
     """Return a path or an address as valid UTF-8 text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(address_of(path) or path).decode("utf-8", "backslashreplace")
 
@@ -94,7 +94,7 @@ class Source:
     @property
     def name(self) -> str:
         """Path of the item's file, for messages."""
-        return shown(str(self.path))
+        return path_text(str(self.path))
 
     def item(self, keep: Keep = "reference") -> Item:
         """Return the item to store, without its arrays and the sizes of its original.

@@ -14,7 +14,7 @@ import numpy as np
 from retrieval.base.arrays import Floats32
 from retrieval.base.remote import path_in, whole_path
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
-from retrieval.index.locations import Source, shown
+from retrieval.index.locations import Source, path_text
 from retrieval.store.filters import metadata_text
 from retrieval.store.items import check_id
 
@@ -45,25 +45,25 @@ def pyarrow() -> Any:
 
 
 @contextmanager
-def sentences(path: Path) -> Iterator[None]:
+def table_errors(path: Path) -> Iterator[None]:
     """Context manager that turns errors of pyarrow or the file system into a `DataError`."""
     try:
         yield
     except RetrievalError:
         raise
     except FileNotFoundError as fault:
-        raise DataError(f"{shown(path)} cannot be read: {fault.strerror or fault}.") from None
+        raise DataError(f"{path_text(path)} cannot be read: {fault.strerror or fault}.") from None
     except Exception as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
-            f"{shown(path)} is damaged, or not a Parquet table that can be read: {reason}."
+            f"{path_text(path)} is damaged, or not a Parquet table that can be read: {reason}."
         ) from None
 
 
 def holds_vectors(path: Path) -> bool:
     """Return whether a Parquet table has a column of vectors and no column `path`."""
     arrow = pyarrow()
-    with sentences(path):
+    with table_errors(path):
         names = arrow.parquet.read_schema(path).names
     return any(name in names for name in _VECTORS) and "path" not in names
 
@@ -73,7 +73,7 @@ def refuse_many(path: Path, rows: int) -> None:
     most = max(_ROWS, _ROWS_PER_BYTE * path.stat().st_size)
     if rows > most:
         raise DataError(
-            f"{shown(path)} has {rows:,} rows; a file of its size may have {most:,}. Write the"
+            f"{path_text(path)} has {rows:,} rows; a file of its size may have {most:,}. Write the"
             " items to several files."
         )
 
@@ -87,16 +87,18 @@ def vectors_of(path: Path, column: Any, number: int, width: int | None = None) -
         DataError: a row has no list or a list of another length.
     """
     column = getattr(column, "storage", column)
-    with sentences(path):
+    with table_errors(path):
         lengths = np.array(pyarrow().compute.list_value_length(column).fill_null(0))
         width = width or (int(lengths[0]) if len(lengths) else 0)
         if (lengths == 0).any():
-            raise DataError(f"{shown(path)}: row {number + int(lengths.argmin())} has no vector.")
+            raise DataError(
+                f"{path_text(path)}: row {number + int(lengths.argmin())} has no vector."
+            )
         if (lengths != width).any():
             row = int(np.argmax(lengths != width))
             raise DataError(
-                f"{shown(path)}: row {number + row} has a vector of {int(lengths[row]):,} numbers"
-                f" instead of {width:,}. All vectors of an index have the same width."
+                f"{path_text(path)}: row {number + row} has a vector of {int(lengths[row]):,}"
+                f" numbers instead of {width:,}. All vectors of an index have the same width."
             )
         with np.errstate(over="ignore"):
             values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -123,12 +125,12 @@ class Table:
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
-        self.name = shown(path)
+        self.name = path_text(path)
         parquet = pyarrow().parquet
-        with sentences(path):
+        with table_errors(path):
             self.schema = parquet.read_schema(path)
         self._choose(kind, dict(zip(self.schema.names, self.schema.types, strict=True)))
-        with sentences(path):
+        with table_errors(path):
             # Read text as dictionaries, so that rows share equal strings in memory.
             texts = [field.name for field in self.schema if _is_text(field.type)]
             self._file = parquet.ParquetFile(path, read_dictionary=texts)
@@ -198,7 +200,7 @@ class Table:
         row = 0
         for group in range(self._file.metadata.num_row_groups):
             self._refuse_huge(group, columns)
-            with sentences(self.path):
+            with table_errors(self.path):
                 for batch in self._file.iter_batches(
                     _ROWS_AT_A_TIME, row_groups=[group], columns=list(columns), use_threads=False
                 ):
@@ -238,7 +240,7 @@ class Table:
             features = np.empty((batch.num_rows, 0), np.float32)
             if self._is_vector:
                 features = vectors_of(self.path, batch.column(self._content), number)
-            with sentences(self.path):
+            with table_errors(self.path):
                 values = [self._values(batch.column(name), name) for name in columns]
             items: list[Source] = []
             for row in range(batch.num_rows):
@@ -272,7 +274,7 @@ class Table:
     def _source(self, number: int, cells: dict[str, Any], first: int) -> Source | str:
         """Return a row as an item, or its problem: the words that follow "row 3: "."""
         path = cells.get(self._content)
-        stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
+        stem = path_text(self.path.name).partition(".")[0] or path_text(self.path.name)
         if self._key:
             key = cells[self._key]
         else:

@@ -17,7 +17,7 @@ from retrieval.base.remote import address_of, exists, is_folder, path_in, whole_
 from retrieval.base.walk import own_name
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
-from retrieval.index.locations import Original, Source, Sources, is_table, shown
+from retrieval.index.locations import Original, Source, Sources, is_table, path_text
 from retrieval.index.parquet import (
     ITEM_CHARACTERS,
     MAX_WIDTH,
@@ -72,7 +72,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
                 items += _listed(place, [item for block, _ in table.sources() for item in block])
             left_out += table.left_out
         else:
-            items.append(Source(shown(source), None, whole_path(place)))
+            items.append(Source(path_text(source), None, whole_path(place)))
     unique: list[Source] = []
     seen: set[object] = set()
     for item in items:
@@ -95,21 +95,21 @@ def _place(source: object, kind: str) -> Path:
     text = os.fsdecode(source)
     place = Path(os.fsdecode(source))
     if not exists(place):
-        raise DataError(f"{shown(text)} does not exist.")
+        raise DataError(f"{path_text(text)} does not exist.")
     lists_items = is_table(place.name) or place.name.lower().endswith((".csv", ".npz"))
     if address_of(place) and lists_items:
         raise DataError(
-            f"{shown(text)} is a table at an address, where only photos are read. Copy it; its"
+            f"{path_text(text)} is a table at an address, where only photos are read. Copy it; its"
             " column 'path' may name addresses."
         )
     npz = place.name.lower().endswith(".npz")
     if kind == "features" and not npz and not is_table(place.name):
         raise DataError(
-            f"{shown(text)} is not an .npz file or a Parquet table; this bundle takes features, not"
-            " images."
+            f"{path_text(text)} is not an .npz file or a Parquet table; this bundle takes"
+            " features, not images."
         )
     if kind != "features" and npz:
-        raise DataError(f"{shown(text)} holds features; this bundle takes images.")
+        raise DataError(f"{path_text(text)} holds features; this bundle takes images.")
     return place
 
 
@@ -119,11 +119,11 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
     If `prefix` is True, ids begin with the folder's name.
     """
     files = find_images(folder)
-    root_name = shown(own_name(folder))
+    root_name = path_text(own_name(folder))
     items = []
     # Broken links (`nowhere`) stay in, so that they are reported when they are read.
     for path in sorted([*files.images, *files.nowhere]):
-        inside = shown(path.relative_to(folder))
+        inside = path_text(path.relative_to(folder))
         if "/" in inside:
             label = inside.partition("/")[0]
         else:
@@ -137,7 +137,7 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _csv(manifest: Path) -> list[Source]:
-    name = shown(manifest)
+    name = path_text(manifest)
     folder = manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
@@ -156,7 +156,7 @@ def _csv(manifest: Path) -> list[Source]:
         # Without other problems, missing files are not an error here: they are unusable images,
         # which `skip_bad` may skip.
         problems += [
-            (line, f"{shown(path)} does not exist.")
+            (line, f"{path_text(path)} does not exist.")
             for (line, _), path in zip(rows, paths, strict=True)
             if not address_of(path) and not path.exists()
         ]
@@ -179,7 +179,7 @@ def _csv(manifest: Path) -> list[Source]:
 def _listed(path: Path, items: list[Source]) -> list[Source]:
     """Return a table's items; raise a `DataError` if there are none."""
     if not items:
-        raise DataError(f"{shown(path)} lists no item.")
+        raise DataError(f"{path_text(path)} lists no item.")
     return items
 
 
@@ -195,13 +195,13 @@ def _features(places: list[Path]) -> Sources:
                 numbers = features.shape[1]
                 if numbers > MAX_WIDTH:
                     raise DataError(
-                        f"{shown(place)} holds vectors of {numbers:,} numbers; at most"
+                        f"{path_text(place)} holds vectors of {numbers:,} numbers; at most"
                         f" {MAX_WIDTH:,} are allowed."
                     )
                 if width not in (0, numbers):
                     raise DataError(
-                        f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file"
-                        f" of {width:,}. All vectors of an index have the same width."
+                        f"{path_text(place)} holds vectors of {numbers:,} numbers, and an earlier"
+                        f" file of {width:,}. All vectors of an index have the same width."
                     )
                 width = numbers
                 count += len(features)

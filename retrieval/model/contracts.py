@@ -278,14 +278,14 @@ class Combiner(BaseDistance):
         merge: how the candidates of several sub-spaces become one list if there is no rescorer.
             "min" keeps each item's smallest Euclidean distance. "score" lets each sub-space score
             its own k nearest items and keeps each item's best score
-            (`retrieval.bundle.merging.best_score`). That order matches no distance between two
+            (`retrieval.bundle.distances.best_score`). That order matches no distance between two
             codes, so `compute_mat` is then used for training and exact evaluation only.
         candidates: default number of candidates that a rescorer gets; `choose_candidates` may
             return another.
         measure: the distance that answers report if there is no rescorer: "euclidean" between query
-            vector and stored vector, or "inner", `retrieval.bundle.merging.of_products` of their
-            inner product. Use "inner" if `compute_mat` equals that, and not the Euclidean distance.
-            Both give the same order if all stored vectors have the same length.
+            vector and stored vector, or "inner", `retrieval.bundle.distances.product_distances` of
+            their inner product. Use "inner" if `compute_mat` equals that, and not the Euclidean
+            distance. Both give the same order if all stored vectors have the same length.
         plain: True if there is nothing to combine, as with one part. The model then keeps only the
             head, bit for bit as if the recipe had no combiner.
     """

@@ -14,7 +14,7 @@ from retrieval.base.files import cache_folder, whole_folder
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.bundle_folder import (
     FILE,
-    is_plain,
+    is_plain_name,
     manifest_text,
     opened_whole,
     read_files,
@@ -112,7 +112,7 @@ def _unpack(packed: IO[bytes], folder: Path) -> bool:
                     content = tar.extractfile(info)
                 else:
                     content = None
-                if content is None or count >= _MAX_FILES or not is_plain(info.name):
+                if content is None or count >= _MAX_FILES or not is_plain_name(info.name):
                     return False
                 with (folder / info.name).open("xb") as file:
                     shutil.copyfileobj(content, file)

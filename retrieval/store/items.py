@@ -137,9 +137,9 @@ class Candidates:
     Attributes:
         items: items sorted by id or, if `distances` are set, by distance and then id.
         arrays: arrays (n, width) of these items by name; may be read lazily.
-        distances: Euclidean distances (n,), float64, exactly as `serving.merging.merged` computes
-            them. None if the store did not measure them. A store must not measure vectors that
-            have several sub-spaces.
+        distances: Euclidean distances (n,), float64, exactly as
+            `bundle.distances.merged_distances` computes them. None if the store did not measure
+            them. A store must not measure vectors that have several sub-spaces.
     """
 
     items: Sequence[Item]

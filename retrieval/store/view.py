@@ -511,7 +511,8 @@ def _measured(
 ) -> tuple[Floats64, Ints]:
     """Measure candidate rows (Q, n): return the `count` nearest squared distances and rows.
 
-    Distances are computed in float64 from the vectors, exactly as in `bundle.merging.merged`.
+    Distances are computed in float64 from the vectors, exactly as by
+    `bundle.distances.merged_distances`.
     """
     columns = slice(*span)
     # Mode "clip" accepts the padding -1, which is masked below.

@@ -82,13 +82,13 @@ WIDE, PART = 2048, 4096
 
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """Write a folder of vectors as `retrieval embed` does."""
-    from retrieval.index.embedded import Plan
+    from retrieval.index.embedded import EmbeddingPlan
     from retrieval.index.embedding import write_part
     from retrieval.index.locations import PLAN, Source
 
     folder.mkdir()
     sizes = parts * size, size, 1, {"vector": WIDE}, [1, 1]
-    plan = Plan("0" * 64, None, "", *sizes, complete=True, bad=0)
+    plan = EmbeddingPlan("0" * 64, None, "", *sizes, complete=True, bad=0)
     for number in range(parts):
         items = [
             Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)

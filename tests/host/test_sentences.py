@@ -101,7 +101,7 @@ def test_the_sizes_of_a_loss_are_checked(recipe, cli):
 
 def test_an_output_that_is_a_file_is_refused(recipe, cli, tmp_path):
     from retrieval.export.export_model import refuse_existing as refuse_bundle
-    from retrieval.index.creating import refuse_existing as refuse_index
+    from retrieval.index.creating import refuse_existing_index as refuse_index
 
     file = tmp_path / "file"
     file.touch()

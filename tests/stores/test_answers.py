@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.merging import merged
+from retrieval.bundle.distances import merged_distances
 from retrieval.index.index import Index, open_index
 from retrieval.store import masks, search, structure
 from retrieval.store.contract import Candidates, Item, Store, widths_of
@@ -50,7 +50,7 @@ class Known:
         if not chosen:
             return []
         vectors = np.stack([self.items[id][0] for id in chosen])
-        far = merged(query, vectors, k, [], "min")
+        far = merged_distances(query, vectors, k, [], "min")
         return [(chosen[at], float(far[at])) for at in np.argsort(far, kind="stable")[:k]]
 
     def agrees(self, queries: Any, k: int = 10) -> None:
@@ -124,10 +124,11 @@ def test_a_pair_has_one_distance_whoever_measures_it():
         pairs = np.repeat(np.arange(3), 50), np.tile(np.arange(50), 3)
         own = np.sqrt(search.measured(query.astype(np.float64), some, *pairs)).reshape(3, 50)
         for at in range(3):
-            assert np.array_equal(merged(query[at], some, 5, [], "min"), own[at])
-            assert merged(query[at], some[7:8], 5, [], "min")[0] == own[at, 7]
+            assert np.array_equal(merged_distances(query[at], some, 5, [], "min"), own[at])
+            assert merged_distances(query[at], some[7:8], 5, [], "min")[0] == own[at, 7]
         assert np.array_equal(
-            merged(np.repeat(query, 50, 0), np.tile(some, (3, 1)), 5, [], "min"), own.ravel()
+            merged_distances(np.repeat(query, 50, 0), np.tile(some, (3, 1)), 5, [], "min"),
+            own.ravel(),
         )
         squared, rows = search.nearest(query, some, 50)
         assert np.array_equal(np.sqrt(squared), np.take_along_axis(own, rows, 1))

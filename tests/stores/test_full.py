@@ -14,7 +14,7 @@ import wire
 from limits import files_of_at_most
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.index.checking import restore
+from retrieval.index.checking import restore_snapshot
 from retrieval.store import structure, upkeep
 from retrieval.store.contract import widths_of
 from retrieval.store.folder import create_local
@@ -69,7 +69,9 @@ CALLS: dict[str, Call] = {
     "embed": lambda store, bundle, other, _: embed(store, other),
     "switch": lambda store, *_: store.switch(store.generations()[1]),
     "drop": lambda store, *_: store.drop(store.generations()[1]),
-    "restore": lambda store, bundle, other, folder: restore(folder / "whole", folder / "new"),
+    "restore": lambda store, bundle, other, folder: restore_snapshot(
+        folder / "whole", folder / "new"
+    ),
 }
 CHANGED = {"upsert": {*range(8000, 8050)}, "large": {*range(4500, 9000)}}
 """Numbers of the items that a call adds."""

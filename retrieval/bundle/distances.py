@@ -24,7 +24,7 @@ _ZERO = 8 * float(np.finfo(np.float32).eps)
 """Squared distances of unit vectors below this are rounding errors of float32 and count as 0."""
 
 
-def measured(
+def bundle_distances(
     bundle: Bundle,
     query: Floats,
     code: Floats | None,
@@ -54,11 +54,11 @@ def measured(
             raise DataError("The rescorer gives NaN or infinity for this query.")
         return distances
     if manifest.distance.measure == "inner":
-        return of_products(vectors.astype(np.float64) @ query.astype(np.float64))
-    return merged(query, vectors, k, manifest.subspaces, manifest.merge)
+        return product_distances(vectors.astype(np.float64) @ query.astype(np.float64))
+    return merged_distances(query, vectors, k, manifest.subspaces, manifest.merge)
 
 
-def measured_alone(bundle: Bundle) -> bool:
+def depends_on_vectors_alone(bundle: Bundle) -> bool:
     """Return whether the distance of a query and an item depends on these two vectors alone."""
     manifest = bundle.manifest
     return (
@@ -68,12 +68,12 @@ def measured_alone(bundle: Bundle) -> bool:
     )
 
 
-def spans_of(subspaces: Sequence[Any]) -> list[slice]:
+def columns_of_subspaces(subspaces: Sequence[Any]) -> list[slice]:
     """Return the columns of each sub-space; a vector without sub-spaces is one sub-space."""
     return [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
 
 
-def merged(
+def merged_distances(
     query: Floats, vectors: Floats, k: int, subspaces: Sequence[SubspaceEntry], merge: str
 ) -> Distances:
     """Return the distances (n,) of a query (P,) to vectors (n, P), merged over sub-spaces.
@@ -86,7 +86,7 @@ def merged(
     # wherever it is measured.
     squared = [
         np.einsum("ij,ij->i", part, part)
-        for part in (differences[:, span] for span in spans_of(subspaces))
+        for part in (differences[:, span] for span in columns_of_subspaces(subspaces))
     ]
     distances = np.sqrt(squared)
     if merge == "score":
@@ -95,7 +95,7 @@ def merged(
     return nearest
 
 
-def of_products(products: Floats) -> Distances:
+def product_distances(products: Floats) -> Distances:
     """Return √(2 − 2 p) of inner products p, of any shape (measure "inner").
 
     For two unit vectors, this is their Euclidean distance. If an item's vector concatenates unit
