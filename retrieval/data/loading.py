@@ -188,7 +188,7 @@ class Job(NamedTuple):
 
 @dataclass
 class BatchMaker:
-    """Makes a batch's inputs from a `Job`, in this or another process.
+    """Makes a batch's inputs from a `LoadingJob`, in this or another process.
 
     `changes` are the random changes to images; `None` leaves images and vectors unchanged.
     """

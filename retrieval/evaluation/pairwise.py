@@ -108,7 +108,7 @@ def pairwise(
 
 @dataclass(frozen=True)
 class StoredSearch:
-    """Exact search of vectors in files, as `Search` does of vectors in memory.
+    """Exact search of vectors in files, as `NeighborSearch` does of vectors in memory.
 
     Without a gallery, the queries are the gallery, and each query is left out of its own results.
     """

@@ -188,7 +188,7 @@ class Protocol:
         """Return the search for items, the class numbers of both sides, and arguments.
 
         The arguments are those of `evaluate_search` that `[evaluate]` sets. `left` and `right` are
-        the codes of the queries and of the gallery, `further` are arguments of `Search`.
+        the codes of the queries and of the gallery, `further` are arguments of `NeighborSearch`.
         """
         labels = self.run.splits.labels
         query_class = labels[query]

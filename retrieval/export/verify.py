@@ -50,7 +50,7 @@ _OVERLAP_QUERIES = 512
 """Largest number of queries for measuring the overlap."""
 
 
-class Difference(NamedTuple):
+class TorchDifference(NamedTuple):
     """The largest difference from torch, divided by the mean length or distance, and its place."""
 
     value: float
@@ -117,7 +117,7 @@ def _worst(
     outputs: Mapping[str, Floats32],
     start: int = 0,
     note: str = "",
-) -> Difference:
+) -> TorchDifference:
     """Return the largest difference between outputs and the `expected` rows from `start` on."""
     differences = []
     for name, values in outputs.items():
@@ -127,7 +127,7 @@ def _worst(
         gap = np.where(np.isnan(gap), np.inf, gap)
         row = int(gap.argmax())
         place = f"in '{name}' of item {start + row}{note}"
-        differences.append(Difference(float(gap[row]), place))
+        differences.append(TorchDifference(float(gap[row]), place))
     return max(differences)
 
 
@@ -165,7 +165,9 @@ def _accepted(run: Callable[[Tensor], Sequence[Tensor]], rows: Array) -> Array:
     return rows[[is_finite(row) for row in rows]]
 
 
-def compare_encoder(reference: Mapping[str, Floats32], run: RunGraph, items: Array) -> Difference:
+def compare_encoder(
+    reference: Mapping[str, Floats32], run: RunGraph, items: Array
+) -> TorchDifference:
     """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
     The graph runs on one item, on `ODD` items, and on all items in batches of up to `BATCH`. A
@@ -179,7 +181,7 @@ def compare_encoder(reference: Mapping[str, Floats32], run: RunGraph, items: Arr
     return max(differences)
 
 
-def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Difference:
+def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> TorchDifference:
     """Return the largest difference between torch's and the graph's distances, over their mean.
 
     Pairs whose distance is below `NEAR` times the mean in torch and in the graph are left out: near
@@ -210,7 +212,7 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Diffe
         gap = np.where(np.isnan(distances), np.inf, gap)
         query, item = np.unravel_index(int(gap.argmax()), gap.shape)
         place = f"in the distance to item {item}, with {len(queries)} queries at once"
-        differences.append(Difference(float(gap[query, item]), place))
+        differences.append(TorchDifference(float(gap[query, item]), place))
     return max(differences)
 
 
@@ -293,7 +295,7 @@ def agreed_graph(
     raise BundleError(f"The {what} cannot be exported. {cause}") from cause
 
 
-def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) -> None:
+def refuse_difference(worst: TorchDifference, module: nn.Module, tolerance: float) -> None:
     """Refuse a graph of `module` that differs from torch by more than the tolerance."""
     if worst.value <= tolerance:
         return
@@ -312,7 +314,7 @@ def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) ->
     )
 
 
-def refuse_outliers(worst: Difference, tolerance: float) -> None:
+def refuse_outliers(worst: TorchDifference, tolerance: float) -> None:
     """Refuse a graph that differs from torch by more than the tolerance for `outliers`."""
     if worst.value > OUTLIER_TOLERANCE * tolerance:
         raise BundleError(
