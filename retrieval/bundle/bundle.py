@@ -129,9 +129,9 @@ class Bundle:
             manifest = parse_manifest(folder / FILE, text)
             graphs = read_files(folder, manifest.files)
             if variant is not None and variant not in manifest.variants:
-                known = ", ".join(sorted(manifest.variants)) or "none"
+                variants = ", ".join(sorted(manifest.variants)) or "none"
                 raise BundleError(
-                    f"The bundle {folder} has no variant '{variant}' (it has: {known})."
+                    f"The bundle {folder} has no variant '{variant}' (it has: {variants})."
                     + did_you_mean(variant, manifest.variants)
                 )
             sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
@@ -146,17 +146,17 @@ class Bundle:
     def __repr__(self) -> str:
         manifest = self.manifest
         if manifest.input.kind == "image":
-            what = "images"
+            inputs = "images"
         else:
-            what = "vectors"
+            inputs = "vectors"
         shape = " × ".join(map(str, manifest.input.shape))
         if self.variant:
-            how = f"{self.variant} on {self.device}"
+            runs = f"{self.variant} on {self.device}"
         else:
-            how = self.device
+            runs = self.device
         return (
-            f"Bundle {self.path}: {manifest.name}, {what} of {shape} to vectors of"
-            f" {manifest.vector}, {manifest.distance}, {how}"
+            f"Bundle {self.path}: {manifest.name}, {inputs} of {shape} to vectors of"
+            f" {manifest.vector}, {manifest.distance}, {runs}"
         )
 
     def copy(self, target: Path) -> None:
@@ -173,11 +173,11 @@ class Bundle:
                     f"The bundle {self.path} was changed while it was in use. Run the command"
                     " again."
                 )
-            held = read_files(self.path, self.manifest.files)
+            contents = read_files(self.path, self.manifest.files)
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             (target / FILE).write_bytes(self._text)
-            for name, content in held.items():
+            for name, content in contents.items():
                 (target / name).write_bytes(content)
 
         opened_whole(self.path, write)

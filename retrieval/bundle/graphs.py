@@ -98,37 +98,37 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]
     Raises:
         IndexError: the message is truncated or invalid.
     """
-    place = 0
+    position = 0
     end = len(message)
-    while place < end:
-        key, place = _varint(message, place)
+    while position < end:
+        key, position = _varint(message, position)
         kind = key & 7
         if kind == 0:
-            number, place = _varint(message, place)
+            number, position = _varint(message, position)
             yield key >> 3, number
         elif kind == 2:
-            length, place = _varint(message, place)
-            if place + length > end:
+            length, position = _varint(message, position)
+            if position + length > end:
                 raise IndexError
-            yield key >> 3, message[place : place + length]
-            place += length
+            yield key >> 3, message[position : position + length]
+            position += length
         elif kind in (1, 5):
-            place += 8 if kind == 1 else 4
+            position += 8 if kind == 1 else 4
             yield key >> 3, None
         else:
             raise IndexError
-    if place > end:
+    if position > end:
         raise IndexError
 
 
-def _varint(message: memoryview, place: int) -> tuple[int, int]:
+def _varint(message: memoryview, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
+        byte = message[position]
         value |= (byte & 127) << shift
-        place += 1
+        position += 1
         if byte < 128:
-            return value, place
+            return value, position
         shift += 7
         if shift > 63:
             raise IndexError

@@ -318,6 +318,7 @@ def run_batches(
     for name, values in out.items():
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-            where = f"'{name}' for item {row} of the batch"
-            raise DataError(f"The {what} returns NaN or infinity in {where}.")
+            raise DataError(
+                f"The {what} returns NaN or infinity in '{name}' for item {row} of the batch."
+            )
     return out

@@ -171,10 +171,10 @@ def main() -> None:
             click.echo(printable("".join(traceback.format_exception(error))), err=True)
         _leave(f"Error: {error}", error.exit_code)
     except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(shown)
+        message = io.StringIO()
+        error.show(message)
         # the message repeats what the user typed
-        click.echo(printable(shown.getvalue()), err=True, nl=False)
+        click.echo(printable(message.getvalue()), err=True, nl=False)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _leave("Interrupted.", 130)

@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -164,6 +164,16 @@ def command(
         name, epilog="\n  ".join([f"\b\n{head}", *examples])
     )
     return decorator
+
+
+def backbone_parameters(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of `--set`, which are read like those of a recipe's `[backbone]`."""
+    from retrieval.recipe.read import apply_overrides
+
+    table: dict[str, Any] = {"backbone": {}}
+    apply_overrides(table, [f"backbone.{text.removeprefix('backbone.')}" for text in overrides])
+    parameters: dict[str, Any] = table["backbone"]
+    return parameters
 
 
 def refuse_options(when: str, names: Container[str]) -> None:

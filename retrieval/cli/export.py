@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, Choice, Number, refuse_options
+from retrieval.cli.common import PATH, Choice, Number, backbone_parameters, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 
 if TYPE_CHECKING:
@@ -125,19 +125,9 @@ def export_command(
         raise click.UsageError("--model needs --output, the folder to write.")
     from retrieval.export.export_backbone import BackboneEncoder
 
-    backbone = BackboneEncoder(str(model), _parameters(overrides), extra, random_weights)
+    backbone = BackboneEncoder(str(model), backbone_parameters(overrides), extra, random_weights)
     bundle = backbone.export(output, whiten=whiten, photos=photos, **options).bundle
     _report(bundle, "photos" if whiten or photos else "crops of two example photographs")
-
-
-def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values of `--set`, which are read like those of a recipe's `[backbone]`."""
-    from retrieval.recipe.read import apply_overrides
-
-    table: dict[str, Any] = {"backbone": {}}
-    apply_overrides(table, [f"backbone.{text.removeprefix('backbone.')}" for text in overrides])
-    parameters: dict[str, Any] = table["backbone"]
-    return parameters
 
 
 def _report(bundle: Bundle, inputs: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import pwd
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from retrieval.cli.common import (
     Choice,
     Group,
     IndexArgument,
+    backbone_parameters,
     command,
     limited,
     options,
@@ -183,7 +184,8 @@ def _counts(counts: Mapping[str, int]) -> list[str]:
     "parameters",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Back-end parameter; repeatable.",
+    help="Back-end parameter, or with --model a parameter of the backbone, such as"
+    " backbone.normalise=true; repeatable.",
 )
 @PLUGIN_OPTION
 @VARIANT
@@ -223,8 +225,11 @@ def create_command(
         )
     if model is not None and not images:
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
-    backend_options = _options(parameters)
-    folder = bundle or _exported(str(model), images, extra)
+    of_backbone = [text for text in parameters if text.startswith("backbone.")]
+    if bundle is not None and of_backbone:
+        raise click.UsageError(f"Leave --set {of_backbone[0]} out: it needs --model, not --bundle.")
+    backend_options = _options([text for text in parameters if text not in of_backbone])
+    folder = bundle or _exported(str(model), of_backbone, images, extra)
     from retrieval.index.index import create_index
 
     try:
@@ -234,21 +239,23 @@ def create_command(
     except KeyboardInterrupt:
         if not isinstance(path, Path):
             say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
-        elif (kept := path.with_name(f"{path.name}.partial")).exists():
-            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
+        elif (partial := path.with_name(f"{path.name}.partial")).exists():
+            say(f"What was encoded is kept in {partial}. Go on with: {this_command()}", err=True)
         raise
     _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
     return summary.count
 
 
-def _exported(model: str, images: tuple[Path, ...], plugins: tuple[str, ...]) -> Path:
-    """Return the bundle of a pretrained model, which is in the cache."""
+def _exported(
+    model: str, parameters: Sequence[str], images: tuple[Path, ...], plugins: tuple[str, ...]
+) -> Path:
+    """Return the bundle of a pretrained model with parameters, which is in the cache."""
     from retrieval.export.export_backbone import BackboneEncoder
     from retrieval.index.locations import is_table
 
     # the export verifies on image files and cannot read tables
     photos = [image for image in images if not is_table(image.name)]
-    return BackboneEncoder(model, plugins=plugins).kept(photos)
+    return BackboneEncoder(model, backbone_parameters(parameters), plugins).kept(photos)
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
@@ -275,7 +282,7 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
     tell(path, as_json, f"Indexed {summary.count:,} items in {took}: {path}", **facts)
 
 
-def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return `--set m=48` as {"m": 48}; values that are not JSON are text."""
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -552,11 +559,11 @@ def migrate_command(
             done = opened.migrate(bundle, skip_bad=skip_bad)
             facts = _migrated(done)
             if done.from_features:
-                kept = f", {done.from_features:,} from kept features"
+                by_head = f", {done.from_features:,} from kept features"
             else:
-                kept = ""
+                by_head = ""
             sentences.append(
-                f"{path}: {done.embedded:,} items embedded{kept}; generation"
+                f"{path}: {done.embedded:,} items embedded{by_head}; generation"
                 f" {done.generation.number} is served."
             )
         if drop_old:

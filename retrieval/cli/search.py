@@ -72,8 +72,12 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
 
 
 def _plain(hit: Hit) -> dict[str, Any]:
-    kept = ("id", "label", "distance")
-    return {name: getattr(hit, name) for name in kept} | {"metadata": dict(hit.metadata)}
+    return {
+        "id": hit.id,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": dict(hit.metadata),
+    }
 
 
 def _table(name: str, hits: list[Hit]) -> str:

@@ -24,11 +24,9 @@ def to_png(image: Image.Image) -> bytes:
         DataError: the image's colour space cannot be converted.
     """
     out = io.BytesIO()
-    if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
-        shown = image
-    else:
-        shown = to_mode(image, "RGB")
-    shown.save(out, "PNG", compress_level=1)  # fast, because it is sent only once
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        image = to_mode(image, "RGB")
+    image.save(out, "PNG", compress_level=1)  # fast, because it is sent only once
     return out.getvalue()
 
 

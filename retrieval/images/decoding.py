@@ -111,8 +111,8 @@ def decode(
         raise DataError(f"{name} is empty (0 bytes).")
     format = format_of(content)
     if format is None:
-        known = ", ".join((*FORMATS, "AVIF", "HEIC"))
-        raise DataError(f"{name} is not an image in a known format ({known}).")
+        formats = ", ".join((*FORMATS, "AVIF", "HEIC"))
+        raise DataError(f"{name} is not an image in a known format ({formats}).")
     if not can_open(format):
         raise DataError(f"{name} {HOW[format]}")
     try:

@@ -327,36 +327,36 @@ def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Sourc
         stored = index.store.get([item.key for item in page], arrays=arrays)
         rewritten: dict[str, tuple[Source, str]] = {}
         for item in page:
-            known = stored.get(item.key)
-            if known is None or (arrays and not known.arrays):
+            previous = stored.get(item.key)
+            if previous is None or (arrays and not previous.arrays):
                 new.append(item)
                 continue
-            stamp = _stamp(item, known, sources.features, limits)
-            if _digest(stamp) != _digest(known.stamp):
+            stamp = _stamp(item, previous, sources.features, limits)
+            if _digest(stamp) != _digest(previous.stamp):
                 new.append(item)
                 continue
-            details = (item.label, item.metadata, _path(item, known))
-            other = details != (known.label, dict(known.metadata), known.path)
+            details = (item.label, item.metadata, _path(item, previous))
+            other = details != (previous.label, dict(previous.metadata), previous.path)
             changed += other
-            if other or stamp != known.stamp:
+            if other or stamp != previous.stamp:
                 rewritten[item.key] = item, stamp
         if rewritten:
             _rewrite(index, rewritten)
     return new, changed
 
 
-def _stamp(source: Source, known: Item, features: Floats32 | None, limits: Limits) -> str:
-    """Return the stamp of an item's content, or "unreadable"; `known` is the item as stored."""
+def _stamp(source: Source, previous: Item, features: Floats32 | None, limits: Limits) -> str:
+    """Return the stamp of an item's content, or "unreadable"; `previous` is the item as stored."""
     if features is not None:
         return digest_of(features[source.row].tobytes())
     if source.recorded is not None:
-        if known.stamp and _digest(known.stamp) == _digest(source.recorded):
-            return known.stamp  # it may have a later state of the file
+        if previous.stamp and _digest(previous.stamp) == _digest(source.recorded):
+            return previous.stamp  # it may have a later state of the file
         return source.recorded
     assert source.path is not None
     now = state_of(source.path)
-    if known.stamp and known.stamp.endswith(f" {now}"):
-        return known.stamp
+    if previous.stamp and previous.stamp.endswith(f" {now}"):
+        return previous.stamp
     try:  # a copy of the same content has another state
         content = read_image(source.path, limits, source.name)
     except DataError:
@@ -369,9 +369,9 @@ def _digest(stamp: str | None) -> str:
     return (stamp or "").partition(" ")[0]
 
 
-def _path(source: Source, known: Item) -> Path | None:
-    """Return the new path of an item whose file may have moved; `known` is the item as stored."""
-    if known.path is None or source.row is not None:
+def _path(source: Source, previous: Item) -> Path | None:
+    """Return the path of an item whose file may have moved; `previous` is the item as stored."""
+    if previous.path is None or source.row is not None:
         return None
     return source.path
 
@@ -523,21 +523,21 @@ def _decode_item(
     image = decode(content, options.limits, name)
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None
-    kept = None
+    stored_original = None
     try:
         inputs = preprocessing(image)
         if options.keep in ("copy", "thumbnail"):
             if options.keep == "copy":
-                kept = content
+                stored_original = content
             else:
-                kept = thumbnail(image)
+                stored_original = thumbnail(image)
     except DataError as fault:
         raise DataError(f"{name}: {fault}") from fault
     width, height = full_size(image)
     stamp = digest_of(content)
     if isinstance(original, Path) and item.stamp:
         stamp += f" {item.stamp}"
-    item = replace(item, original=kept, bytes=len(content), width=width, height=height)
+    item = replace(item, original=stored_original, bytes=len(content), width=width, height=height)
     return replace(item, stamp=stamp), inputs
 
 

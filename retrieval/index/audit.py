@@ -111,8 +111,9 @@ class Audit:
             self._append(b"")
         except OSError as error:
             reason = error.strerror or error
-            what = f"The record of changes {path}"
-            raise RetrievalError(f"{what} cannot be written to: {reason}.") from None
+            raise RetrievalError(
+                f"The record of changes {path} cannot be written to: {reason}."
+            ) from None
 
     @contextmanager
     def recording(self, change: Change) -> Iterator[None]:
@@ -132,8 +133,7 @@ class Audit:
         try:
             yield
         except BaseException as error:
-            known = isinstance(error, RetrievalError)
-            if known:
+            if isinstance(error, RetrievalError):
                 reason = str(error)[:_MAX_TEXT]
             else:
                 reason = type(error).__name__

@@ -213,13 +213,13 @@ def _free_address(
             f"Only an index in a folder takes a back end and its parameters. The store of {address}"
             " reads its parameters from the address; 'retrieval plugins show' lists them."
         )
-    place = store_place(address, plugins)
-    if not replace and place.exists():
+    store = store_place(address, plugins)
+    if not replace and store.exists():
         raise StoreError(
             f"{address} exists already. Add to it with 'retrieval index add', choose another name,"
             " or pass --replace (in Python replace=True), which deletes it first."
         )
-    return place
+    return store
 
 
 def _exists_error(output: Path) -> StoreError:

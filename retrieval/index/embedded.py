@@ -93,18 +93,18 @@ class EmbeddingPlan:
     @classmethod
     def read(cls, folder: Path) -> EmbeddingPlan:
         """Return a folder's plan; raise a `DataError` if it cannot be read or is invalid."""
-        where = folder / PLAN
+        file = folder / PLAN
         try:
-            text = read_plain(where, _PLAN_BYTES)
+            text = read_plain(file, _PLAN_BYTES)
         except OSError as fault:
-            raise DataError(f"{where} cannot be read: {fault.strerror or fault}.") from None
-        content = parse_json(text, where, "embedding", DataError, frozenset({FORMAT}))
+            raise DataError(f"{file} cannot be read: {fault.strerror or fault}.") from None
+        content = parse_json(text, file, "embedding", DataError, frozenset({FORMAT}))
         del content["format"]
         try:
             return cls(**content)
         except ValidationError as fault:
             raise DataError(
-                f"{where} is damaged:\n{problems_of(fault)}\nEmbed the items again into another"
+                f"{file} is damaged:\n{problems_of(fault)}\nEmbed the items again into another"
                 " folder."
             ) from None
 
@@ -173,16 +173,16 @@ def _item(table: str, row: dict[str, Any], plan: EmbeddingPlan) -> tuple[Source,
     try:
         metadata = strict_loads(text)
         if path is None:
-            where = None
+            original = None
         else:
-            where = Path(os.fsdecode(path))
+            original = Path(os.fsdecode(path))
     except (ValueError, RecursionError, TypeError):
         metadata = None
     if key is None or stamp is None or not isinstance(metadata, dict):
         raise DataError(f"{table} is damaged: a row of it does not describe an item.")
     if problem := text_problem(key, label, metadata):
         raise DataError(f"{table}: {path_text(key[:100])}: {problem}.")
-    return Source(key, label, where, metadata, recorded=stamp), tuple(sizes)
+    return Source(key, label, original, metadata, recorded=stamp), tuple(sizes)
 
 
 class Vectors:
@@ -223,9 +223,13 @@ class Vectors:
             for row, (source, (size, width, height)) in enumerate(batch):
                 if source.key in missing:
                     missing.remove(source.key)
-                    own = {name: values[row] for name, values in arrays.items()}
-                    item = source.item(self._keep)
-                    item = replace(item, bytes=size, width=width, height=height, arrays=own)
+                    item = replace(
+                        source.item(self._keep),
+                        bytes=size,
+                        width=width,
+                        height=height,
+                        arrays={name: values[row] for name, values in arrays.items()},
+                    )
                     results.append((item, None))
             yield results
         if missing:

@@ -448,10 +448,12 @@ class Index:
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""
-        old = [known for known in self.store.generations() if known.state != "served"]
-        for generation in old:
+        generations = [
+            generation for generation in self.store.generations() if generation.state != "served"
+        ]
+        for generation in generations:
             self.store.drop(generation)
-        return len(old)
+        return len(generations)
 
     def snapshot(self, target: StrPath) -> Path:
         """Write a consistent copy of the index to a new folder; return the folder.

@@ -107,10 +107,10 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
 
     Items that were added meanwhile are embedded with the previous bundle first.
     """
-    kept = [generation for generation in index.store.generations() if generation.state == "kept"]
-    if not kept:
+    older = [generation for generation in index.store.generations() if generation.state == "kept"]
+    if not older:
         raise StoreError(f"The index {index.path} keeps no older generation to go back to.")
-    newest = max(kept, key=lambda generation: generation.number)
+    newest = max(older, key=lambda generation: generation.number)
     index.follow()
     opened = Bundle.open(index.store.bundle(newest), variant=newest.variant)
     with showing(progress):
@@ -182,8 +182,9 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
                     " command, which resumes; or leave the items out with --skip-bad (in Python"
                     " skip_bad=True)."
                 )
-            kept = {item.id for item in embedded}
-            store.embed(generation, embedded, [item.id for item in items if item.id not in kept])
+            embedded_ids = {item.id for item in embedded}
+            left_out = [item.id for item in items if item.id not in embedded_ids]
+            store.embed(generation, embedded, left_out)
             faults += wrong.values()
             count += len(embedded)
             meter.update(len(items))

@@ -17,6 +17,7 @@ from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting, export_model
 from retrieval.export.export_backbone import BackboneEncoder
+from retrieval.index.index import Index
 
 SMALL = {"parameters": {"size": 4}, "progress": False}
 """`core.pixels` of 16 features."""
@@ -161,6 +162,16 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
     assert manifest.vector == 8 and manifest.input.shape == (3, 5, 5)
     bundle = Bundle.open(tmp_path / "b", variant="int8")
     assert bundle.encode(np.zeros((2, 3, 5, 5), np.uint8)).vector.shape == (2, 8)
+
+
+def test_an_index_of_a_backbone_takes_its_parameters(tmp_path, folder, cli):
+    words = [tmp_path / "photos.index", folder, "--set", "backbone.size=5", "--set"]
+    done = cli("index", "create", *words, "backbone.channels=3", "--model", "core.pixels")
+    assert done.code == 0, done.err
+    with Index.open(tmp_path / "photos.index") as index:
+        assert index.bundle.manifest.input.shape == (3, 5, 5)
+    done = cli("index", "create", *words, "backbone.channels=3", "--bundle", tmp_path, "--replace")
+    assert done.code == 2 and "Leave --set backbone.size=5 out" in done.err
 
 
 @pytest.mark.parametrize(
