@@ -22,7 +22,7 @@ from retrieval.base.progress import Meter, Progress, shown
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.sessions import ahead
 from retrieval.data.augment import Changes, built_transforms
-from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
+from retrieval.data.loading import BatchMaker, LoadingJob, RawInputs, TrainBatches
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.images.colour import few_levels, to_mode
@@ -361,7 +361,9 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     whole = slice(0, len(chosen))
     columns = [raw.batch(chosen)]
     if recipe.augmentation.active:
-        columns += [make(Job(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))]
+        columns += [
+            make(LoadingJob(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))
+        ]
     names = [f"{dataset.labels[item]}: {dataset.keys[item]}" for item in chosen.tolist()]
     return _sheet([[*map(_picture, row)] for row in zip(*columns, strict=True)], names)
 

@@ -170,7 +170,7 @@ def _decoders() -> int:
     return min(8, cores())
 
 
-class Job(NamedTuple):
+class LoadingJob(NamedTuple):
     """The part of a batch that one process makes.
 
     Attributes:
@@ -197,7 +197,7 @@ class BatchMaker:
     changes: Changes | None
     seed: int
 
-    def __call__(self, job: Job) -> Tensor:
+    def __call__(self, job: LoadingJob) -> Tensor:
         """Return the inputs of the job's items."""
         if self.changes is None:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
@@ -211,7 +211,7 @@ class BatchMaker:
         pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[place]
         return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
 
-    def mix(self, job: Job) -> Mix | None:
+    def mix(self, job: LoadingJob) -> Mix | None:
         """Return how the images of the job's batch are mixed, or None."""
         if self.changes is None or self.raw.preprocessing is None:
             return None
@@ -226,7 +226,7 @@ class _Work(torch_data.Dataset[Any]):
     def __init__(self, make: BatchMaker) -> None:
         self.make = make
 
-    def __getitem__(self, job: Job) -> Tensor | str:
+    def __getitem__(self, job: LoadingJob) -> Tensor | str:
         try:
             return self.make(job)
         except DataError as error:  # the loader would add a traceback to a raised error's message
@@ -241,7 +241,7 @@ class Workers:
 
     def __init__(self, make: BatchMaker, count: int) -> None:
         refuse_unguarded()
-        self._jobs: list[Job] = []
+        self._jobs: list[LoadingJob] = []
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Work(make),
             batch_size=None,
@@ -253,7 +253,7 @@ class Workers:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def run(self, jobs: list[Job]) -> Iterator[Tensor]:
+    def run(self, jobs: list[LoadingJob]) -> Iterator[Tensor]:
         """Yield each job's inputs, in order."""
         self._jobs[:] = jobs
         try:
@@ -387,7 +387,7 @@ class TrainBatches:
         labels = []
         for batch_number, positions in enumerate(rows[start:], start):
             share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
-            job = Job(self.indices[positions], number, batch_number, share)
+            job = LoadingJob(self.indices[positions], number, batch_number, share)
             jobs.append(job)
             labels.append(self._labels(job, self.labels[positions]))
         if self._workers is not None:
@@ -398,7 +398,7 @@ class TrainBatches:
             batches = _ahead(self._make, jobs)
         return zip(batches, labels, strict=True)
 
-    def _labels(self, job: Job, labels: Ints) -> Labels:
+    def _labels(self, job: LoadingJob, labels: Ints) -> Labels:
         """Return the job's share of a batch's class ids."""
         own = torch.from_numpy(labels[job.share])
         mix = self._make.mix(job)

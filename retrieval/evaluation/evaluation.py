@@ -32,7 +32,7 @@ from retrieval.evaluation.distances import Distance, measuring
 from retrieval.evaluation.neighbors import (
     Codes,
     Exclusion,
-    Search,
+    NeighborSearch,
     as_tensor,
     group_numbers,
 )
@@ -172,7 +172,7 @@ def evaluate(
         hidden = exclude.hidden(query_class, item_class)
     codes, gallery, measure = measuring(codes, gallery, distance)
     return evaluate_search(
-        Search(codes, gallery, hidden, measure, device),
+        NeighborSearch(codes, gallery, hidden, measure, device),
         query_class,
         item_class,
         metrics=resolve_metrics(metrics),
@@ -229,7 +229,7 @@ def resolve_metrics(
 
 
 def evaluate_search(
-    search: Search,
+    search: NeighborSearch,
     query_class: Ints,
     item_class: Ints,
     *,
@@ -268,7 +268,7 @@ def evaluate_search(
 
 
 def query_values(
-    search: Search,
+    search: NeighborSearch,
     query_class: Ints,
     item_class: Ints,
     relevance: Relevance | None,
@@ -299,7 +299,7 @@ def query_values(
 
 
 def matching(
-    search: Search, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
+    search: NeighborSearch, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
 ) -> Iterator[tuple[Ints, Bools]]:
     """Yield blocks of queries (B,) and matches (B, k): whether each rank has the query's label.
 
@@ -329,7 +329,7 @@ def matching(
 
 
 def is_answerable(
-    search: Search, query_class: Ints, item_class: Ints, relevance: Relevance | None = None
+    search: NeighborSearch, query_class: Ints, item_class: Ints, relevance: Relevance | None = None
 ) -> bool:
     """Return whether any query has a relevant item that is visible to it; nothing is searched."""
     if relevance is None:
@@ -338,7 +338,7 @@ def is_answerable(
     return any((_visible_grades(search, relevance, b) >= relevance.match).any() for b in blocks)
 
 
-def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
+def relevant_items(search: NeighborSearch, query_class: Ints, item_class: Ints) -> Ints:
     """Return for each query (Q,) the number of visible items of its class."""
     sizes = class_sizes(query_class, item_class)
     if search.hidden is None:
@@ -553,7 +553,7 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
 
 
 def _graded_values(
-    search: Search, relevance: Relevance, metrics: Mapping[str, Metric]
+    search: NeighborSearch, relevance: Relevance, metrics: Mapping[str, Metric]
 ) -> tuple[dict[str, Values], Ints]:
     """Return the result of `query_values`."""
     total = len(search.queries)
@@ -595,7 +595,7 @@ def _graded_values(
     return values, relevant
 
 
-def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
+def _visible_grades(search: NeighborSearch, relevance: Relevance, rows: Ints) -> Grades:
     """Return grades (B, N), with −1 for items that are hidden from a query."""
     grades = relevance(rows)
     if search.gallery is None:

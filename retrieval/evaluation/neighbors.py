@@ -475,7 +475,7 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Search:
+class NeighborSearch:
     """Exact search for the nearest gallery items that are visible to a query.
 
     Without a gallery, the queries are the gallery, and each query is left out of its own results.

@@ -135,14 +135,16 @@ def neighbours(
 
 def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
     """Return pixels (H, W, 3) that show some validation items, each with its k nearest others."""
-    from retrieval.evaluation.neighbors import Search
+    from retrieval.evaluation.neighbors import NeighborSearch
     from retrieval.run.open import ItemCodes
 
     items = run.splits.validation
     combiner = run.model.combiner
     rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
     codes = ItemCodes(run, run.device)(items)
-    search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
+    search = NeighborSearch(
+        codes, None, None, combiner and combiner.compute_mat, device=run.device.type
+    )
     near, distances = search.nearest(min(k, len(items) - 1), rows)
     figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
     grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)

@@ -19,7 +19,7 @@ from retrieval.evaluation.evaluation import (
     is_answerable,
     relevant_items,
 )
-from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.neighbors import Exclusion, NeighborSearch
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Protocol:
 
     def search(
         self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any
-    ) -> tuple[Search, Items, Items, dict[str, Any]]:
+    ) -> tuple[NeighborSearch, Items, Items, dict[str, Any]]:
         """Return the search for items, the class numbers of both sides, and arguments.
 
         The arguments are those of `evaluate_search` that `[evaluate]` sets. `left` and `right` are
@@ -202,7 +202,7 @@ class Protocol:
             hidden = None
         else:
             hidden = exclude.hidden(query_class, item_class)
-        search = Search(left, right, hidden, *further)
+        search = NeighborSearch(left, right, hidden, *further)
         return search, query_class, item_class, arguments
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _tags(value: Any) -> list[str]:
 
 
 def open_set(
-    search: Search,
+    search: NeighborSearch,
     query_class: Ints,
     item_class: Ints,
     fars: Sequence[float],

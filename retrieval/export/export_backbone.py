@@ -43,7 +43,7 @@ from retrieval.model.guard import check_width
 from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
-from retrieval.run.build import differing
+from retrieval.run.build import differing_tensors
 
 log = logging.getLogger(__name__)
 
@@ -433,7 +433,7 @@ def named_backbone(
     backbone = build(0)
     if backbone.preprocessing is None:
         raise BundleError(takes_vectors)
-    if not random_weights and (drawn := differing(backbone, build(1))):
+    if not random_weights and (drawn := differing_tensors(backbone, build(1))):
         raise BundleError(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
             f" tensors differ from one build to the next, such as '{drawn[0]}'. Load pretrained"

@@ -47,7 +47,7 @@ class Range(Section):
         return self
 
 
-def flat(search: Any) -> Any:
+def flat_search(search: Any) -> Any:
     """Return `[search]` by dotted keys; TOML reads `loss.margin` as nested tables."""
     if not isinstance(search, dict):
         return search
@@ -55,7 +55,7 @@ def flat(search: Any) -> Any:
     for key, value in search.items():
         nested = isinstance(value, dict) and all(isinstance(x, dict) for x in value.values())
         if nested and value:
-            inner = flat(value)
+            inner = flat_search(value)
         else:
             inner = {}
         by_key |= {f"{key}.{k}": v for k, v in inner.items()} or {key: value}
@@ -436,7 +436,7 @@ class Tables(Section):
     @field_validator("search", mode="before")
     @classmethod
     def _flat(cls, search: Any) -> Any:
-        return flat(search)
+        return flat_search(search)
 
     @field_validator("name")
     @classmethod

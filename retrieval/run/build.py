@@ -119,10 +119,10 @@ def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
         for seed in (0, 1):
             torch.manual_seed(seed)
             builds.append(build_backbone(recipe, dataset))
-    return differing(*builds)
+    return differing_tensors(*builds)
 
 
-def differing(backbone: Backbone, other: Backbone) -> list[str]:
+def differing_tensors(backbone: Backbone, other: Backbone) -> list[str]:
     """Return the names of the tensors that differ between two builds of a backbone."""
     tensors = other.state_dict()
     return [

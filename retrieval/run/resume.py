@@ -209,8 +209,8 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     run_recipe, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
-    before = flat(absolute_paths(run_recipe.with_plugins(recipe.loaded)))
-    now = flat(absolute_paths(recipe))
+    before = flat_recipe(absolute_paths(run_recipe.with_plugins(recipe.loaded)))
+    now = flat_recipe(absolute_paths(recipe))
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
     if refused:
@@ -273,7 +273,7 @@ def _plugins(table: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def flat(recipe: Tables) -> dict[str, Any]:
+def flat_recipe(recipe: Tables) -> dict[str, Any]:
     """Return a recipe's values by dotted key, as `--set` names them, without its plugins."""
     values: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_ite
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
-from retrieval.evaluation.neighbors import Exclusion, Neighbors, Search
+from retrieval.evaluation.neighbors import Exclusion, Neighbors, NeighborSearch
 from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.run.open import ItemCodes, Run
 
@@ -77,7 +77,7 @@ def test_as_many_values_as_items_are_needed():
 
 def rates_of(codes, labels, gallery, theirs, *fars, exclude=None):
     hidden = None if exclude is None else exclude.hidden(labels, theirs)
-    return open_set(Search(codes, gallery, hidden), labels, theirs, fars)
+    return open_set(NeighborSearch(codes, gallery, hidden), labels, theirs, fars)
 
 
 @pytest.mark.parametrize("same_label", [False, True])
@@ -134,7 +134,7 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     gallery, theirs, their_cameras = items(8, 30, True) if parted else (codes, labels, cameras)
     hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
     queries = np.array([39, 0, 7, 7, 12])
-    rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, queries)
+    rows, apart = NeighborSearch(codes, gallery if parted else None, hidden).nearest(38, queries)
     for place, i in enumerate(queries.tolist()):
         seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted)
         near = nearest_by_loops(codes[i], gallery, seen)[:38]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from retrieval.evaluation import ranking
 from retrieval.evaluation.evaluation import matching
-from retrieval.evaluation.neighbors import Search, exact_neighbors
+from retrieval.evaluation.neighbors import NeighborSearch, exact_neighbors
 from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
@@ -131,7 +131,7 @@ def test_classes_of_every_size_and_singletons(itself):
     order = np.argsort(relevant, kind="stable")
     order = order[relevant[order] > 0]
     gallery = None if itself else codes
-    search = Search(queries, gallery)
+    search = NeighborSearch(queries, gallery)
     truth = expected(queries, query_class, 1200, gallery, labels)
     seen = []
     for rows, matches in matching(search, query_class, labels, order, relevant[order]):
@@ -142,13 +142,13 @@ def test_classes_of_every_size_and_singletons(itself):
 
 
 def test_full_search_serves_only_other_distances_and_the_few_queries_in_doubt(monkeypatch):
-    searched, inner = [], Search.blocks
+    searched, inner = [], NeighborSearch.blocks
 
     def noted(self, asked, depths):
         searched.append(len(asked))
         return inner(self, asked, depths)
 
-    monkeypatch.setattr(Search, "blocks", noted)
+    monkeypatch.setattr(NeighborSearch, "blocks", noted)
     for name, distance, least, most in (
         ("clustered", None, 0, 0.02),
         ("all the same", None, 0, 1),
@@ -156,6 +156,6 @@ def test_full_search_serves_only_other_distances_and_the_few_queries_in_doubt(mo
     ):
         codes, labels, _ = KINDS[name]
         queries = np.arange(len(codes)), np.full(len(codes), 9)
-        list(matching(Search(codes, None, distance=distance), labels, labels, *queries))
+        list(matching(NeighborSearch(codes, None, distance=distance), labels, labels, *queries))
         assert least <= sum(searched) / len(codes) <= most
         searched.clear()

@@ -28,7 +28,7 @@ from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
-from retrieval.run.resume import flat
+from retrieval.run.resume import flat_recipe
 
 from retrieval_lab.report.measured import (
     RECALLS,
@@ -278,7 +278,7 @@ def page(sections: Sequence[Section]) -> str:
 
 def facts(runs: Sequence[Run]) -> list[list[str]]:
     """Return table rows: seed, number of parameters, recipe keys that differ, and versions."""
-    recipes = [flat(run.recipe) for run in runs]
+    recipes = [flat_recipe(run.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in ("seed", "name"))
     differing = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
     return [

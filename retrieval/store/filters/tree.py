@@ -47,7 +47,7 @@ _FIELD = re.compile(rf"(?:{_NAME.pattern})(?:\.(?:{_NAME.pattern}))*")
 _LOGIC = ("and", "or", "not", "exists")
 
 
-class Size(NamedTuple):
+class FilterSize(NamedTuple):
     """Size of a filter.
 
     Attributes:
@@ -63,9 +63,9 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class _Node:
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
+    size: FilterSize = dataclasses.field(init=False, repr=False, compare=False)
 
-    def _set(self, size: Size, **attributes: Any) -> None:
+    def _set(self, size: FilterSize, **attributes: Any) -> None:
         """Set attributes of this frozen object; raise a `DataError` if the filter is too large."""
         if size.nested > MOST_NESTED:
             raise DataError(
@@ -102,7 +102,7 @@ class _Condition(_Node):
                 f"`{field}` is text, which is never {_literal(unlike[0])}. Put the text in quotes,"
                 f" or write exists({field}) to ask whether an item has one."
             )
-        self._set(Size(0, 1, len(operands)), field=field, _types=types, **attributes)
+        self._set(FilterSize(0, 1, len(operands)), field=field, _types=types, **attributes)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,9 @@ class _Junction(_Node):
             if not isinstance(part, Filter):
                 raise DataError(f"`{self.joint}` takes filters, not {_shown(part)}.")
         nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
-        self._set(Size(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts))
+        self._set(
+            FilterSize(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts)
+        )
 
 
 class And(_Junction):
