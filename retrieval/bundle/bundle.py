@@ -174,6 +174,7 @@ class Bundle:
                     " again."
                 )
             contents = read_files(self.path, self.manifest.files)
+            # `opened_whole` calls this again if the bundle's folder is replaced meanwhile.
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             (target / FILE).write_bytes(self._text)

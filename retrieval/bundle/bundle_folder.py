@@ -88,6 +88,7 @@ def opened_whole(path: Path, load: Callable[[], T]) -> T:
         try:
             return load()
         except RetrievalError:
+            # In a folder that was replaced meanwhile, files of two bundles may have been read.
             with suppress(OSError):
                 if _identity(path) == identity:
                     raise

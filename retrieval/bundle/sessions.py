@@ -84,6 +84,7 @@ class Graph:
             late.set()
             options.terminate = True
 
+        # A bundle may come from anyone, and a hostile graph could run for hours.
         timer = threading.Timer(_TRIAL_SECONDS, stop)
         timer.daemon = True
         timer.start()
@@ -218,7 +219,7 @@ def session_options(runtime: Any, threads: int | None) -> Any:
         "session.intra_op.allow_spinning": "0",
         "session.inter_op.allow_spinning": "0",
         "session.load_model_format": "ONNX",
-        "session.use_env_allocators": "1",
+        "session.use_env_allocators": "1",  # the allocator that `_limit_memory` registers
         "optimization.constant_folding_max_output_size_in_bytes": str(_FOLDED_BYTES),
     }
     for key, value in entries.items():

@@ -483,6 +483,7 @@ def compact_command(path: IndexPlace, as_json: bool) -> None:
     from retrieval.index.index import open_store
 
     store = open_store(path, _plugins())
+    # The store alone: compacting runs no model, so the bundle need not load.
     with store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))

@@ -239,6 +239,7 @@ def add_images(
                 f"{count:,} {'image needs' if count == 1 else 'images need'} as many {name}, not"
                 f" {len(values):,}: index.add(images=…, {name}=…)."
             )
+    # An image in memory has no file to which the item could refer.
     keep: Keep = "nothing" if options.keep == "reference" else options.keep
     items = [
         Item(str(id), label_text(label), dict(facts), keep=keep)
@@ -406,6 +407,7 @@ class _Writer:
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
         """Write the `count` items that `embed` yields; collect the faults of unusable items."""
+        # After `Superseded`, unusable items are decoded again, so their faults come again too.
         self.faults = []
         self._clear()
         bundle = self._index.bundle.sha256

@@ -136,6 +136,7 @@ def create_and_open(
                     index = cls(partial, local, device=device)
                     built = _fill_index(index, named, adding, sync=True)
                     rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
+                # Not `BaseException`: the same command resumes what Ctrl-C leaves in the folder.
                 except Exception:
                     shutil.rmtree(partial, ignore_errors=True)
                     raise

@@ -78,6 +78,7 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
     farthest: dict[str, float] = {}  # largest distance between an item and its neighbours
 
     def root(id: str) -> str:
+        # Each step also shortens the path, so later calls take fewer.
         while parent.setdefault(id, id) != id:
             parent[id] = id = parent[parent[id]]
         return id
@@ -98,6 +99,7 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
                 lower = root(item.id)
                 for id in ids:
                     if parent.get(id) != lower:
+                        # The smallest id becomes the root, in whatever order pages arrive.
                         lower, upper = sorted((lower, root(id)))
                         parent[upper] = lower
             meter.update(len(page))

@@ -238,6 +238,8 @@ class Vectors:
             )
 
     def _rows(self, arrays: Sequence[str]) -> Rows:
+        # All folders are checked before the first is read, and again on each call, because a
+        # migration may have changed the index's bundle since.
         for folder, plan in self._plans.items():
             _refuse_unfit(folder, plan, self._index)
         for folder, plan in self._plans.items():

@@ -183,6 +183,7 @@ class Index:
 
     def close(self) -> None:
         """Close the store; later searches raise a `StoreError`."""
+        # First, so that a search that begins meanwhile is refused before it encodes its queries.
         self._closed = True
         self.store.close()
 

@@ -159,7 +159,7 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
             if not items:
                 if store.switch(generation):
                     break
-                continue
+                continue  # an item was written since `pending`
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
             if wrong:
                 # An original is missing if its item was deleted or written meanwhile. Such an item
