@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.data.counts import Count as Count, Counts as Counts, differing as differing
     from retrieval.data.datasets import Box as Box
     from retrieval.data.error_lists import refuse as refuse, some as some
-    from retrieval.data.gate import usable as usable
+    from retrieval.data.gate import usable_dataset as usable_dataset
     from retrieval.data.idx import read_idx as read_idx
     from retrieval.data.objects import as_dataset as as_dataset
     from retrieval.data.readable import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, MissingDependency, did_you_mean
-from retrieval.helpers import as_dataset, refuse, usable
+from retrieval.helpers import as_dataset, refuse, usable_dataset
 from retrieval.plugin import Dataset
 
 _FOLDERS = "Export its images into one folder per class, and use core.image_folder"
@@ -160,7 +160,7 @@ def huggingface(
         sides = {"train": whole[train], "test": whole[test]}
     else:
         sides = whole[train]
-    return usable(as_dataset(sides, image=image, label=label, name=source), source)
+    return usable_dataset(as_dataset(sides, image=image, label=label, name=source), source)
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from retrieval.base.arrays import Array, Floats32
 from retrieval.errors import DataError
-from retrieval.helpers import is_missing_text, refuse, sides, usable
+from retrieval.helpers import is_missing_text, refuse, sides, usable_dataset
 from retrieval.index.embedded import in_memory
 from retrieval.index.sources import collect, npz_file
 from retrieval.plugin import ArrayDataset, Dataset
@@ -64,7 +64,7 @@ def features(file: Path) -> Dataset:
         splits=sides(columns.get("splits")),
         roles=columns.get("roles"),
     )
-    return usable(dataset, str(file))
+    return usable_dataset(dataset, str(file))
 
 
 def _vectors(values: Array) -> tuple[Floats32, list[str]]:
@@ -147,4 +147,4 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         roles=columns["role"],
         metadata=metadata,
     )
-    return usable(dataset, str(path))
+    return usable_dataset(dataset, str(path))

@@ -41,7 +41,7 @@ def installed_packages(names: tuple[str, ...]) -> list[str]:
     return present
 
 
-def require(module: str, family: tuple[str, ...]) -> Any:
+def require_module(module: str, family: tuple[str, ...]) -> Any:
     """Import and return a module that exactly one distribution of a family may provide.
 
     Raises:
@@ -91,7 +91,7 @@ def load_onnxruntime() -> Any:
     Raises:
         MissingDependency: it is not installed, or installed twice.
     """
-    return require("onnxruntime", ONNXRUNTIME)
+    return require_module("onnxruntime", ONNXRUNTIME)
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def load_faiss() -> Any:
     Raises:
         MissingDependency: it is not installed, or installed twice.
     """
-    return require("faiss", FAISS)
+    return require_module("faiss", FAISS)
 
 
 Device = Literal["auto", "cpu", "cuda"]

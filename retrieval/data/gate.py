@@ -16,7 +16,7 @@ _ROWS = 65_536
 """Number of vectors checked at a time, to limit memory."""
 
 
-def usable(dataset: D, where: str) -> D:
+def usable_dataset(dataset: D, where: str) -> D:
     """Return a dataset after checking that its items can be used; `where` begins error messages.
 
     Raises:
@@ -29,7 +29,7 @@ def usable(dataset: D, where: str) -> D:
             f"features hold NaN, infinity or numbers too large for 32 bits in {len(rows):,}"
             f" rows: {some(rows, 10)}. Remove or correct them."
         )
-    if unlabelled := [i for i, label in enumerate(dataset.labels) if is_missing(label)]:
+    if unlabelled := [i for i, label in enumerate(dataset.labels) if is_missing_label(label)]:
         problems.append(
             f"{len(unlabelled):,} of {len(dataset.labels):,} items have no label:"
             f" {some([dataset.keys[i] for i in unlabelled])}. Label them, or leave them out."
@@ -55,7 +55,7 @@ def _rows_not_finite(dataset: Dataset) -> list[int]:
     return rows
 
 
-def is_missing(label: Any) -> bool:
+def is_missing_label(label: Any) -> bool:
     """Return whether a value means a missing label: None, blank text, NaN, or pandas' NaT or NA."""
     if isinstance(label, str):
         return not label.strip()

@@ -81,7 +81,7 @@ def read_inputs(path: Path) -> KeptInputs:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
 
-def spread(indices: Ints, number: int = ITEMS) -> Ints:
+def evenly_spaced(indices: Ints, number: int = ITEMS) -> Ints:
     """Return up to `number` of the indices, evenly spaced."""
     if len(indices) <= number:
         return indices
@@ -97,6 +97,6 @@ def by_class(indices: Ints, labels: Ints, number: int = ITEMS) -> Ints:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)
     per_class = max(2, min(8, int(np.median(counts))), number // len(classes))
-    kept = spread(classes, max(1, number // per_class))
-    rows = [spread(indices[labels[indices] == label], per_class) for label in kept]
+    kept = evenly_spaced(classes, max(1, number // per_class))
+    rows = [evenly_spaced(indices[labels[indices] == label], per_class) for label in kept]
     return np.sort(np.concatenate(rows))[:number]

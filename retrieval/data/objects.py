@@ -15,7 +15,7 @@ from retrieval.base.arrays import Pixels
 from retrieval.base.remote import address_of
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.error_lists import refuse
-from retrieval.data.gate import is_missing
+from retrieval.data.gate import is_missing_label
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
 from retrieval.host.python_parts import DICTIONARY
@@ -237,7 +237,7 @@ def _of_table(
 
     def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        listed = [None if is_missing(value) else value for value in _listed(table[column])]
+        listed = [None if is_missing_label(value) else value for value in _listed(table[column])]
         names: list[str] = getattr(features.get(column), "names", None) or []
         by_number: dict[Any, str] = dict(enumerate(names))
         if names:
@@ -392,7 +392,7 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
             plain = value
         if isinstance(plain, float) and plain.is_integer():
             plain = int(plain)  # pandas turns integers into floats if one is missing
-        if is_missing(plain) or (isinstance(plain, int) and plain == -1):
+        if is_missing_label(plain) or (isinstance(plain, int) and plain == -1):
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
             raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")

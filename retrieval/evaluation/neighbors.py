@@ -374,7 +374,7 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
     return codes
 
 
-def rows_of(codes: Codes, rows: Ints) -> Codes:
+def code_rows(codes: Codes, rows: Ints) -> Codes:
     """Return rows of codes, on the device of the codes."""
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
@@ -529,7 +529,7 @@ class NeighborSearch:
                 own = rows
             else:
                 own = None
-            items, distances = search(rows_of(self.queries, rows), int(reach[part].max()), own)
+            items, distances = search(code_rows(self.queries, rows), int(reach[part].max()), own)
             if hidden is not None:
                 visible = hidden.visible(rows, items)
                 first = np.argsort(~visible, axis=1, kind="stable")[:, : int(depths[part].max())]

@@ -61,7 +61,7 @@ def library_versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
+def whole_bundle(output: Path, *, replace: bool) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `output` at the end.
 
     Raises:
@@ -293,7 +293,7 @@ def export_model(
     with (
         Meter("export", total, "steps") as meter,
         ready(model),
-        whole_folder(Path(output), replace=replace) as folder,
+        whole_bundle(Path(output), replace=replace) as folder,
     ):
         export = _Export(
             model, items, tolerance, lambda step: meter.reach(next(number), total, step)

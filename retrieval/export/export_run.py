@@ -15,7 +15,7 @@ from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shown
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder
-from retrieval.data.kept import KeptInputs, by_class, spread
+from retrieval.data.kept import KeptInputs, by_class, evenly_spaced
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError, valid_text
 from retrieval.export.export_model import export_model
@@ -93,8 +93,8 @@ def export(
         folder,
         name=valid_text(run.path.resolve().name),
         labels=splits.labels[chosen],
-        calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
-        codes=None if exact else ItemCodes(run, device)(spread(splits.held_out, MANY)),
+        calibration=_load(run, evenly_spaced(splits.train)) if "int8" in variants else None,
+        codes=None if exact else ItemCodes(run, device)(evenly_spaced(splits.held_out, MANY)),
         variants=variants,
         split=split,
         allow_drift=allow_drift,

@@ -68,12 +68,12 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
                 op_block_list=[*DEFAULT_OP_BLOCK_LIST],
                 node_block_list=sorted(light),
             )
-            return tidy(converted)
+            return tidy_graph(converted)
     except Exception as fault:  # the converter raises ValueError, RuntimeError, protobuf's errors
         raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
 
 
-def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
+def tidy_graph(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a converted graph in topological order, without superfluous casts.
 
     For a value with several readers, the converter adds several casts of one name; it appends all

@@ -50,7 +50,7 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
             os.environ[ALLOW] = setting
 
 
-def require(items: Sequence[str], where: Path) -> None:
+def require_allowed(items: Sequence[str], where: Path) -> None:
     """Raise a `PluginError` unless the user allows the plugin files that a recipe brings."""
     if os.environ.get(ALLOW) == _YES:
         return

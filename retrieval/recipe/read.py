@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError, did_you_mean
-from retrieval.host.allow import require
+from retrieval.host.allow import require_allowed
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin
 from retrieval.host.plugins import Plugins, load_plugins
@@ -90,7 +90,7 @@ def read_recipe(
     table, brought = read_table(recipe, overrides, plugins)
     if not isinstance(recipe, str | os.PathLike):
         return check_recipe(table, objects=objects)
-    require(brought, Path(recipe))
+    require_allowed(brought, Path(recipe))
     return check_recipe(table, str(recipe), objects)
 
 

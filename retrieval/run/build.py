@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrieval.data.gate import usable
+from retrieval.data.gate import usable_dataset
 from retrieval.data.samplers import as_batch_sampler
 from retrieval.errors import PluginError, RecipeError, did_you_mean
 from retrieval.host.plugin_calls import calling
@@ -39,7 +39,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
     with python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
     check_columns(recipe.evaluate, dataset)
-    return usable(dataset, f"The dataset {recipe.data.name}")
+    return usable_dataset(dataset, f"The dataset {recipe.data.name}")
 
 
 def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retrieval.base.places import StrPath
 from retrieval.errors import DataError, PluginError, RecipeError
-from retrieval.host.allow import require
+from retrieval.host.allow import require_allowed
 from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
@@ -115,10 +115,10 @@ def read_given(
         where = None
     if replace_plugins or not is_run(folder):
         if where is not None:
-            require(named, Path(where))
+            require_allowed(named, Path(where))
         return folder, check_recipe(table, where, objects)
     run_table, run_plugins = read_table(folder / "recipe.toml")
-    require(run_plugins, folder / "recipe.toml")
+    require_allowed(run_plugins, folder / "recipe.toml")
     for line in changed_plugins(_plugins(table), run_plugins):
         report(
             f"{line}; the run continues with its own copies. To use the current files, pass"

@@ -37,7 +37,7 @@ from retrieval.store.record import (
     backup,
     last_number,
     no_room,
-    reason,
+    reason_and_advice,
     upto_of,
 )
 from retrieval.store.structure import ARRAYS, Structure, StructureChoice
@@ -120,7 +120,9 @@ def create_local(
             cause = fault
         if not isinstance(cause, OSError | apsw.Error):
             raise
-        raise StoreError(f"The index {folder} cannot be written: {reason(cause)}") from cause
+        raise StoreError(
+            f"The index {folder} cannot be written: {reason_and_advice(cause)}"
+        ) from cause
 
 
 def add_generation(
@@ -308,7 +310,7 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
             path = None
         if Path(path or folder).is_relative_to(folder) and not no_room(fault):
             raise  # an error of the index that is copied
-        raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
+        raise StoreError(f"{target} cannot be written: {reason_and_advice(fault)}") from fault
 
 
 def _copy(connection: apsw.Connection, record: Record, fresh: Path) -> None:

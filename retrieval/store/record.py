@@ -374,7 +374,9 @@ class Record:
                 kind = TooSlow
             elif isinstance(fault, apsw.BusyError) or out_of_files(fault):
                 kind = StoreUnavailable
-            raise kind(f"The index {self.folder} cannot be {action}: {reason(fault)}") from fault
+            raise kind(
+                f"The index {self.folder} cannot be {action}: {reason_and_advice(fault)}"
+            ) from fault
 
     def settle(self) -> None:
         """Sync the record and the names of its files and folder.
@@ -453,7 +455,7 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
     return connection
 
 
-def reason(fault: apsw.Error | OSError) -> str:
+def reason_and_advice(fault: apsw.Error | OSError) -> str:
     """Return the cause of an error and what to do about it, to follow a colon."""
     if no_room(fault):
         return (

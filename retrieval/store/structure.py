@@ -212,7 +212,7 @@ def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
     return path.name, _sha256_of(path)
 
 
-def load(
+def load_structure(
     folder: Path,
     structure: Structure,
     vectors: Floats,

@@ -34,7 +34,7 @@ from retrieval.store.structure import (
     Structure,
     StructureChoice,
     build,
-    load,
+    load_structure,
 )
 from retrieval.store.view import (
     Array,
@@ -423,7 +423,7 @@ class Upkeep:
             structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:
-            loaded = load(folder, structure, vectors, spans, plugins)
+            loaded = load_structure(folder, structure, vectors, spans, plugins)
             # The thread would build the structure again at once; after an error it makes a pause.
             if loaded is None and threading.current_thread() is self._thread:
                 raise StoreError(f"The new structure of {folder} cannot be used. The log says why.")

@@ -30,7 +30,7 @@ from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.store.record import Record, ask, seq_of, served, value
 from retrieval.store.search import nearest
-from retrieval.store.structure import ARRAYS, Loaded, Structure, load
+from retrieval.store.structure import ARRAYS, Loaded, Structure, load_structure
 
 Sums = dict[int, int]
 """CRC-32 of each block of a file, by block number."""
@@ -641,7 +641,7 @@ class Views:
 
         def loading() -> None:
             structure = Structure.parse(structure_text)
-            loaded = load(self.record.folder, structure, vectors, spans, self.plugins)
+            loaded = load_structure(self.record.folder, structure, vectors, spans, self.plugins)
             with self._refresh:
                 self.loaded[structure_text] = loaded
                 self._loading.discard(structure_text)

@@ -13,7 +13,7 @@ import pytest
 import retrieval
 from PIL import Image
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.gate import is_missing, usable
+from retrieval.data.gate import is_missing_label, usable_dataset
 from retrieval.data.splits import sides
 from retrieval.errors import DataError
 from retrieval.index.sources import collect
@@ -132,21 +132,21 @@ class Own(retrieval.plugin.Dataset):
 def test_a_plugins_own_data_set_is_checked():
     says = r"(?s)has 2 problems.*1 of 5 items have no label: z.*'x' is the key of 2"
     with pytest.raises(DataError, match=says):
-        usable(Own(), "The dataset own")
+        usable_dataset(Own(), "The dataset own")
     parts = {"backbone": {"name": "core.features"}, "loss": {"name": "pml.triplet_margin"}}
     recipe = retrieval.read_recipe({"data": Own(), "split": {"by": "item"}, **parts})
     with pytest.raises(DataError, match="'x' is the key of 2 items"):
         build_dataset(recipe)
     unnamed = ArrayDataset(VECTORS[:3], ["a", "b", "a"], ["x", "", ""], kind="features")
     with pytest.raises(DataError, match=r"^x: 2 items have no key: 1, 2\."):
-        usable(unnamed, "x")
+        usable_dataset(unnamed, "x")
 
 
 def test_missing_values():
     pandas = pytest.importorskip("pandas")
     missing = [None, "", "  ", float("nan"), np.float32("nan"), pandas.NA, pandas.NaT]
-    assert all(map(is_missing, missing))
-    assert not any(map(is_missing, ["nan", 0, 0.0, False, np.int64(0), "a"]))
+    assert all(map(is_missing_label, missing))
+    assert not any(map(is_missing_label, ["nan", 0, 0.0, False, np.int64(0), "a"]))
 
 
 def test_long_arrays_are_checked_in_blocks():
@@ -154,7 +154,7 @@ def test_long_arrays_are_checked_in_blocks():
     vectors[199_999, 1] = np.inf
     data = ArrayDataset(vectors, ["a"] * len(vectors), range(len(vectors)), kind="features")
     with pytest.raises(DataError, match="32 bits in 1 rows: 199999"):
-        usable(data, "x")
+        usable_dataset(data, "x")
 
 
 @both

@@ -12,7 +12,7 @@ import torch
 from limits import files_of_at_most
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.export.export_model import export_model, whole_folder
+from retrieval.export.export_model import export_model, whole_bundle
 from retrieval.model.model import Model
 from torch import nn
 
@@ -111,9 +111,9 @@ def test_of_two_replacements_at_once_each_is_whole(tmp_path):
     """The second begins and ends while the first is at work."""
     target = tmp_path / "b"
     for name in ("first", "second"):  # of none, and of a bundle
-        with whole_folder(target, replace=True) as outer:
+        with whole_bundle(target, replace=True) as outer:
             (outer / "manifest.json").write_text(name)
-            with whole_folder(target, replace=True) as inner:
+            with whole_bundle(target, replace=True) as inner:
                 (inner / "manifest.json").write_text("inner")
                 (inner / "more").touch()
             assert {path.name for path in target.iterdir()} == {"manifest.json", "more"}
@@ -139,7 +139,7 @@ def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):
     missing, stop = [], threading.Event()
 
     def fill(text):
-        with whole_folder(target, replace=True) as folder:
+        with whole_bundle(target, replace=True) as folder:
             (folder / "manifest.json").write_text(text)
 
     def look():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from retrieval import Index
 from retrieval.store.search import Companion, nearest
-from retrieval.store.structure import build, load
+from retrieval.store.structure import build, load_structure
 
 pytestmark = pytest.mark.scale
 
@@ -63,7 +63,7 @@ def test_filters_in_a_structure_of_more_rows_than_its_candidates_allow(tmp_path)
     structure = build(
         tmp_path, "a", vectors, [(0, 8)], "ivf", {"lists": 64, "probes": 16}, (), lambda n: None
     )
-    loaded = load(tmp_path, structure, vectors, [(0, 8)], ())
+    loaded = load_structure(tmp_path, structure, vectors, [(0, 8)], ())
     for matching, answered in ((4150, False), (4250, True)):
         keep = np.arange(count) < matching
         rows = loaded.propose(0, vectors[:3], 10, keep, filtered=True)

@@ -270,8 +270,8 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
 def test_a_missing_module_names_the_command(tmp_path, monkeypatch):
     says = r"not_there is not installed.*pip install 'embedding-retrieval\[cpu\]'"
     with pytest.raises(MissingDependency, match=says):
-        runtime.require("not_there", ("not-there",))
+        runtime.require_module("not_there", ("not-there",))
     distribution(tmp_path, "not-there")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingDependency, match=r"cannot be imported.*--force-reinstall not-there"):
-        runtime.require("not_there", ("not-there",))
+        runtime.require_module("not_there", ("not-there",))
