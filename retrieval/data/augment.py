@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from retrieval.base.arrays import Floats64, Ints, Pixels
 from retrieval.errors import DataError, RetrievalError
 from retrieval.images.colour import to_mode
-from retrieval.model.guard import shown
+from retrieval.model.guard import in_words
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -170,7 +170,7 @@ class Changes:
                 and changed.shape == shape
             ):
                 raise DataError(
-                    f"{self._named(number)} gives {shown(changed)}; the backbone takes uint8 of"
+                    f"{self._named(number)} gives {in_words(changed)}; the backbone takes uint8 of"
                     f" shape {tuple(shape)}. Set its parameters so that it keeps size and type."
                 )
             image = changed

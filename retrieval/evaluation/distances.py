@@ -11,7 +11,7 @@ from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors, as_tensor
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Combiner
-from retrieval.model.guard import refuse_class, shown
+from retrieval.model.guard import in_words, refuse_class
 
 Distance: TypeAlias = "Literal['euclidean', 'cosine'] | DistanceBlock | Any"
 """A name, a function, or an object that measures distances; see `retrieval.evaluate`."""
@@ -68,7 +68,7 @@ def _function(distance: Any, owner: Any) -> DistanceBlock:
     call: Any = distance if callable(distance) else getattr(distance, "pairwise", None)
     if call is None:
         raise DataError(
-            f"The distance is {shown(distance)}: it must be 'euclidean', 'cosine' or a function"
+            f"The distance is {in_words(distance)}: it must be 'euclidean', 'cosine' or a function"
             " from codes (B, C) and (R, C) to distances (B, R)."
         )
     # pytorch-metric-learning's similarities say by this attribute that larger is closer

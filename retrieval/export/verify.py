@@ -382,7 +382,9 @@ def check_repeatable(
     refuse_state(encoder, lambda: torch_outputs(encoder, items[:1], 1))
 
 
-def merged_distances(query: Floats32, vector: Floats32, subspaces: Sequence[Subspace]) -> Floats64:
+def smallest_distances(
+    query: Floats32, vector: Floats32, subspaces: Sequence[Subspace]
+) -> Floats64:
     """Return Euclidean distances (Q, N): the smallest over the sub-spaces, if there are any."""
     from scipy.spatial.distance import cdist
 
@@ -413,7 +415,7 @@ def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) 
         return
     codes = torch.cat([model(torch.from_numpy(x))[1].float() for x in _batches(items, BATCH)])
     distances = combiner.compute_mat(codes[:QUERIES], codes).double().numpy()
-    euclidean = merged_distances(query[:QUERIES], vector, combiner.subspaces)
+    euclidean = smallest_distances(query[:QUERIES], vector, combiner.subspaces)
     order = np.argsort(euclidean, axis=1, kind="stable")
     ranked = np.take_along_axis(distances, order, axis=1)
     drop = np.maximum.accumulate(ranked, axis=1) - ranked
@@ -471,7 +473,7 @@ def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | N
     for rows in np.split(queries, range(QUERIES, len(queries), QUERIES)):
         exact = combiner.compute_mat(codes[rows], codes).double().numpy()
         query = combiner.query_vectors(codes[rows]).float().numpy()
-        near = merged_distances(query, vectors, combiner.subspaces)
+        near = smallest_distances(query, vectors, combiner.subspaces)
         for distances in (exact, near):
             distances[np.arange(len(rows)), rows] = np.inf
         nearest = np.argsort(exact, axis=1, kind="stable")[:, :10]

@@ -17,7 +17,7 @@ from retrieval.host.plugin_calls import calling
 from retrieval.images.colour import check_range
 from retrieval.images.conversions import from_array
 from retrieval.model.contracts import Dataset
-from retrieval.model.guard import breach, shown
+from retrieval.model.guard import breach, in_words
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
 
@@ -26,8 +26,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Check a dataset's columns and return a dataset that checks each item when it is read."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
-            " retrieval.as_dataset(…) turns most objects into one."
+            f"{name} gave {in_words(dataset)}; a dataset factory must give a"
+            " retrieval.plugin.Dataset. retrieval.as_dataset(…) turns most objects into one."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)
@@ -67,11 +67,11 @@ class CheckedDataset(Dataset):
         ):
             column = columns[field] or []
             if wrong := [i for i, entry in enumerate(column) if not isinstance(entry, kind)]:
-                entry = shown(column[wrong[0]])
+                entry = in_words(column[wrong[0]])
                 faults.append(f"{field} has {entry} for item {wrong[0]}, and must have {must}")
         _check_arrays(self.arrays, self.kind, faults)
         if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
-            faults.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
+            faults.append(f"notes is {in_words(self.notes)}, and must be a list of sentences")
         if faults:
             raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(faults)}.")
 
@@ -146,7 +146,9 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
             if field in ("labels", "keys"):
                 faults.append(f"it has no {field}, and must have one entry per item")
         elif isinstance(column, str | bytes | Mapping | Set) or not hasattr(column, "__len__"):
-            faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
+            faults.append(
+                f"{field} is {in_words(column)}, and must hold one entry per item, in order"
+            )
         else:
             lengths[field] = len(column)
             if field == "arrays":
@@ -171,7 +173,7 @@ def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> l
         if isinstance(first, bytes):
             described = f"text as bytes ({first!r:.40})"
         else:
-            described = shown(first)
+            described = in_words(first)
         if len(rows) > 1:
             more = f" (and {len(rows) - 1:,} more such entries)"
         else:
@@ -199,11 +201,11 @@ def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
     if arrays is None:
         return
     if not isinstance(arrays, np.ndarray):
-        faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
+        faults.append(f"arrays is {in_words(arrays)}, and must be a numpy array")
     elif kind == "features" and (
         arrays.ndim != 2 or not arrays.shape[1] or arrays.dtype.kind not in "fiu"
     ):
-        faults.append(f"arrays is {shown(arrays)}, and must be float32 of shape (N, F)")
+        faults.append(f"arrays is {in_words(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
         return
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):

@@ -18,7 +18,7 @@ from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Combiner, TripletIndices
 
 
-def shown(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Describe a value for an error message: an array by shape and type, most others by type."""
     if isinstance(value, Tensor):
         return (
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float):
         return f"{value}"
     if isinstance(value, list | tuple) and 0 < len(value) <= 6:
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(shown, value))})"
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(in_words, value))})"
     return f"a {type(value).__name__}"
 
 
@@ -43,7 +43,7 @@ def refuse_class(value: Any, what: str) -> None:
 
 def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
     """Return the error "WHAT gave VALUE PART; it must give MUST"."""
-    return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
+    return PluginError(f"{what} gave {in_words(value)}{part}; it must give {must}")
 
 
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
@@ -77,7 +77,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         raise breach(what, value, f"{scalar}.{hint}")
     if value.device != inputs.device:
         raise PluginError(
-            f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}."
+            f"{what} gave {in_words(value)} on {value.device}; its input is on {inputs.device}."
         )
     trains = inputs.requires_grad or (
         owner is not None and any(p.requires_grad for p in owner.parameters())
@@ -194,8 +194,8 @@ def checked_objective(
         is_scalar = isinstance(number, Tensor) and number.numel() == 1
         if not is_scalar and (not isinstance(number, int | float) or isinstance(number, bool)):
             raise PluginError(
-                f"{what} gave {shown(number)} for the metric '{name}' of objective; it must be one"
-                " number."
+                f"{what} gave {in_words(number)} for the metric '{name}' of objective; it must be"
+                " one number."
             )
     metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
     return None if loss is None else checked_scalar(loss, f"{what}'s objective", codes), metrics

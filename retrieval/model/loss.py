@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import DataError
 from retrieval.host.factory import Part
-from retrieval.model.guard import shown
+from retrieval.model.guard import in_words
 from retrieval.model.model import full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
@@ -181,7 +181,7 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be a two-dimensional tensor of floating-point numbers, one row per item,"
-            f" not {shown(x)}"
+            f" not {in_words(x)}"
         )
     if reads_at_once(x.device) and not bool(torch.isfinite(x).all()):
         wrong = int((~torch.isfinite(x)).any(1).sum())
@@ -194,7 +194,7 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     if not isinstance(labels, Tensor) or labels.shape != items.shape[:1]:
         raise ValueError(
             f"{name} must be a tensor of {len(items)} class ids, one per item (text labels as whole"
-            f" numbers), not {shown(labels)}"
+            f" numbers), not {in_words(labels)}"
         )
     return labels.to(items.device)
 

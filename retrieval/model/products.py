@@ -17,7 +17,7 @@ from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone, Combiner, Generator
-from retrieval.model.guard import breach, checked_rows, refuse_class, shown
+from retrieval.model.guard import breach, checked_rows, in_words, refuse_class
 from retrieval.model.model import evaluation_mode
 
 
@@ -35,7 +35,7 @@ def check_kind(product: Any, kind: type[P], name: str) -> P:
     """Return a factory's product if it is of the right kind, else raise a `PluginError`."""
     if not isinstance(product, kind):
         raise PluginError(
-            f"{name} gave {shown(product)}; a {kind.__name__.lower()} factory must give a"
+            f"{name} gave {in_words(product)}; a {kind.__name__.lower()} factory must give a"
             f" retrieval.plugin.{kind.__name__}."
         )
     return product
@@ -48,12 +48,12 @@ def check_backbone(product: Any, name: str) -> Backbone:
     preprocessing = backbone.preprocessing
     if not isinstance(features, int) or features < 1:
         raise PluginError(
-            f"The backbone {name} has features = {shown(features)}; it must be the width of the"
+            f"The backbone {name} has features = {in_words(features)}; it must be the width of the"
             " output of forward, a whole number."
         )
     if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
         raise PluginError(
-            f"The backbone {name} has preprocessing = {shown(preprocessing)}; it must be a"
+            f"The backbone {name} has preprocessing = {in_words(preprocessing)}; it must be a"
             " retrieval.plugin.Preprocessing, or None for vectors."
         )
     return backbone
@@ -114,7 +114,7 @@ def check_learner(learner: Any, name: str) -> None:
         else:
             fault = "(a class, not an instance)"
         raise PluginError(
-            f"{name} gave {shown(learner)} {fault}; a learner must have fit, transform and"
+            f"{name} gave {in_words(learner)} {fault}; a learner must have fit, transform and"
             " to_model_parts."
         )
 
@@ -131,8 +131,8 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
         raise PluginError(
-            f"{what} gave {shown(combiner)} as its combiner; it must be a retrieval.plugin.Combiner"
-            " or None."
+            f"{what} gave {in_words(combiner)} as its combiner; it must be a"
+            " retrieval.plugin.Combiner or None."
         )
     return head, combiner
 
@@ -153,8 +153,8 @@ class CheckedMetric:
         is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
         if not callable(metric) or not (is_count or depth in ("relevant", "all")):
             raise PluginError(
-                f"{self.what} is {shown(metric)} with depth = {depth!r}; it must be callable, and"
-                ' depth a number of neighbours, "relevant" or "all".'
+                f"{self.what} is {in_words(metric)} with depth = {depth!r}; it must be callable,"
+                ' and depth a number of neighbours, "relevant" or "all".'
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
         self.larger_is_better = bool(getattr(metric, "larger_is_better", True))
