@@ -352,7 +352,8 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
     for *_, text in rows:
         named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
     named |= {f"bundles/{generation.bundle[:16]}/" for generation in store.generations()}
-    named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
+    named |= {"index.json", "acknowledged"}
+    named |= {record.RECORD_FILE + end for end in ("", "-wal", "-shm")}
     folders = tuple(name for name in named if name.endswith("/"))
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return [file for file in files if file not in named and not file.startswith(folders)]

@@ -59,7 +59,7 @@ from retrieval.store.items import (
 
 from retrieval_engines.rows import PIECE_BYTES, Row
 
-FORMAT = 1
+ENGINE_FORMAT = 1
 EXACT = 1 << 53  # float64, the engines' type of numbers, represents smaller integers exactly
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 """Stands for the register in calls that take a generation; its rows have no arrays."""
@@ -317,7 +317,7 @@ class RemoteStore(Store):
         self._delete_collections(self._prefix)  # what a call that was killed has left
         try:
             self._create_collection(REGISTER)
-            self._write_notes({"index": {"format": FORMAT, "identity": identity}})
+            self._write_notes({"index": {"format": ENGINE_FORMAT, "identity": identity}})
             self._add_generation(1, bundle, widths, served=True)
             self._move_alias(1)
         except BaseException:
@@ -331,7 +331,7 @@ class RemoteStore(Store):
             raise StoreError(f"There is no index at {self.address}.")
         self._prefix = alias_target[: alias_target.rindex(self.separator) + len(self.separator)]
         format_ = self._read_notes()["index"]["format"]
-        if format_ != FORMAT:
+        if format_ != ENGINE_FORMAT:
             raise StoreError(
                 f"{self.address} has format {format_} of a newer version. Upgrade retrieval."
             )

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from retrieval.base.arrays import Array, Floats32
+from retrieval.base.arrays import Array, Floats32, Ints
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.sessions import ahead
 from retrieval.data.augment import Changes, built_transforms
@@ -35,7 +35,7 @@ from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
 
 from retrieval_lab.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval_lab.near import WIDTH, Fingerprint, Rows, fingerprint, near_pairs
+from retrieval_lab.near import WIDTH, Fingerprint, fingerprint, near_pairs
 from retrieval_lab.subjects import Subjects, of_dataset, of_sources
 
 PICTURES = 0.08
@@ -48,7 +48,7 @@ _QUALITY = 70
 """JPEG quality of the copies."""
 
 
-@shown
+@shows_progress
 def check_data(
     data: StrPath | Sequence[StrPath] | Recipe,
     *,
@@ -106,7 +106,7 @@ def check_data(
         )
     scan = _Scan(subjects, bundle)
     same, rows = scan.same()
-    compared: dict[By, tuple[Rows, Floats32, float]] = {}
+    compared: dict[By, tuple[Ints, Floats32, float]] = {}
     pictured = rows[scan.has_picture[rows]]
     if len(pictured):
         compared["picture"] = pictured, scan.pictures, PICTURES
@@ -237,7 +237,7 @@ class _Scan:
         if len(self.faults) == size:
             raise DataError(f"None of the {size:,} items can be read. The first: {self.faults[0]}")
 
-    def same(self) -> tuple[list[Alike], Rows]:
+    def same(self) -> tuple[list[Alike], Ints]:
         """Return the groups of identical items, and the rows to compare further.
 
         Of identical items with the same side and label, only the first is compared further.
@@ -259,7 +259,7 @@ class _Scan:
                 pairs.append(Alike(tuple(rows), by))
         return pairs, np.array(sorted(compared), np.int64)
 
-    def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
+    def copy_distance(self, bundle: Bundle, rows: Ints) -> float:
         """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]

@@ -17,7 +17,7 @@ from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import make_folder, whole_file, write_json, write_text
 from retrieval.base.places import StrPath, kind_of
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.data.cache import files_identity
@@ -82,7 +82,7 @@ class Distillation:
         )
 
 
-@shown
+@shows_progress
 def distill(
     teacher: Encoder | StrPath,
     photos: StrPath,

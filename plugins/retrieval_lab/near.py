@@ -69,8 +69,6 @@ def picture(image: Image.Image) -> Floats32 | None:
     return unit
 
 
-Rows = Ints
-
 MOST_PAIRS = 1_000_000
 """The search stops when it has more pairs than this."""
 _ENTRIES = 1 << 22
@@ -88,8 +86,8 @@ class Near:
         complete: False if there are too many pairs, so that some may be missing.
     """
 
-    first: Rows
-    second: Rows
+    first: Ints
+    second: Ints
     distance: Floats64
     complete: bool
 
@@ -98,7 +96,7 @@ def near_pairs(
     vectors: Floats32,
     within: float,
     *,
-    same: Rows | None = None,
+    same: Ints | None = None,
     what: str = "comparing",
 ) -> Near:
     """Return pairs of rows within a Euclidean distance of each other, the nearest first.

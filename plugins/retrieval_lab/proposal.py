@@ -14,7 +14,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import make_folder, write_text
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
@@ -118,7 +118,7 @@ class Proposal:
         return "\n".join(lines)
 
 
-@shown
+@shows_progress
 def propose(
     photos: StrPath,
     output: StrPath = "recipes",

@@ -26,7 +26,7 @@ from retrieval.index.hits import Hit
 from retrieval.index.index import Index
 from retrieval.store.contract import Item
 from retrieval.store.filters import Filter
-from retrieval.store.folder import FORMAT
+from retrieval.store.folder import INDEX_FORMAT
 from retrieval.store.items import check_id
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
@@ -523,7 +523,7 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         "vector": manifest.vector,
         "distance": manifest.distance.name,
         "rescores": manifest.rescorer is not None,
-        "format": FORMAT,
+        "format": INDEX_FORMAT,
         "generation": index.generation.number,
         "generations": [
             {"number": entry.number, "state": entry.state, "bundle": entry.bundle}

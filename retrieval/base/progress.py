@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 _progress: ContextVar[Progress] = ContextVar("progress", default=True)
 
-EVERY = 10.0
+REPORT_SECONDS = 10.0
 """Seconds between two log lines; work that takes less time logs nothing."""
 _DELAY = 0.5  # seconds before a bar appears, so that an immediate error has no bar above it
 
@@ -46,7 +46,7 @@ def showing(progress: Progress) -> Iterator[None]:
         _progress.reset(token)
 
 
-def shown(function: Callable[P, R]) -> Callable[P, R]:
+def shows_progress(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator that applies a function's argument `progress` to every `Meter` in it."""
     default = inspect.signature(function).parameters["progress"].default
 
@@ -122,7 +122,7 @@ class Meter:
             if metrics:
                 self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(count)
-        elif self._lines and time.monotonic() - self._last_line >= EVERY:
+        elif self._lines and time.monotonic() - self._last_line >= REPORT_SECONDS:
             from tqdm import tqdm
 
             self._last_line = time.monotonic()

@@ -82,7 +82,7 @@ def merged_distances(
     distances in the sub-spaces, or "score"; see `best_score`.
     """
     differences = vectors.astype(np.float64) - query
-    # `store.search.measured` sums in the same order, so that a pair has the same distance
+    # `store.search.squared_distances` sums in the same order, so that a pair has the same distance
     # wherever it is measured.
     squared = [
         np.einsum("ij,ij->i", part, part)

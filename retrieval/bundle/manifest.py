@@ -26,7 +26,7 @@ from retrieval.bundle.probe import Probe
 from retrieval.errors import BundleError
 from retrieval.images.preprocessing import Preprocessing
 
-FORMAT = 1
+MANIFEST_FORMAT = 1
 _NUMBERS = 1 << 26
 """Limit on the numbers in an item's input, and in a vector: 67 million."""
 _RESIZE = 8192
@@ -319,7 +319,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     Raises:
         BundleError: see `read_manifest`.
     """
-    content = parse_json(text, path, "bundle", BundleError, frozenset({FORMAT}))
+    content = parse_json(text, path, "bundle", BundleError, frozenset({MANIFEST_FORMAT}))
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as fault:

@@ -19,7 +19,7 @@ from retrieval.model.contracts import Dataset
 if TYPE_CHECKING:
     from retrieval.images.preprocessing import Preprocessing
 
-FORMAT = "retrieval inputs 1"
+INPUTS_FORMAT = "retrieval inputs 1"
 ITEMS = 512
 """Largest number of items that verify a bundle on export, and of items that calibrate it."""
 
@@ -59,7 +59,7 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
     size = raw.batch(held_out[:1]).nbytes
     chosen = by_class(held_out, splits.labels, max(2, min(MOST_ITEMS, MOST_BYTES // max(1, size))))
     labels = [splits.classes[i] for i in splits.labels[chosen]]
-    metadata = {"format": FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
+    metadata = {"format": INPUTS_FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
     return save({"inputs": np.ascontiguousarray(raw.batch(chosen))}, metadata)
 
 
@@ -74,7 +74,7 @@ def read_inputs(path: Path) -> KeptInputs:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
             inputs = file.get_tensor("inputs")
-        if metadata["format"] != FORMAT or not 0 < len(labels) == len(inputs):
+        if metadata["format"] != INPUTS_FORMAT or not 0 < len(labels) == len(inputs):
             raise ValueError("it is of another format")
         return KeptInputs(metadata["kind"], inputs, [str(label) for label in labels])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -16,7 +16,7 @@ import numpy as np
 from retrieval.base.arrays import Floats, Ints
 from retrieval.base.files import write_json
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.distances import bundle_distances, columns_of_subspaces
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from retrieval.bundle.bundle import Bundle
     from retrieval.bundle.manifest import SubspaceEntry
     from retrieval.model.contracts import Metric
-
-Rows = Ints
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class RunEvaluation(ByContestant):
         return lines
 
 
-@shown
+@shows_progress
 def evaluate(
     run: Run,
     *,
@@ -162,7 +160,7 @@ def evaluate(
     model = run.model.to(device)
     codes = ItemCodes(run, device)
 
-    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Evaluation:
+    def measure(encode: Callable[[Ints], Any], distance: Any = None) -> Evaluation:
         sides = encode(query), None if gallery is None else encode(gallery)
         return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
 
@@ -198,7 +196,7 @@ def evaluate(
 
 
 def _served(
-    run: Run, path: StrPath, query: Rows, gallery: Rows | None, metrics: dict[str, Metric]
+    run: Run, path: StrPath, query: Ints, gallery: Ints | None, metrics: dict[str, Metric]
 ) -> tuple[dict[str, float], CandidateStep | None]:
     """Return a bundle's metrics, and how many of the nearest items are its rescorer's candidates.
 
@@ -235,7 +233,7 @@ def _served(
     return values, CandidateStep(rescorer.overlap, rescorer.candidates)
 
 
-def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
+def encoded(bundle: Bundle, run: Run, indices: Ints) -> dict[str, Any]:
     """Return a bundle's arrays of items.
 
     "vector" is to be indexed, "query" is to be searched for, and "code" is what the rescorer
@@ -254,8 +252,8 @@ def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
 
 
 def served_rows(
-    bundle: Bundle, queries: dict[str, Any], items: dict[str, Any], k: int, exclude: Rows | None
-) -> Rows:
+    bundle: Bundle, queries: dict[str, Any], items: dict[str, Any], k: int, exclude: Ints | None
+) -> Ints:
     """Return the rows (Q, k) of a server's k results, nearest first, padded with −1.
 
     If the manifest's `merge` is "score", the order of the first results depends on k.
@@ -284,8 +282,8 @@ def nearest_in_each(
     vector: Floats,
     k: int,
     subspaces: Sequence[SubspaceEntry],
-    exclude: Rows | None = None,
-) -> Rows:
+    exclude: Ints | None = None,
+) -> Ints:
     """Return the exact k nearest rows (S, Q, k) in each of S sub-spaces, which are column ranges.
 
     `exclude` (Q,) is the row that is left out for each query.

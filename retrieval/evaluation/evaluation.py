@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import load_faiss
 from retrieval.base.tables import html_table
 from retrieval.errors import DataError
@@ -105,7 +105,7 @@ def left_out(evaluation: Any) -> str:
     return f"{text}. Without a query there is no score."
 
 
-@shown
+@shows_progress
 def evaluate(
     codes: Codes,
     labels: Sequence[Any] | Array,

@@ -19,7 +19,7 @@ import torch
 from retrieval.base.arrays import Array, Ints
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.sessions import ahead
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
@@ -31,7 +31,7 @@ from retrieval.evaluation.evaluation import (
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
 from retrieval.index.embedded import VectorRows
-from retrieval.store.search import measured
+from retrieval.store.search import squared_distances
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192
@@ -39,7 +39,7 @@ _GALLERY_BYTES = 64 * 2**20
 _NO_NEIGHBOR = np.iinfo(np.int64).max
 
 
-@shown
+@shows_progress
 def evaluate_vectors(
     folder: StrPath,
     *,
@@ -172,7 +172,7 @@ def _search_block(
         query, rank = np.nonzero(columns >= 0)
         column = columns[query, rank]
         # `Neighbors` scales each block, so measure again to compare distances across blocks
-        squared = measured(np.asarray(queries, np.float64), exact, query, column)
+        squared = squared_distances(np.asarray(queries, np.float64), exact, query, column)
         keys: Ints = np.full(columns.shape, _NO_NEIGHBOR)
         keys[query, rank] = rounded_keys(squared, column + items.start)
         if items.start:

@@ -209,7 +209,7 @@ class Ranking:
             item: (B, W + 1), the items' positions.
         """
         # imported here: checking a recipe needs this module, but no search
-        from retrieval.store.search import measured
+        from retrieval.store.search import squared_distances
 
         own = panel.start + rows
         item = item[:, :-1]
@@ -226,7 +226,7 @@ class Ranking:
         run = run[kept]
         column = self._order[item[row, rank]]
         codes = self._codes[self._order[own]]
-        squared = measured(codes.astype(np.float64), self._codes, row, column)
+        squared = squared_distances(codes.astype(np.float64), self._codes, row, column)
         order = np.lexsort((rounded_keys(squared, column), run))
         match[row, rank] = match[row[order], rank[order]]
         return np.asarray(match[:, : panel.depth]), failed

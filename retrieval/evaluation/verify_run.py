@@ -16,7 +16,7 @@ from retrieval.base.arrays import Floats64, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import whole_file, write_json
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
@@ -32,8 +32,6 @@ from retrieval.evaluation.verification import (
 )
 from retrieval.model.model import Model
 from retrieval.run.open import ItemCodes, Run
-
-Rows = Ints
 
 _NUMBERS_PER_CALL = 2**22  # size of the arrays of codes whose distances are computed at once
 
@@ -82,7 +80,7 @@ class RunVerification(ByContestant):
         ]
 
 
-@shown
+@shows_progress
 def verify(
     run: Run,
     *,
@@ -166,7 +164,7 @@ def verify(
     return results
 
 
-def pair_distances(model: Model | None, codes: Tensor, first: Rows, second: Rows) -> Floats64:
+def pair_distances(model: Model | None, codes: Tensor, first: Ints, second: Ints) -> Floats64:
     """Return distances (P,) between the rows `first` and `second` (P,) of codes (N, C).
 
     A model with a combiner measures by the combiner, with the first item as the query. A model

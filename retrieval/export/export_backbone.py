@@ -20,7 +20,7 @@ from retrieval.base.arrays import Floats, Floats32, Pixels
 from retrieval.base.cores import cores
 from retrieval.base.files import cache_folder
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.remote import address_of, exists, is_folder
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.bundle_folder import FILE as MANIFEST
@@ -246,7 +246,7 @@ class BackboneEncoder(Encoder):
         """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
         return encode_images(self.model, images, batch_size, progress)
 
-    @shown
+    @shows_progress
     def export(
         self,
         output: StrPath,

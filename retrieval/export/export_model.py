@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrieval.base import files
 from retrieval.base.arrays import Array, Floats32
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import ONNXRUNTIME, installed_packages
 from retrieval.base.strict_json import problems_of
 from retrieval.bundle.bundle import Bundle
@@ -237,7 +237,7 @@ class _Export:
         }
 
 
-@shown
+@shows_progress
 def export_model(
     model: Model,
     items: Array,
@@ -348,9 +348,9 @@ def _checked(
         if variant not in get_args(VariantName):
             known = " and ".join(get_args(VariantName))
             raise BundleError(f"There is no variant '{variant}'; there are {known}.")
-    items = verify.checked_items(model, items, "items")
+    items = verify.checked(model, items, "items")
     if calibration is not None:
-        calibration = verify.checked_items(model, calibration, "calibration items")
+        calibration = verify.checked(model, calibration, "calibration items")
     if "int8" in variants and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made without calibration items from the training set."

@@ -12,7 +12,7 @@ from torch import nn
 
 from retrieval.base.arrays import Array, Ints
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, shown
+from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder
 from retrieval.data.kept import KeptInputs, by_class, evenly_spaced
@@ -29,7 +29,7 @@ MANY = 10_000
 """The codes of at most this many held-out items decide the rescorer's number of candidates."""
 
 
-@shown
+@shows_progress
 def export(
     run: Run,
     output: StrPath | None = None,

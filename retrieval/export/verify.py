@@ -428,7 +428,7 @@ def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) 
         )
 
 
-def checked_items(model: Model, items: Array, what: str) -> Array:
+def checked(model: Model, items: Array, what: str) -> Array:
     """Check raw inputs, and return them in the encoder's type."""
     preprocessing = model.preprocessing
     if len(items) == 0:

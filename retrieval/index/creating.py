@@ -29,7 +29,7 @@ from retrieval.store.folder import create_local
 from retrieval.store.items import served_of
 from retrieval.store.local import LocalStore
 from retrieval.store.place import store_place
-from retrieval.store.record import FILE as RECORD
+from retrieval.store.record import RECORD_FILE as RECORD
 from retrieval.store.structure import StructureChoice
 
 if TYPE_CHECKING:

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 BAD = "bad.jsonl"
 """File with a line of JSON for each item that cannot be used."""
-FORMAT = 1
+EMBEDDING_FORMAT = 1
 _PLAN_BYTES = 1_000_000
 SIZES = ("bytes", "width", "height")
 _FACTS = ("key", "label", "metadata", "stamp", "path", *SIZES, "bundle")
 
 Sizes = tuple[int | None, int | None, int | None]
 """Bytes, and width and height in pixels, of an original."""
-Rows = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
+EmbeddedBatches = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
 """Batches: a list of items with the sizes of their originals, and the items' arrays by name."""
 
 
@@ -88,7 +88,7 @@ class EmbeddingPlan:
 
     def text(self) -> str:
         """Return the content of `embedding.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": EMBEDDING_FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> EmbeddingPlan:
@@ -98,7 +98,7 @@ class EmbeddingPlan:
             text = read_plain(file, _PLAN_BYTES)
         except OSError as fault:
             raise DataError(f"{file} cannot be read: {fault.strerror or fault}.") from None
-        content = parse_json(text, file, "embedding", DataError, frozenset({FORMAT}))
+        content = parse_json(text, file, "embedding", DataError, frozenset({EMBEDDING_FORMAT}))
         del content["format"]
         try:
             return cls(**content)
@@ -146,7 +146,7 @@ def _part_table(folder: Path, plan: EmbeddingPlan, number: int) -> Table:
     return table
 
 
-def rows(folder: Path, plan: EmbeddingPlan, arrays: Sequence[str]) -> Rows:
+def rows(folder: Path, plan: EmbeddingPlan, arrays: Sequence[str]) -> EmbeddedBatches:
     """Yield the items of a complete folder in batches, with their arrays by name."""
     for number in range(plan.parts):
         with _part_table(folder, plan, number) as table:
@@ -237,7 +237,7 @@ class Vectors:
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
             )
 
-    def _rows(self, arrays: Sequence[str]) -> Rows:
+    def _rows(self, arrays: Sequence[str]) -> EmbeddedBatches:
         # All folders are checked before the first is read, and again on each call, because a
         # migration may have changed the index's bundle since.
         for folder, plan in self._plans.items():

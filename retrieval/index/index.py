@@ -39,7 +39,7 @@ from retrieval.store.contract import (
     Superseded,
 )
 from retrieval.store.filters import FilterLike, as_filter
-from retrieval.store.items import own, served_of
+from retrieval.store.items import own_copy, served_of
 from retrieval.store.place import store_place
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
@@ -326,7 +326,7 @@ class Index:
         """Return one hit per distance; items beyond the number of distances are ignored."""
         pairs = zip(items, distances, strict=False)
         hits = (
-            Hit(item.id, item.label, distance, own(item.metadata), item.path, item.keep)
+            Hit(item.id, item.label, distance, own_copy(item.metadata), item.path, item.keep)
             for item, distance in pairs
         )
         return Hits(hits, self.store.original)

@@ -28,7 +28,7 @@ from torch import Tensor
 from retrieval.base.files import whole_file
 from retrieval.errors import DataError
 
-FORMAT = "retrieval checkpoint 2"
+CHECKPOINT_FORMAT = "retrieval checkpoint 2"
 TRAIN_AGAIN = "Train again, with --replace (in Python replace=True)."
 """Advice if a checkpoint is damaged and the run cannot be used without it."""
 
@@ -63,7 +63,7 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _flatten(state, "", tensors)
-    metadata = {"format": FORMAT, "state": json.dumps(skeleton), "sha256": _BLANK}
+    metadata = {"format": CHECKPOINT_FORMAT, "state": json.dumps(skeleton), "sha256": _BLANK}
     try:
         with whole_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
@@ -94,7 +94,7 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         metadata = _verified(content)
-        if metadata.get("format") != FORMAT:
+        if metadata.get("format") != CHECKPOINT_FORMAT:
             raise DataError(
                 f"{path} is not a checkpoint of this program (its format is"
                 f" {metadata.get('format', 'unstated')!r})."

@@ -13,7 +13,7 @@ from retrieval.store.contract import Item, Store
 from retrieval.store.folder import create_local
 from retrieval.store.items import checked, served_of
 from retrieval.store.local import LocalStore
-from retrieval.store.record import insert, served
+from retrieval.store.record import insert, served_generation
 
 PAGE = 1000  # items that are read or copied at a time
 
@@ -84,6 +84,6 @@ def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:
     """Write items for which the served generation has no arrays."""
     texts = checked(items, {})
     with copy.record.writing() as (connection, _):
-        number = served(connection).number
+        number = served_generation(connection).number
         rows = [(number, n) for n in insert(connection, items, texts)]
         connection.executemany("insert into left_out values (?, ?)", rows)

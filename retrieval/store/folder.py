@@ -30,9 +30,9 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.items import Generation, Keep, spans_of
 from retrieval.store.record import (
-    FILE,
+    RECORD_FILE,
     Record,
-    all_of,
+    all_generations,
     ask,
     backup,
     last_number,
@@ -44,7 +44,7 @@ from retrieval.store.structure import ARRAYS, Structure, StructureChoice
 from retrieval.store.upkeep import BUNDLES, new_stem
 from retrieval.store.view import (
     BLOCK,
-    Array,
+    ArrayFile,
     GenerationRows,
     append,
     damage_error,
@@ -54,8 +54,8 @@ from retrieval.store.view import (
     sums_of,
 )
 
-INDEX = "index.json"
-FORMAT = 5
+INDEX_FILE = "index.json"
+INDEX_FORMAT = 5
 _INDEX_BYTES = 1_000_000  # maximum size of `index.json`
 _TRIES = 20  # attempts to copy files that compaction does not replace meanwhile
 _CHECK_SECONDS = 3600.0  # time limit of a check's read transaction
@@ -91,7 +91,7 @@ def create_local(
     )
     description = {
         "retrieval": "index",
-        "format": FORMAT,
+        "format": INDEX_FORMAT,
         "version": installed_version(),
         "id": identity or str(uuid.uuid4()),
         "created": _now(),
@@ -106,7 +106,7 @@ def create_local(
         with whole_folder(folder, replace=replace, exists_error=occupied) as fresh:
             (fresh / ARRAYS).mkdir()
             (fresh / BUNDLES).mkdir()
-            (fresh / INDEX).write_bytes(text)
+            (fresh / INDEX_FILE).write_bytes(text)
             Record.create(fresh)
             with Record.opened(fresh) as record:
                 with record.writing() as (connection, _):
@@ -130,7 +130,7 @@ def add_generation(
 ) -> None:
     """Copy a generation's bundle, create its files and record it."""
     target = folder / BUNDLES / bundle.sha256[:16]
-    if bundle.sha256 not in {existing.bundle for existing in all_of(connection)}:
+    if bundle.sha256 not in {existing.bundle for existing in all_generations(connection)}:
         # A folder without a generation may be left over from an interrupted deletion.
         with whole_folder(
             target, replace=True, exists_error=StoreError(f"{target} exists already.")
@@ -163,21 +163,21 @@ def identity_of(folder: Path) -> str:
     with suppress(ValueError, KeyError, TypeError):
         description = strict_loads(content)
         version = str(description["version"])[:40]
-        if description["format"] > FORMAT:
+        if description["format"] > INDEX_FORMAT:
             raise StoreError(
                 f"The index {folder} has format {description['format']}, which retrieval {version} "
-                f"wrote; this is retrieval {installed_version()}, which reads format {FORMAT}. "
-                f"Install retrieval {version} or later."
+                f"wrote; this is retrieval {installed_version()}, which reads format"
+                f" {INDEX_FORMAT}. Install retrieval {version} or later."
             )
-    index = parse_json(content, folder / INDEX, "index", StoreError, frozenset({FORMAT}))
+    index = parse_json(content, folder / INDEX_FILE, "index", StoreError, frozenset({INDEX_FORMAT}))
     if "id" not in index:
-        raise StoreError(f"{folder / INDEX} is damaged: it has no 'id'. Restore a snapshot.")
+        raise StoreError(f"{folder / INDEX_FILE} is damaged: it has no 'id'. Restore a snapshot.")
     return str(index["id"])
 
 
 def index_text(folder: Path) -> bytes:
     """Return the content of an index's `index.json`."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
         return read_plain(path, _INDEX_BYTES)
     except OSError as fault:
@@ -212,16 +212,16 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
     rebuilt: list[str] = []
     with Record.opened(folder) as record, record.reading(seconds=_CHECK_SECONDS) as connection:
         pages = ask(connection, "pragma integrity_check(10)")
-        faults = [f"{FILE}: {fault}." for (fault,) in pages if fault != "ok"]
+        faults = [f"{RECORD_FILE}: {fault}." for (fault,) in pages if fault != "ok"]
         if not faults:
             restore_rows(connection, folder)
-        for generation in all_of(connection):
+        for generation in all_generations(connection):
             rows = GenerationRows.of(connection, generation)
             for name, width in generation.widths.items():
                 path = file_of(folder, rows.stem, name)
                 try:
                     sums = sums_of(connection, generation.number, name)
-                    Array(path, width).verify(rows.rows, sums)
+                    ArrayFile(path, width).verify(rows.rows, sums)
                 except FileNotFoundError:
                     faults.append(f"{ARRAYS}/{path.name} is missing.")
                 except RetrievalError as fault:
@@ -322,8 +322,9 @@ def _copy(connection: apsw.Connection, record: Record, fresh: Path) -> None:
         FileNotFoundError: another process has replaced a file meanwhile.
     """
     folder = record.folder
-    generations = all_of(connection)  # pins the transaction, which `backup` alone would release
-    backup(connection, fresh / FILE)
+    # This query pins the transaction, which `backup` alone would release.
+    generations = all_generations(connection)
+    backup(connection, fresh / RECORD_FILE)
     for inner in (ARRAYS, BUNDLES):
         (fresh / inner).mkdir()
     sql = "select stem, rows, widths, structure from generations"
@@ -336,7 +337,7 @@ def _copy(connection: apsw.Connection, record: Record, fresh: Path) -> None:
                 shutil.copyfile(folder / ARRAYS / name, fresh / ARRAYS / name)
     for name in {generation.bundle[:16] for generation in generations}:
         shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)
-    shutil.copyfile(folder / INDEX, fresh / INDEX)
+    shutil.copyfile(folder / INDEX_FILE, fresh / INDEX_FILE)
 
 
 def _structure_files(record: Record) -> set[str]:

@@ -287,16 +287,16 @@ def _is_finite(array: Any) -> bool:
         )
 
 
-def own(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
     """Return a deep copy of a JSON value."""
     if isinstance(value, dict):
         copy = dict(value)  # most objects are flat
         for name, entry in value.items():
             if isinstance(entry, _CONTAINERS):
-                copy[name] = own(entry)
+                copy[name] = own_copy(entry)
         return copy
     if isinstance(value, list):
-        return [own(entry) for entry in value]
+        return [own_copy(entry) for entry in value]
     return value
 
 

@@ -41,7 +41,7 @@ from retrieval.store.contract import (
 )
 from retrieval.store.filters import Filter
 from retrieval.store.folder import (
-    INDEX,
+    INDEX_FILE,
     add_generation,
     bytes_of,
     create_local,
@@ -62,15 +62,15 @@ from retrieval.store.items import (
     check_embedded,
     check_queries,
     checked,
-    own,
+    own_copy,
     usable,
 )
 from retrieval.store.masks import Masks, sql_of
 from retrieval.store.record import (
-    COLUMNS,
-    FILE,
+    ITEM_COLUMNS,
+    RECORD_FILE,
     Record,
-    all_of,
+    all_generations,
     ask,
     from_row,
     insert,
@@ -78,12 +78,12 @@ from retrieval.store.record import (
     last_number,
     numbers_of,
     remove,
-    served,
+    served_generation,
     upto_of,
     value,
 )
 from retrieval.store.structure import StructureChoice
-from retrieval.store.upkeep import BUNDLES, Upkeep, tidy
+from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
 from retrieval.store.view import (
     View,
     Views,
@@ -125,11 +125,11 @@ class LocalStore(Store):
             self.record.check()
             with self.record.reading() as connection:
                 restore_rows(connection, folder)
-                served(connection)
+                served_generation(connection)
                 recorded_hash = value(connection, "select value from state where key = 'index'")
             if hashlib.sha256(index_text(folder)).hexdigest() != recorded_hash:
                 raise StoreError(
-                    f"The index {folder} is damaged: {INDEX} was altered. Restore a snapshot."
+                    f"The index {folder} is damaged: {INDEX_FILE} was altered. Restore a snapshot."
                 )
         except BaseException:
             self.record.close()
@@ -188,7 +188,7 @@ class LocalStore(Store):
                     return False
                 if view.generation.bundle != bundle:
                     raise self._superseded("Try again.")
-                row = ask(connection, f"select {COLUMNS} from items where n = ?", numbers)
+                row = ask(connection, f"select {ITEM_COLUMNS} from items where n = ?", numbers)
                 (item,) = _with_arrays(connection, row, view)
             changed = replace(item.changed(changes), original=self.original(id))
             if self._upsert([changed], bundle, numbers) is not None:
@@ -215,7 +215,7 @@ class LocalStore(Store):
 
     def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
         """Return the served generation; raise `Superseded` if it has another bundle."""
-        generation = served(connection)
+        generation = served_generation(connection)
         if generation.bundle != bundle:
             raise self._superseded("Embed the items again.")
         return generation
@@ -241,12 +241,12 @@ class LocalStore(Store):
         self.record.require_open()
         if not self._tidied and not self.record.read_only:
             self.record.settle()
-            tidy(self.record)
+            remove_leftovers(self.record)
             self._tidied = True
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
-        sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
+        sql = f"select {ITEM_COLUMNS} from items where id in (select value from json_each(?))"
         names = (json.dumps(usable(ids), ensure_ascii=False),)
         if not arrays:
             with self.record.reading() as connection:
@@ -273,7 +273,10 @@ class LocalStore(Store):
             )
         with self.record.reading() as connection:
             condition, values = sql_of(connection, filter)
-            sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
+            sql = (
+                f"select {ITEM_COLUMNS} from items where id > ? and ({condition})"
+                " order by id limit ?"
+            )
             return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
 
     def count(self, filter: Filter | None = None) -> int:
@@ -294,7 +297,7 @@ class LocalStore(Store):
             items = [
                 replace(
                     item,
-                    metadata=own(item.metadata),
+                    metadata=own_copy(item.metadata),
                     arrays={name: rows[position] for name, rows in arrays.items()},
                 )
                 for position, item in enumerate(proposed.items)
@@ -384,7 +387,9 @@ class LocalStore(Store):
             return None
         with stage("items", sum(map(len, numbers))):
             if missing and connection is not None:
-                sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
+                sql = (
+                    f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
+                )
                 for row in ask(connection, sql, (json.dumps(list(missing)),)):
                     cached[row[0]] = from_row(row)
                     self._bytes += _ITEM_BYTES + 8 * len(row[3])
@@ -401,7 +406,7 @@ class LocalStore(Store):
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
         with self.record.reading() as connection:
-            return all_of(connection)
+            return all_generations(connection)
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle."""
@@ -414,18 +419,18 @@ class LocalStore(Store):
         self._begin_to_write()
         properties = (bundle.sha256, bundle.variant, dict(widths))
         with self.record.writing() as (connection, _):
-            for existing in all_of(connection):
+            for existing in all_generations(connection):
                 if (existing.bundle, existing.variant, dict(existing.widths)) == properties:
                     return existing
             add_generation(connection, self.folder, bundle, widths, "building")
-            return all_of(connection)[-1]  # the newest
+            return all_generations(connection)[-1]  # the newest
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation has no arrays of; see `Store`."""
         with self.views.moment() as (connection, view):
             if _is_served(connection, generation):
                 return []
-            sql = f"select {COLUMNS} from items where n > ? order by n limit ?"
+            sql = f"select {ITEM_COLUMNS} from items where n > ? order by n limit ?"
             rows = ask(connection, sql, (upto_of(connection, generation.number), limit))
             self._pending[generation.number] = {row[1]: row[0] for row in rows}
             return _with_arrays(connection, rows, view, (FEATURES,))
@@ -483,7 +488,7 @@ class LocalStore(Store):
                 )
             for table in ("runs", "sums", "left_out", "generations"):
                 connection.execute(f"delete from {table} where g = ?", (generation.number,))
-        tidy(self.record)
+        remove_leftovers(self.record)
 
     # The index as a whole
 
@@ -548,7 +553,7 @@ class LocalStore(Store):
                 "transactions": view.seq,
             }
             count = int(value(connection, "select count(*) from items"))
-            generations = all_of(connection)
+            generations = all_generations(connection)
         return Stats(count, generations, bytes_of(self.folder), details)
 
     def settings(self) -> Mapping[str, Any]:
@@ -694,7 +699,7 @@ class LocalPlace(StorePlace):
 
     def exists(self) -> bool:
         """Return whether the index exists; see `StorePlace`."""
-        return (self.folder / INDEX).is_file() and (self.folder / FILE).is_file()
+        return (self.folder / INDEX_FILE).is_file() and (self.folder / RECORD_FILE).is_file()
 
     def create(
         self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None

@@ -34,7 +34,7 @@ from retrieval.errors import StoreError
 from retrieval.store.contract import StoreUnavailable, TooSlow
 from retrieval.store.items import Floats, Generation, Item, stop_at, usable
 
-FILE = "items.sqlite"
+RECORD_FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"  # file with the number of the last committed transaction
 _VFS = "cksmvfs"  # SQLite's checksum VFS: it verifies an 8-byte checksum per page on reading
 _RESERVED_BYTES = 8  # room for the checksum at the end of a page
@@ -91,7 +91,7 @@ def _register() -> None:
 
 def is_writable(folder: Path) -> bool:
     """Return whether this process may write to an index: to its folder and its record."""
-    return all(os.access(path, os.W_OK) for path in (folder, folder / FILE))
+    return all(os.access(path, os.W_OK) for path in (folder, folder / RECORD_FILE))
 
 
 class Record:
@@ -99,7 +99,7 @@ class Record:
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder = folder
-        self.path = folder / FILE
+        self.path = folder / RECORD_FILE
         self.read_only = read_only
         self.file = _file_id(self.path)
         self.turn = threading.RLock()  # one write of this process at a time
@@ -127,7 +127,7 @@ class Record:
         """Write an empty record."""
         _register()
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
-        connection = _connect(folder / FILE, flags)
+        connection = _connect(folder / RECORD_FILE, flags)
         try:
             reserved = ctypes.c_int(_RESERVED_BYTES)
             connection.file_control(
@@ -143,17 +143,17 @@ class Record:
     def check(self) -> None:
         """Raise a `StoreError` unless the record's files are complete."""
         acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
-        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
+        for name in (RECORD_FILE, f"{RECORD_FILE}-wal", f"{RECORD_FILE}-shm"):
             path = self.folder / name  # SQLite would wait for a pipe, and follow a link
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 raise StoreError(f"{path} is not a regular file. Restore a snapshot of the index.")
         if self.file is None:
-            raise self._damage_error(f"{FILE} is missing")
+            raise self._damage_error(f"{RECORD_FILE} is missing")
         with self.reading() as connection:
             if self._is_cut(connection):
-                raise self._damage_error(f"{FILE} was cut short")
+                raise self._damage_error(f"{RECORD_FILE} was cut short")
             if not connection.pragma("checksum_verification"):
-                raise self._damage_error(f"the pages of {FILE} have no checksums")
+                raise self._damage_error(f"the pages of {RECORD_FILE} have no checksums")
             if (seq := seq_of(connection)) < acknowledged:
                 raise self._damage_error(
                     f"the last {acknowledged - seq:,} of {acknowledged:,} transactions are missing "
@@ -177,7 +177,7 @@ class Record:
     @property
     def _log(self) -> Path:
         """Path of the write-ahead log."""
-        return self.path.with_name(f"{FILE}-wal")
+        return self.path.with_name(f"{RECORD_FILE}-wal")
 
     def require_open(self) -> None:
         """Raise a `StoreError` once the record is closed."""
@@ -474,8 +474,8 @@ def reason_and_advice(fault: apsw.Error | OSError) -> str:
         return "the query took too long. Ask for fewer items, or use a simpler filter."
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
         return (
-            f"{FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', and "
-            "restore a snapshot."
+            f"{RECORD_FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', "
+            "and restore a snapshot."
         )
     return f"{fault}."
 
@@ -521,7 +521,7 @@ def seq_of(connection: apsw.Connection) -> int:
     return int(value(connection, "select value from state where key = 'seq'"))
 
 
-def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
+def all_generations(connection: apsw.Connection) -> tuple[Generation, ...]:
     """Return all generations, oldest first."""
     sql = "select g, bundle, variant, widths, spans, state from generations order by g"
     return tuple(
@@ -532,9 +532,9 @@ def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
     )
 
 
-def served(connection: apsw.Connection) -> Generation:
+def served_generation(connection: apsw.Connection) -> Generation:
     """Return the served generation."""
-    generations = [entry for entry in all_of(connection) if entry.state == "served"]
+    generations = [entry for entry in all_generations(connection) if entry.state == "served"]
     if len(generations) != 1:
         raise StoreError(
             "The index is damaged: its record must have one served generation. Restore a snapshot."
@@ -559,12 +559,12 @@ def numbers_of(connection: apsw.Connection, ids: Iterable[object]) -> list[int]:
     return [n for (n,) in ask(connection, sql, (text,))]
 
 
-COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
+ITEM_COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
 """Columns of the table `items`, in the order of `from_row`."""
 
 
 def from_row(row: Sequence[Any], arrays: Mapping[str, Floats] | None = None) -> Item:
-    """Return the item of a row of `COLUMNS`, with the arrays if given.
+    """Return the item of a row of `ITEM_COLUMNS`, with the arrays if given.
 
     Raises:
         StoreError: the row is damaged.

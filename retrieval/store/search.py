@@ -42,7 +42,7 @@ from retrieval.base.mapping import FileMap
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import StoreError
 
-Answer = tuple[Floats64, Ints]
+NearestRows = tuple[Floats64, Ints]
 
 _MARGIN = 8  # FAISS returns this many rows and k / 16 more than k for a single query
 _QUERIES = 256  # maximum number of queries in a group
@@ -249,7 +249,7 @@ class _Task:
     threads: int
 
 
-def _search(task: _Task, queries: Floats32, companion: Companion | None) -> Answer:
+def _search(task: _Task, queries: Floats32, companion: Companion | None) -> NearestRows:
     """Return squared distances and rows (Q, k) of a group of queries."""
     many = len(queries) > 1
     whole = task.columns == slice(0, task.vectors.shape[1])
@@ -300,7 +300,7 @@ def _blocks(
         start = end
 
 
-def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Answer | None:
+def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> NearestRows | None:
     """Return squared distances and rows (Q, k), or `None` if too many rows remain in doubt.
 
     All queries are compared with one block of the table before the next block, so that the block
@@ -352,7 +352,9 @@ def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Answe
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
             number = np.concatenate(numbers)
             pair = np.arange(count).repeat([len(part) for part in numbers])
-            best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
+            best = _entered(
+                best, pair, number, squared_distances(exact, task.vectors, pair, number)
+            )
             reach = best[0][:, -1].tolist()
     return best
 
@@ -446,7 +448,7 @@ class _Scan:
         self.tiny = queries.shape[1] * _TINY
         self.lengths = np.linalg.norm(self.exact, axis=1)
 
-    def run(self) -> Answer | None:
+    def run(self) -> NearestRows | None:
         """Return squared distances and rows (Q, k), or `None` if sums should be used instead."""
         total = len(self.task.vectors)
         threads = self.task.threads
@@ -464,7 +466,7 @@ class _Scan:
             best = _entered(best, query, answer[1][query, rank], answer[0][query, rank])
         return best
 
-    def _range(self, start: int, stop: int) -> Answer | None:
+    def _range(self, start: int, stop: int) -> NearestRows | None:
         """Return the result of `run` for a range of rows."""
         count = len(self.queries)
         k = self.task.k
@@ -530,7 +532,7 @@ class _Scan:
 
     def _measured(self, query: Ints, row: Ints) -> Floats64:
         """Return squared distances (n,) in float64 between pairs of a query and a row."""
-        return measured(self.exact, self.task.vectors, query, row, self.task.columns)
+        return squared_distances(self.exact, self.task.vectors, query, row, self.task.columns)
 
     def _values(self, block: Floats32, kept_rows: Bools | None) -> Floats32:
         """Return squared distances (Q, G, C) in float32; masked rows and padding get infinity.
@@ -590,12 +592,12 @@ def faiss_threads(count: int) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-def _no_rows(count: int, k: int) -> Answer:
+def _no_rows(count: int, k: int) -> NearestRows:
     """Return the squared distances and rows (count, k) of queries without any rows."""
     return np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
 
 
-def _entered(best: Answer, query: Ints, row: Ints, squared: Floats64) -> Answer:
+def _entered(best: NearestRows, query: Ints, row: Ints, squared: Floats64) -> NearestRows:
     """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
     count, k = best[0].shape
     if count == 1:
@@ -615,7 +617,7 @@ def _entered(best: Answer, query: Ints, row: Ints, squared: Floats64) -> Answer:
 
 def _nearest_of_one(
     query: Floats32, vectors: Floats32, k: int, keep: Bools | None
-) -> Answer | None:
+) -> NearestRows | None:
     """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
     FAISS returns the nearest rows by float32 distance, more than k.
@@ -657,7 +659,7 @@ def _gamma(width: int) -> float:
     return terms / (1 - terms)
 
 
-def measured(
+def squared_distances(
     queries: Floats64,
     vectors: Floats32 | Floats64,
     query: Ints,

@@ -174,7 +174,7 @@ class Loaded:
         return None
 
 
-def build(
+def build_structure(
     folder: Path,
     stem: str,
     vectors: Floats,

@@ -28,18 +28,18 @@ from retrieval.base.files import sync
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import VECTOR, Floats, Generation
-from retrieval.store.record import Record, all_of, ask, seq_of, value
+from retrieval.store.record import Record, all_generations, ask, seq_of, value
 from retrieval.store.structure import (
     ARRAYS,
     Structure,
     StructureChoice,
-    build,
+    build_structure,
     load_structure,
 )
 from retrieval.store.view import (
-    Array,
+    ArrayFile,
+    BlockChecksums,
     GenerationRows,
-    Sums,
     Views,
     append,
     append_rows,
@@ -54,7 +54,7 @@ from retrieval.store.view import (
 log = logging.getLogger("retrieval.store")
 
 BUNDLES = "bundles"
-Report = Callable[[int, int], object]
+ReportProgress = Callable[[int, int], object]
 
 _DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
 _MIN_DEAD_ROWS = 1000  # and more rows than this
@@ -73,7 +73,7 @@ def new_stem() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def tidy(record: Record) -> None:
+def remove_leftovers(record: Record) -> None:
     """Remove files that the record does not name, which a killed or failed process has left.
 
     The record's lock keeps other processes from writing meanwhile. If another process has claimed
@@ -87,7 +87,7 @@ def tidy(record: Record) -> None:
             files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(
                 Structure.names(structure)
             )
-        bundles = {generation.bundle[:16] for generation in all_of(connection)}
+        bundles = {generation.bundle[:16] for generation in all_generations(connection)}
         handle = _locked(record.folder / ARRAYS, 0)
         if handle is not None:
             try:
@@ -133,7 +133,9 @@ class Claim:
         StoreUnavailable: another process had the claim for all that time.
     """
 
-    def __init__(self, record: Record, wait: float, report: Report = lambda *_: None) -> None:
+    def __init__(
+        self, record: Record, wait: float, report: ReportProgress = lambda *_: None
+    ) -> None:
         self.record = record
         self.stem = new_stem()
         self.total = 0
@@ -155,7 +157,7 @@ class Claim:
         fcntl.flock(self._handle, fcntl.LOCK_UN)  # also in a child that was forked meanwhile
         os.close(self._handle)
         with suppress(RetrievalError, OSError):
-            tidy(self.record)
+            remove_leftovers(self.record)
 
     def __call__(self, count: int) -> None:
         """Report that `count` more items are done."""
@@ -226,7 +228,7 @@ class Upkeep:
     def step(self) -> bool:
         """Do one piece of work that is due; return False if there was none."""
         with self.record.reading() as connection:
-            generations = all_of(connection)
+            generations = all_generations(connection)
         for generation in generations:
             with self._turn:
                 rows = self._current(generation)
@@ -289,19 +291,20 @@ class Upkeep:
     # In the caller's thread
 
     @_missing_files_named()
-    def compact(self, report: Report = lambda done, total: None) -> None:
+    def compact(self, report: ReportProgress = lambda done, total: None) -> None:
         """Remove the dead rows of all generations, build structures and free disk space."""
         with self._turn:
-            tidy(self.record)
+            remove_leftovers(self.record)
             compacted_at: dict[int, int] = {}
             with self.record.reading() as connection:
-                generations = all_of(connection)
+                generations = all_generations(connection)
             for generation in generations:
                 with Claim(self.record, _WAIT, report) as claim:
                     compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
-                if {existing.number for existing in all_of(connection)} <= compacted_at.keys():
+                existing = {generation.number for generation in all_generations(connection)}
+                if existing <= compacted_at.keys():
                     upto = min(compacted_at.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))
             with self.record.turn, self.record.faults("written"):
@@ -330,19 +333,19 @@ class Upkeep:
         g = generation.number
         stem = claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
-            if g not in {existing.number for existing in all_of(connection)}:
+            if g not in {existing.number for existing in all_generations(connection)}:
                 return seq_of(connection)
             old = GenerationRows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
             filled = _is_filled(connection, g)
         copied_rows = np.arange(old.rows)
-        new_sums = dict[str, Sums]()
+        new_sums = dict[str, BlockChecksums]()
         if compact and old.alive is not None:
             copied_rows = np.flatnonzero(old.alive)
             claim.total = len(copied_rows)
             with self.record.faults("written"):
                 for name, width in generation.widths.items():
-                    source = Array(file_of(folder, old.stem, name), width)
+                    source = ArrayFile(file_of(folder, old.stem, name), width)
                     source.verify(old.rows, sums[name])  # new checksums would hide old damage
                     if name == VECTOR:
                         report = claim
@@ -375,7 +378,7 @@ class Upkeep:
         stem: str,
         old: GenerationRows,
         copied_rows: Ints,
-        new_sums: dict[str, Sums],
+        new_sums: dict[str, BlockChecksums],
     ) -> None:
         """Make the record name the new files; append the rows written since `old`.
 
@@ -399,13 +402,14 @@ class Upkeep:
             put_runs(connection, g, 0, old.runs.numbers_of(copied_rows))
         sql = "update generations set stem = ?, rows = ? where g = ?"
         connection.execute(sql, (stem, len(copied_rows), g))
-        if len(all_of(connection)) == 1:  # the files of another generation may have dead rows
+        # The files of another generation may still have dead rows.
+        if len(all_generations(connection)) == 1:
             connection.execute("delete from removed where seq <= ?", (old.seq,))
         folder = self.record.folder
         with ExitStack() as stack:
             chunks = {}
             for name, width in generation.widths.items():
-                source = Array(file_of(folder, old.stem, name), width)
+                source = ArrayFile(file_of(folder, old.stem, name), width)
                 chunks[name] = _chunks(stack.enter_context(source.reading(grown.rows)), later)
             append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
@@ -418,9 +422,9 @@ class Upkeep:
         folder = self.record.folder
         plugins = self.views.plugins
         spans = generation.spans
-        array = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR])
+        array = ArrayFile(file_of(folder, stem, VECTOR), generation.widths[VECTOR])
         with array.reading(count) as vectors, self.record.faults("written"):
-            structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
+            structure = build_structure(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
         if self.views.view is not None:
             loaded = load_structure(folder, structure, vectors, spans, plugins)

@@ -28,11 +28,11 @@ from retrieval.base.plain import FULL, open_plain, out_of_files
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
-from retrieval.store.record import Record, ask, seq_of, served, value
+from retrieval.store.record import Record, ask, seq_of, served_generation, value
 from retrieval.store.search import nearest
 from retrieval.store.structure import ARRAYS, Loaded, Structure, load_structure
 
-Sums = dict[int, int]
+BlockChecksums = dict[int, int]
 """CRC-32 of each block of a file, by block number."""
 
 BLOCK = 1 << 20  # bytes per checksum
@@ -69,7 +69,7 @@ def append(
     last_checksum: int = 0,
     *,
     sync: bool = True,
-) -> Sums:
+) -> BlockChecksums:
     """Write rows to a file and return the new checksums.
 
     The caller must be in a write transaction if the record already names the file.
@@ -82,7 +82,7 @@ def append(
         last_checksum: checksum of the committed part of the block in which the new rows begin.
         sync: whether to sync the file.
     """
-    sums: Sums = {}
+    sums: BlockChecksums = {}
     start = first_row * width * 4
     if start % BLOCK:
         crc = last_checksum
@@ -193,14 +193,14 @@ def put_sums(connection: apsw.Connection, g: int, name: str, sums: Mapping[int, 
     connection.executemany("insert or replace into sums values (?,?,?,?)", rows)
 
 
-def sums_of(connection: apsw.Connection, g: int, name: str) -> Sums:
+def sums_of(connection: apsw.Connection, g: int, name: str) -> BlockChecksums:
     """Return the checksums of the array `name` of generation number `g`."""
     sql = "select block, sum from sums where g = ? and name = ?"
     return dict(ask(connection, sql, (g, name)))
 
 
 def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Ints) -> None:
-    """Record the item numbers of generation number `g`'s rows from `first_row` on; see `Runs`."""
+    """Record the item numbers of a generation's rows from `first_row` on; see `NumberRuns`."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
     counts = np.diff(np.concatenate([starts, [len(numbers)]]))
     runs = [
@@ -218,7 +218,7 @@ def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Ints)
 # Reading
 
 
-class Array:
+class ArrayFile:
     """The file of one array of a generation, memory-mapped."""
 
     def __init__(self, path: Path, width: int) -> None:
@@ -286,7 +286,7 @@ class Array:
                 self._verified.add(block)
 
 
-class Runs:
+class NumberRuns:
     """The item numbers of a generation's rows, which ascend.
 
     A run is a series of rows with consecutive item numbers. The table (n, 3) has the first row, the
@@ -339,7 +339,7 @@ class GenerationRows:
     generation: Generation
     stem: str
     rows: int
-    runs: Runs
+    runs: NumberRuns
     alive: Bools | None
     dead: int
     structure_text: str | None
@@ -360,7 +360,7 @@ class GenerationRows:
         ((stem, rows, structure_text),) = entries
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
-            old = GenerationRows(0, generation, stem, 0, Runs([]), None, 0, None)
+            old = GenerationRows(0, generation, stem, 0, NumberRuns([]), None, 0, None)
         runs = old.runs
         alive = old.alive
         dead = old.dead
@@ -372,7 +372,7 @@ class GenerationRows:
             else:
                 first = 0
             table = ask(connection, sql, (generation.number, first))
-            runs = Runs(np.concatenate([complete, np.array(table, np.int64).reshape(-1, 3)]))
+            runs = NumberRuns(np.concatenate([complete, np.array(table, np.int64).reshape(-1, 3)]))
             if alive is not None:
                 alive = np.concatenate([alive, np.ones(rows - old.rows, bool)])
         removed = ask(connection, "select n from removed where seq > ?", (old.seq,))
@@ -398,7 +398,7 @@ class View(GenerationRows):
         matched: masks (rows,) of the live rows that filters match, by filter; `Masks` fills it.
     """
 
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, ArrayFile]
     structure: Loaded | None = None
     matched: dict[Any, Bools] = field(default_factory=dict)
 
@@ -591,7 +591,7 @@ class Views:
                 if view.seq == seq:
                     return view
                 return None
-            self.view = self._of(connection, served(connection), wait=view is None)
+            self.view = self._of(connection, served_generation(connection), wait=view is None)
             if len(self.loaded) > 3:  # others than the current one are seldom needed again
                 structure_text = self.view.structure_text
                 self.loaded = {
@@ -618,7 +618,7 @@ class Views:
             arrays = {}
             for name, width in generation.widths.items():
                 path = file_of(self.record.folder, rows.stem, name)
-                array = arrays[name] = Array(path, width)
+                array = arrays[name] = ArrayFile(path, width)
                 array.rows(rows.rows)
                 if name != FEATURES:  # features are verified when they are read
                     array.verify(rows.rows, sums_of(connection, generation.number, name))

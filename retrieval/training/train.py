@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retrieval.base.arrays import Ints
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Progress, showing, shown
+from retrieval.base.progress import Progress, showing, shows_progress
 from retrieval.base.tables import html_table
 from retrieval.bundle.encoder import Embeddings, Encoder
 from retrieval.data.encode import encode_images, index_vectors
@@ -122,7 +122,7 @@ class Run(OpenedRun, Encoder):
         return html_table(rows, [repr(self)])
 
 
-@shown
+@shows_progress
 def train(
     recipe: StrPath | Mapping[str, Any] | Recipe,
     output: StrPath | None = None,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from retrieval import Index
 from retrieval.store.search import Companion, nearest
-from retrieval.store.structure import build, load_structure
+from retrieval.store.structure import build_structure, load_structure
 
 pytestmark = pytest.mark.scale
 
@@ -60,7 +60,7 @@ def test_filters_in_a_structure_of_more_rows_than_its_candidates_allow(tmp_path)
     count = 210_000
     vectors = np.random.default_rng(0).normal(size=(count, 8)).astype(np.float32)
     (tmp_path / "arrays").mkdir()
-    structure = build(
+    structure = build_structure(
         tmp_path, "a", vectors, [(0, 8)], "ivf", {"lists": 64, "probes": 16}, (), lambda n: None
     )
     loaded = load_structure(tmp_path, structure, vectors, [(0, 8)], ())

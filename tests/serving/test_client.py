@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
 from retrieval.errors import DataError, ServerError
 from retrieval.index.index import open_index
-from retrieval.store.folder import FORMAT
+from retrieval.store.folder import INDEX_FORMAT
 
 WRITE = "--open=admin"
 IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", "..", ".", "%2e%2e"]
@@ -85,7 +85,7 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
         assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
         assert [item.id for item in client.items("label = 'other'")] == [plain]
         about = client.index()
-        assert (about.items, about.input.kind, about.format) == (len(IDS), "image", FORMAT)
+        assert (about.items, about.input.kind, about.format) == (len(IDS), "image", INDEX_FORMAT)
         added = client.add([NewItem("x", paths[0]), NewItem(second, paths[1])])
         assert (added.added, added.replaced) == (1, 1)
         twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]

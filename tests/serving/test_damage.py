@@ -18,7 +18,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.index import adding
 from retrieval.index.index import create_index, open_index
-from retrieval.store.record import FILE as RECORD
+from retrieval.store.record import RECORD_FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -4,7 +4,7 @@ import pytest
 import wire
 from retrieval.errors import StoreError
 from retrieval.index.index import create_index
-from retrieval.store.folder import FORMAT
+from retrieval.store.folder import INDEX_FORMAT
 
 from retrieval_server.server import named
 
@@ -25,7 +25,9 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     wire.refused(client.get("/v1/indexes/..%2Fi/index"), 404, "")
     content = {name: client.get(f"/v1/indexes/{name}/index").json() for name in names}
     items = {name: entry["items"] for name, entry in content.items()}
-    assert [entry["format"] for entry in content.values()] == [FORMAT] * 3 and items["i"] == 200
+    assert [entry["format"] for entry in content.values()] == [INDEX_FORMAT] * 3 and items[
+        "i"
+    ] == 200
     image = {"image": next(photos.rglob("*.png")).read_bytes()}
     for name, count in items.items():
         hits = client.post(f"/v1/indexes/{name}/search", files=image).json()["results"]

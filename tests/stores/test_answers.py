@@ -122,7 +122,8 @@ def test_a_pair_has_one_distance_whoever_measures_it():
         some = random.normal(size=(50, width)).astype(np.float32)
         query = random.normal(size=(3, width)).astype(np.float32)
         pairs = np.repeat(np.arange(3), 50), np.tile(np.arange(50), 3)
-        own = np.sqrt(search.measured(query.astype(np.float64), some, *pairs)).reshape(3, 50)
+        squared = search.squared_distances(query.astype(np.float64), some, *pairs)
+        own = np.sqrt(squared).reshape(3, 50)
         for at in range(3):
             assert np.array_equal(merged_distances(query[at], some, 5, [], "min"), own[at])
             assert merged_distances(query[at], some[7:8], 5, [], "min")[0] == own[at, 7]

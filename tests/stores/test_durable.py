@@ -19,7 +19,7 @@ from retrieval.store.contract import widths_of
 from retrieval.store.folder import check_record
 from retrieval.store.local import LocalStore
 from retrieval.store.record import value
-from retrieval.store.view import BLOCK, Array, View
+from retrieval.store.view import BLOCK, ArrayFile, View
 from stored import VECTORS, items
 
 
@@ -53,9 +53,9 @@ def test_every_block_of_a_row_that_spans_several_is_verified(tmp_path, block):
     sums = {b: zlib.crc32(content[b * BLOCK : (b + 1) * BLOCK]) for b in range(8)}
     content[(4 + block) * BLOCK + 77] ^= 1
     (tmp_path / "rows").write_bytes(content)
-    Array(tmp_path / "rows", width).verify(2, sums, np.array([0]))
+    ArrayFile(tmp_path / "rows", width).verify(2, sums, np.array([0]))
     with pytest.raises(StoreError, match="was altered"):
-        Array(tmp_path / "rows", width).verify(2, sums, np.array([1]))
+        ArrayFile(tmp_path / "rows", width).verify(2, sums, np.array([1]))
 
 
 @pytest.mark.parametrize("left", ["cut", "zeros"])

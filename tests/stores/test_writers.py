@@ -20,7 +20,7 @@ from retrieval.store.folder import check_record, create_local
 from retrieval.store.local import LocalStore
 from retrieval.store.structure import StructureChoice
 from retrieval.store.upkeep import Claim
-from retrieval.store.view import Array
+from retrieval.store.view import ArrayFile
 from stored import VECTORS, items, write
 
 
@@ -90,7 +90,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(index, bun
         assert reader.propose(VECTORS[:1], 1, bundle.sha256)[0].items[0].id == "id0"
         # More rows than the reader has mapped; the first ten are dead.
         writer.upsert(items(range(3000)), bundle.sha256)
-        rows = Array.rows
+        rows = ArrayFile.rows
         compacted = []
 
         def rows_of(array, count):
@@ -104,7 +104,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(index, bun
                 assert not array.path.exists()
             return rows(array, count)
 
-        monkeypatch.setattr(Array, "rows", rows_of)
+        monkeypatch.setattr(ArrayFile, "rows", rows_of)
         assert reader.propose(VECTORS[2999:3000], 1, bundle.sha256)[0].items[0].id == "id2999"
         assert compacted
 

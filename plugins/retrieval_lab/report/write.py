@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import write_text
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed, valid_text
 from retrieval.evaluation.evaluation import metric_title
@@ -47,7 +47,7 @@ LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
 
 
-@shown
+@shows_progress
 def report(
     runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",

@@ -88,8 +88,8 @@ def _is_true(op: str, element: Any, operand: Value) -> bool:
     return COMPARE[op](element, operand)
 
 
-Parameter = str | int
-Sql = tuple[str, tuple[Parameter, ...]]
+SqlParameter = str | int
+Sql = tuple[str, tuple[SqlParameter, ...]]
 _JSON_TYPES = {None: "null", True: "true", False: "false"}
 _OF_TYPE = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
 
@@ -173,7 +173,7 @@ def _equals(operands: tuple[Value, ...]) -> Sql:
     return " or ".join(tests), tuple(parameters)
 
 
-def _bound(value: Value) -> tuple[str, Parameter]:
+def _bound(value: Value) -> tuple[str, SqlParameter]:
     """Return the placeholder of a string or number, and the parameter to bind to it.
 
     SQLite parses decimal numbers in several ways, and some round incorrectly. So a float is bound

@@ -189,9 +189,8 @@ class _Junction(_Node):
             if not isinstance(part, Filter):
                 raise DataError(f"`{self.joint}` takes filters, not {_shown(part)}.")
         nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
-        self._set(
-            FilterSize(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts)
-        )
+        size = FilterSize(1 + max(nested), sum(conditions), sum(values))
+        self._set(size, parts=tuple(self.parts))
 
 
 class And(_Junction):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from retrieval.base.locks import hold
 from retrieval.base.places import StrPath
-from retrieval.base.progress import Meter, Progress, shown
+from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.host.cluster import cluster_at
 from retrieval.host.main_script import exit_if_imported
@@ -40,7 +40,7 @@ def _resumable() -> Iterator[None]:
         raise Interrupted("Interrupted; finished work is kept. The same command goes on.") from None
 
 
-@shown
+@shows_progress
 @_resumable()
 def compare(
     recipes: plan.Source | Sequence[plan.Source],
