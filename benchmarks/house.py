@@ -144,13 +144,12 @@ def loaded_by_check() -> list[str]:
 
 @contextmanager
 def calls() -> Iterator[Counter[str]]:
-    """Context manager that counts the calls of our functions by file, in this and new threads."""
-    seen: Counter[str] = Counter()
+    """Context manager that counts the calls in this and new threads, by the function's file."""
     counts: Counter[str] = Counter()
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
-            seen[frame.f_code.co_filename] += 1
+            counts[frame.f_code.co_filename] += 1
 
     threading.setprofile(count)
     sys.setprofile(count)
@@ -159,22 +158,31 @@ def calls() -> Iterator[Counter[str]]:
     finally:
         threading.setprofile(None)
         sys.setprofile(None)
-        for name, times in seen.items():
-            path = Path(name).resolve()  # an installation for development links to our files
-            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS:
-                counts[str(path.relative_to(ROOT))] += times
 
 
-def walk(call: Callable[[], object], least: int = 1, warm: bool = True) -> list[str]:
-    """Return our files of which a function runs at least `least` times during a call.
+def ours(counts: Counter[str], least: int = 1) -> list[str]:
+    """Return our files among those with at least `least` calls."""
+    names = set()
+    for name, times in counts.items():
+        path = Path(name).resolve()  # an installation for development links to our files
+        if times >= least and path.is_relative_to(ROOT):
+            path = path.relative_to(ROOT)
+            if path.parts[0] in ROOMS:
+                names.add(str(path))
+    return sorted(names)
 
-    With `warm`, the call runs once before: imports and what is computed once do not count.
+
+def walk(call: Callable[[], object]) -> list[str]:
+    """Return our files whose functions run during the second of two calls.
+
+    Imports, and what is computed once, belong to the first. Threads of a pool are new then, and
+    keep the counter.
     """
-    if warm:
-        call()
     with calls() as counts:
         call()
-    return sorted(name for name, times in counts.items() if times >= least)
+        counts.clear()
+        call()
+        return ours(counts)
 
 
 def walks(folder: Path) -> dict[str, list[str]]:
@@ -201,8 +209,7 @@ def walks(folder: Path) -> dict[str, list[str]]:
         train(BATCHES)
     with calls() as long:
         train(4 * BATCHES)
-    of_batches = long - short
-    found = {"a batch": sorted(name for name, n in of_batches.items() if n >= 3 * BATCHES)}
+    found = {"a batch": ours(long - short, least=3 * BATCHES)}
     index = retrieval.Index.create(
         folder / "photos.index", pictures, model=run.export(folder / "bundle"), progress=False
     )
@@ -236,11 +243,11 @@ def over_http(index: Any, image: bytes) -> list[str]:
                 answer = await client.post("/v1/search", files={"image": image}, data={"k": "5"})
                 answer.raise_for_status()
 
-            await post()
-            # The server's threads are new while they are counted: they inherit the profile.
             with calls() as counts:
                 await post()
-        return sorted(counts)
+                counts.clear()
+                await post()
+                return ours(counts)
 
     return asyncio.run(search())
 

@@ -94,7 +94,9 @@ class ServerError(RetrievalError):
         detail: str | None = None,
     ) -> None:
         super().__init__(sentence)
-        self.status, self.request_id, self.detail = status, request_id, detail
+        self.status = status
+        self.request_id = request_id
+        self.detail = detail
 
 
 def printable(text: str) -> str:
@@ -107,7 +109,9 @@ def printable(text: str) -> str:
     def shown(c: str) -> str:
         if c.isprintable() or c in "\n\t":
             return c
-        return f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+        if ord(c) < 256:
+            return f"\\x{ord(c):02x}"
+        return f"\\u{ord(c):04x}"
 
     return "".join(map(shown, text))
 
@@ -190,4 +194,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         or [k for k in other.values() if k.rpartition(".")[2] == name]
         or [other[k] for k in difflib.get_close_matches(word.lower(), other, n=1)]
     )
-    return f" Did you mean '{close[0]}'?" if close else ""
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    return ""

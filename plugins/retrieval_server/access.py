@@ -90,7 +90,8 @@ class Access:
     """
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
-        self._settings, self._source = settings, source
+        self._settings = settings
+        self._source = source
         self._keyless_role = settings.open or (None if source is not None else "read")
 
     def admit(self, scope: Any) -> Caller:
@@ -101,8 +102,13 @@ class Access:
                 answer for; 404 for a path that the health port does not serve; 401 or 403 if the
                 sender lacks permission.
         """
-        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
-        address = scope["client"][0] if scope.get("client") else ""
+        method = scope["method"]
+        path = scope["path"]
+        headers = dict(scope["headers"])
+        if scope.get("client"):
+            address = scope["client"][0]
+        else:
+            address = ""
         keyed = self._source is not None
         caller = Caller("", self._keyless_role, address, keyed=keyed)
         host = headers.get(b"host", b"").decode("latin-1")
@@ -144,7 +150,8 @@ class Access:
 
     def _is_our_name(self, host: str) -> bool:
         """Return whether the server answers for a host name; this prevents DNS rebinding."""
-        known, name = self._settings.hosts, _name(host)
+        known = self._settings.hosts
+        name = _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 
 

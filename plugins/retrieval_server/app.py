@@ -134,7 +134,8 @@ class Application:
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle a request: check access, answer errors, add headers, metrics and a log line."""
-        began, trace = perf_counter(), _trace_id(scope["headers"])
+        began = perf_counter()
+        trace = _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace), scope.get("retrieval.has_left", bool))
         scope["retrieval.request_id"] = trail.id
         headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
@@ -153,7 +154,8 @@ class Application:
         async def counted_send(message: Any) -> None:
             nonlocal status, bytes_out, sending
             if message["type"] == "http.response.start":
-                status, sending = message["status"], perf_counter()
+                status = message["status"]
+                sending = perf_counter()
                 message = {**message, "headers": [*message.get("headers", []), *headers]}
             bytes_out += len(message.get("body", b""))
             await send(message)
@@ -175,7 +177,10 @@ class Application:
             ended = perf_counter()
             if status:
                 trail.note("send", ended - sending)
-            method = scope["method"] if scope["method"] in METHODS else OTHER
+            if scope["method"] in METHODS:
+                method = scope["method"]
+            else:
+                method = OTHER
             route = scope.get("retrieval.route") or self._route_of(scope)
             self._metrics.answered(trail, method, route, status, ended - began)
             if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
@@ -212,8 +217,14 @@ class Application:
         members: dict[str, Any] = next(iter(states.values())) if is_one else {"indexes": states}
         for name, readiness in self.readiness.items():
             if reason := readiness.reason():
-                sentence = reason if is_one else f"Index {name}: {reason}"
-                shown = {"checks": members["checks"]} if is_one else members
+                if is_one:
+                    sentence = reason
+                else:
+                    sentence = f"Index {name}: {reason}"
+                if is_one:
+                    shown = {"checks": members["checks"]}
+                else:
+                    shown = members
                 raise RequestError(503, sentence, members=shown)
         return JSONResponse({"status": "ready", **members})
 
@@ -257,7 +268,8 @@ class Application:
 
 def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
     """Log a finished request: the members of `line` and those below, if they have a value."""
-    caller, client = scope.get("retrieval.caller"), scope.get("client")
+    caller = scope.get("retrieval.caller")
+    client = scope.get("client")
     optional = {
         "request_id": trail.id,
         "trace_id": trace,
@@ -302,5 +314,10 @@ def _static(name: str, media_type: str) -> NamedRoute:
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
     """Return the trace id of a single valid `traceparent` header (W3C), or an empty string."""
     parents = [value for name, value in headers if name == b"traceparent"]
-    match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
-    return match[1].decode() if match else ""
+    if len(parents) == 1:
+        match = _PARENT.fullmatch(parents[0])
+    else:
+        match = None
+    if match:
+        return match[1].decode()
+    return ""

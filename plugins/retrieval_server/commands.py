@@ -221,10 +221,16 @@ def list_keys(path: Path, as_json: bool) -> None:
         say_json([key.model_dump(mode="json", exclude=secret, exclude_none=True) for key in stored])
         return
     for key in stored:
-        details = [f"indexes {', '.join(key.indexes)}"] if key.indexes else []
+        if key.indexes:
+            details = [f"indexes {', '.join(key.indexes)}"]
+        else:
+            details = []
         details += [f"created {key.created}"] if key.created else []
         if key.expires:
-            verb = "expired" if key.expired else "expires"
+            if key.expired:
+                verb = "expired"
+            else:
+                verb = "expires"
             details.append(f"{verb} {key.expires}")
         say(f"{key.name}  {key.role}  rk_{key.id}_…  {'; '.join(details)}".rstrip())
 

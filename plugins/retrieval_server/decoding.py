@@ -86,8 +86,10 @@ class Decoders:
     """
 
     def __init__(self, limits: Limits | None = None, seconds: float = SECONDS) -> None:
-        self.limits, self.seconds = limits or Limits(), seconds
-        self._lock, self._closed = threading.Lock(), False
+        self.limits = limits or Limits()
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._closed = False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         # The first process is started now, so that the first image need not wait. If this fails,
@@ -160,7 +162,10 @@ class Decoders:
     def _take(self) -> _Worker:
         while True:
             with self._lock:
-                worker = self._idle.pop() if self._idle else None
+                if self._idle:
+                    worker = self._idle.pop()
+                else:
+                    worker = None
             if worker is None:
                 return self._start()
             if worker.process.is_alive():
@@ -239,7 +244,9 @@ class _Worker:
 
     def _read(self, size: int, seconds: float) -> bytearray:
         """Return the next `size` bytes; raises the same errors as `ask`."""
-        end, content, start = monotonic() + seconds, bytearray(size), 0
+        end = monotonic() + seconds
+        content = bytearray(size)
+        start = 0
         with memoryview(content) as rest:
             while start < size:
                 self.pipe.settimeout(max(0.001, end - monotonic()))
@@ -291,7 +298,10 @@ def _answer(limits: Limits, job: Job) -> bytes:
             return b"".join((_ANSWER.pack(True, *full_size(image), pixels.nbytes), pixels.data))
         # Stored items may have larger files than the limit on uploads allows.
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
-        file = to_png(image) if kind == "png" else thumbnail(image)
+        if kind == "png":
+            file = to_png(image)
+        else:
+            file = thumbnail(image)
         return _ANSWER.pack(True, *image.size, len(file)) + file
     except DataError as error:
         sentence = str(error)

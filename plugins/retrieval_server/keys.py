@@ -83,7 +83,9 @@ class Keys(tuple[Key, ...]):
         if parts := _KEY.fullmatch(sent):
             for key in self:
                 if key.id == parts[1]:
-                    return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
+                    if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash):
+                        return key
+                    return None
         return None
 
 
@@ -97,7 +99,9 @@ def new_key(
     """
     if lifetime is not None and not lifetime:
         raise RetrievalError("A key that is valid for no time is of no use. Give it a longer time.")
-    secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
+    secret = secrets.token_urlsafe(32)
+    salt = secrets.token_hex(16)
+    id = secrets.token_hex(6)
     now = datetime.now(UTC).replace(microsecond=0)
     try:
         key = Key(
@@ -124,7 +128,8 @@ def _problems(error: ValidationError) -> str:
     faults = error.errors(include_url=False, include_context=False, include_input=False)[:5]
     problems = []
     for fault in faults:
-        member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
+        member = ".".join(map(str, fault["loc"][:1])) or "it"
+        message = fault["msg"]
         if member == "name" and fault["type"] == "string_pattern_mismatch":
             message = (
                 "it must have at most 64 characters, only letters, digits and . _ @ -, and begin"
@@ -151,7 +156,9 @@ def parse_keys(text: bytes, where: str) -> Keys:
         advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
     text = text.removeprefix(codecs.BOM_UTF8)
-    keys, problems, seen = list[Key](), list[str](), dict[str, int]()
+    keys = list[Key]()
+    problems = list[str]()
+    seen = dict[str, int]()
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
@@ -186,7 +193,10 @@ def add_key(path: Path, key: Key) -> None:
         RetrievalError: the file has a key of this name, or cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        keys = read_keys(path) if path.exists() else Keys()
+        if path.exists():
+            keys = read_keys(path)
+        else:
+            keys = Keys()
         if any(other.name == key.name for other in keys):
             raise RetrievalError(
                 f"{path} has a key {key.name} already. Replace it with 'retrieval keys rotate"
@@ -300,7 +310,8 @@ class KeySource:
         A changed file may be half written. A call therefore reads the file only if its state is the
         same as at the previous call.
         """
-        before, self._seen_stamp = self._seen_stamp, self._stamp()
+        before = self._seen_stamp
+        self._seen_stamp = self._stamp()
         if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
             return
         self._read_stamp = self._seen_stamp
@@ -309,7 +320,10 @@ class KeySource:
         except RetrievalError as error:
             log.warning("The keys stay as they were. %s", error)
         else:
-            count = "1 key" if len(self.keys) == 1 else f"{len(self.keys):,} keys"
+            if len(self.keys) == 1:
+                count = "1 key"
+            else:
+                count = f"{len(self.keys):,} keys"
             log.warning("Read %s again; it has %s.", self._path, count)
 
     def _stamp(self) -> tuple[int, ...] | None:
@@ -341,4 +355,6 @@ def key_source(path: Path | None) -> KeySource | None:
         )
     if text and not text.lstrip().startswith(("{", "#")):
         path = Path(text)
-    return KeySource(path, text) if path is not None or text else None
+    if path is not None or text:
+        return KeySource(path, text)
+    return None

@@ -31,7 +31,8 @@ MAX_K = 1000
 MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
 MAX_FIELDS = 100
-MAX_CONDITIONS, MAX_VALUES = 100, 1000
+MAX_CONDITIONS = 100
+MAX_VALUES = 1000
 
 Kind = Literal["form", "json", "image"]
 _KINDS: Mapping[str, Kind] = {
@@ -120,7 +121,10 @@ class QueryBody(JsonBody):
 
     def input(self) -> QueryInput:
         """Return the vector or item id to search with."""
-        vector = None if self.vector is None else np.array(self.vector, np.float64)
+        if self.vector is None:
+            vector = None
+        else:
+            vector = np.array(self.vector, np.float64)
         return QueryInput(vector=vector, id=self.id)
 
 
@@ -209,8 +213,13 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     where = ""
     if len(place) > 1 and place[0] in ("queries", "items"):
         (entry,) = get_args(model.model_fields[str(place[0])].annotation)
-        where, model, place = f'"{place[0]}", entry {place[1]}: ', entry, place[2:]
-    field = model.model_fields.get(str(place[0])) if place else None
+        where = f'"{place[0]}", entry {place[1]}: '
+        model = entry
+        place = place[2:]
+    if place:
+        field = model.model_fields.get(str(place[0]))
+    else:
+        field = None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
     names = [
@@ -257,17 +266,23 @@ def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
 def _filter(text: str) -> Any:
     if text.lstrip().startswith("{"):
         return loads(text, 'The filter is not JSON, though it begins with "{".')
-    return text if text.strip() else None
+    if text.strip():
+        return text
+    return None
 
 
 def _names(text: str) -> Any:
     if text.lstrip().startswith("["):
         return loads(text, '"fields" is not JSON, though it begins with "[".')
-    return [name.strip() for name in text.split(",")] if text.strip() else []
+    if text.strip():
+        return [name.strip() for name in text.split(",")]
+    return []
 
 
 def _number(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else text
+    if text.isascii() and text.isdecimal() and len(text) < 9:
+        return int(text)
+    return text
 
 
 def truth(text: str) -> bool | str:
@@ -343,7 +358,10 @@ def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
 def _entries(body: Body, name: str, most: int) -> Any:
     """Parse a body, and check the length of its list `name` before the entries are read."""
     content = loads(body.content, most=JSON_BATCH_VALUES)
-    entries = content.get(name) if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        entries = content.get(name)
+    else:
+        entries = None
     if isinstance(entries, list) and len(entries) > most:
         raise RequestError(400, f"The request has {len(entries):,} {name}; the limit is {most:,}.")
     return content
@@ -433,7 +451,8 @@ class BodyMemory:
                 headers={"Accept-Encoding": "identity"},
             )
         limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
-        content, received = bytearray(), 0
+        content = bytearray()
+        received = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
@@ -481,15 +500,20 @@ def read_form(
 
     Parsing blocks, so call this in a thread if the body is large.
     """
-    images, fields = list[bytes](), dict[str, str]()
+    images = list[bytes]()
+    fields = dict[str, str]()
     for part in _parts(body, max_images + len(names) + 1):
-        name, value = part.options.get(b"name", b"").decode("utf-8", "replace"), part.content
+        name = part.options.get(b"name", b"").decode("utf-8", "replace")
+        value = part.content
         if name == "image" and b"filename" in part.options:
             if len(value) > max_bytes:
                 sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
                 raise RequestError(413, f"{sentence} (--max-bytes).")
             if len(images) == max_images:
-                limit = "one" if max_images == 1 else f"{max_images:,} at most"
+                if max_images == 1:
+                    limit = "one"
+                else:
+                    limit = f"{max_images:,} at most"
                 sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
             images.append(bytes(value))
@@ -516,7 +540,9 @@ def read_form(
 
 def _parts(body: Body, most: int) -> list[_Part]:
     """Return the parts of a form; raise a RequestError 400 if it has more than `most`."""
-    parts, ends, header = list[_Part](), list[bool](), [b""]
+    parts = list[_Part]()
+    ends = list[bool]()
+    header = [b""]
 
     def begin() -> None:
         if len(parts) == most:

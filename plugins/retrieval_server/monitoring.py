@@ -85,13 +85,16 @@ def _as_json(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
 
 def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
     """Return `time INFO POST /v1/search 200 ms=3.1 …` with control characters escaped."""
-    trace, stages = fields.pop("traceback", None), fields.pop("stages", {})
+    trace = fields.pop("traceback", None)
+    stages = fields.pop("stages", {})
     words = [datetime.now().isoformat(" ", "milliseconds").replace(".", ","), record.levelname]
     words += [str(fields.pop(name)) for name in ("method", "route", "status") if name in fields]
     words += [message] if message else []
     words += [f"{name}={value}" for name, value in {**fields, **stages}.items()]
     line = printable(" ".join(" ".join(words).split()))
-    return line if trace is None else f"{line}\n{printable(trace)}"
+    if trace is None:
+        return line
+    return f"{line}\n{printable(trace)}"
 
 
 def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:
@@ -108,7 +111,8 @@ def start_log(form: Literal["text", "json"], names_process: bool = False) -> Que
     levels = {LOG: logging.INFO, "uvicorn.error": logging.ERROR, "asyncio": logging.ERROR}
     for name, level in levels.items():
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level)
     for name in ("python_multipart", "python_multipart.multipart"):  # the response has its message
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -198,7 +202,10 @@ class _Gauges(Collector):
         yield lengths
         pids = workers.decoders.pids
         yield gauge("decode_processes", "Decoding processes.", value=len(pids))
-        labels = ["index"] if len(self._indexes) > 1 else []
+        if len(self._indexes) > 1:
+            labels = ["index"]
+        else:
+            labels = []
         families = {
             name: gauge(f"index_{name}", text, labels=labels)
             for name, text in _INDEX_METRICS.items()
@@ -250,7 +257,8 @@ def traced(app: Any) -> Any:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        group, entry = "opentelemetry_traces_exporter", {"otlp": "otlp_proto_http"}.get(name, name)
+        group = "opentelemetry_traces_exporter"
+        entry = {"otlp": "otlp_proto_http"}.get(name, name)
         (exporter,) = entry_points(group=group, name=entry)
     except (ImportError, ValueError):
         raise MissingDependency(

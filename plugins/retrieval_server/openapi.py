@@ -56,7 +56,8 @@ def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
     return schemas
 
 
-_OPTIONS, _LIST = _texts(models.Options), _texts(models.ListParameters)
+_OPTIONS = _texts(models.Options)
+_LIST = _texts(models.ListParameters)
 
 
 def _ref(model: type) -> dict[str, Any]:
@@ -99,7 +100,9 @@ class Operation(NamedTuple):
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Prefixes of the path, without and with the name of an index."""
-        return ("/v1", "/v1/indexes/{index}") if self.of_index else ("/v1",)
+        if self.of_index:
+            return ("/v1", "/v1/indexes/{index}")
+        return ("/v1",)
 
     @property
     def id(self) -> str:
@@ -169,11 +172,15 @@ def document(handlers: type) -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        method, path = operation.method.upper(), f"/v1{operation.path}"
+        method = operation.method.upper()
+        path = f"/v1{operation.path}"
         key = {"key": [needed_role(method, path, keyed=True)]}
         for prefix in operation.prefixes:
             named = "{index}" in prefix
-            parameters = [_parameter("path", "index", _NAME)] if named else []
+            if named:
+                parameters = [_parameter("path", "index", _NAME)]
+            else:
+                parameters = []
             described = {
                 "operationId": operation.id + ("Of" if named else ""),
                 "summary": getattr(handlers, operation.handler).__doc__,
@@ -207,11 +214,16 @@ def _parameter(place: str, name: str, schema: Any, required: bool = True) -> dic
 def _responses(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     if operation.answer is None:
-        kinds = ("image/jpeg",) if "thumbnail" in operation.handler else _IMAGES
+        kinds: tuple[str, ...] = _IMAGES
+        if "thumbnail" in operation.handler:
+            kinds = ("image/jpeg",)
         content: dict[str, Any] = {kind: {"schema": _BINARY} for kind in kinds}
         responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
-        schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
+        if operation.answer is dict:
+            schema = {"type": "object"}
+        else:
+            schema = _ref(operation.answer)
         content = {_JSON: {"schema": schema}}
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}

@@ -42,8 +42,10 @@ class RequestError(RetrievalError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(sentence)
-        self.status, self.reason = status, reason
-        self.members, self.headers = dict(members or {}), dict(headers or {})
+        self.status = status
+        self.reason = reason
+        self.members = dict(members or {})
+        self.headers = dict(headers or {})
 
 
 def busy(why: str, reason: str = "queue") -> RequestError:
@@ -66,15 +68,22 @@ def problem_json(
 
 def problem(scope: Any, error: RequestError) -> Response:
     """Return the response to a failed request; a 503 has a `Retry-After` header."""
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    if error.status == 503:
+        headers = {"Retry-After": "1"}
+    else:
+        headers = {}
     body = problem_json(error.status, str(error), scope["retrieval.request_id"], error.members)
     return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
 
 
 def report(error: BaseException) -> None:
     """Log an error with its causes and its place in the code, in one line."""
-    frames, causes = traceback.extract_tb(error.__traceback__, limit=-1), list[str]()
-    where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    causes = list[str]()
+    if frames:
+        where = f" ({frames[0].filename}:{frames[0].lineno})"
+    else:
+        where = ""
     cause: BaseException | None = error
     while cause is not None and len(causes) < 4:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")

@@ -34,7 +34,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first header."""
         super().connection_made(transport)
-        self._header_bytes, self._refusal = 0, (400, "The request is not valid HTTP.")
+        self._header_bytes = 0
+        self._refusal = (400, "The request is not valid HTTP.")
         self._in_header = True
         self._answered: RequestResponseCycle | None = None
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
@@ -105,7 +106,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start to count and time a header."""
         super().on_message_begin()
-        self._header_bytes, self._in_header = 0, True
+        self._header_bytes = 0
+        self._in_header = True
         self._body_bytes = self._pieces = 0
         self._timer.cancel()
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)

@@ -32,9 +32,11 @@ class Readiness:
     """Checks one index regularly: its files, a complete search and its encoder."""
 
     def __init__(self, served: Served) -> None:
-        self._served, self._logged_change = served, False
+        self._served = served
+        self._logged_change = False
         self._faults: dict[str, str | None] = {"search": _NEW}
-        self._items, self._bundle = 0, ""
+        self._items = 0
+        self._bundle = ""
         self._sample: tuple[Bundle, Query] | None = None
         self._fallback: str | None = None
 
@@ -44,12 +46,18 @@ class Readiness:
         If the encoder runs on the CPU although ONNX Runtime was built for a GPU, the member
         `fallback` says why.
         """
-        fallback = {"fallback": self._fallback} if self._fallback else {}
+        if self._fallback:
+            fallback = {"fallback": self._fallback}
+        else:
+            fallback = {}
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
     def checks(self) -> dict[str, str]:
         """Return the last known state of each part: "ok" or a sentence."""
-        damaged = DAMAGED if self._served.failed is not None else None
+        if self._served.failed is not None:
+            damaged = DAMAGED
+        else:
+            damaged = None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
         return {name: fault or "ok" for name, fault in faults.items()}
 
@@ -65,7 +73,8 @@ class Readiness:
 
     async def probe(self) -> None:
         """Check all parts now and store their states."""
-        fallback, self._fallback = self._fallback, self._served.index.bundle.fallback
+        fallback = self._fallback
+        self._fallback = self._served.index.bundle.fallback
         if self._fallback not in (None, fallback):
             log.warning("%s", self._fallback)
         slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
@@ -116,7 +125,8 @@ class Readiness:
             self._sample = bundle, await served.workers.pictures.run(lambda: sample(bundle))
         query = self._sample[1]
         hits = await served.search(query, lambda query, hits, index: bytes(len(hits[0])))
-        self._items, self._bundle = items, bundle.sha256
+        self._items = items
+        self._bundle = bundle.sha256
         if (repeat := served.failed) is not None:
             try:
                 await served.workers.searches.run(repeat)
@@ -126,7 +136,9 @@ class Readiness:
                 report(error)
                 return DAMAGED
             served.failed = None
-        return None if hits or not items else "The server's test search found nothing."
+        if hits or not items:
+            return None
+        return "The server's test search found nothing."
 
     async def _model(self) -> str | None:
         """Return why the encoder no longer agrees with its bundle's probe, or `None`."""
@@ -140,7 +152,8 @@ def _first(faults: Mapping[str, str | None]) -> str | None:
 
 def sample(bundle: Bundle) -> Query:
     """Return a random query, which passes through all stages of a client's search."""
-    input, noise = bundle.manifest.input, np.random.default_rng(0)
+    input = bundle.manifest.input
+    noise = np.random.default_rng(0)
     if input.kind == "features":
         return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)
     pixels = noise.integers(0, 256, size=input.shape, dtype=np.uint8).transpose(1, 2, 0)

@@ -64,7 +64,9 @@ class Routes:
     """Handlers of the routes below /v1; `indexes` holds the server's indexes by name."""
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
-        self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
+        self.indexes = indexes
+        self._settings = settings
+        self._memory = BodyMemory()
         self._single_limits: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
 
     def all(self) -> list[BaseRoute]:
@@ -81,7 +83,8 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        max_bytes, kind = self._settings.max_bytes, request.headers.get("content-type", "").lower()
+        max_bytes = self._settings.max_bytes
+        kind = request.headers.get("content-type", "").lower()
         limits = {**self._single_limits, "image": max_bytes}
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
@@ -102,7 +105,9 @@ class Routes:
         read: Callable[[Body], Query],
         batch: bool = False,
     ) -> Response:
-        served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
+        served = self._served(request)
+        prefix = _prefix_of(request)
+        began = perf_counter()
         served.workers.searches.require_room()  # before the body is read
 
         def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
@@ -126,7 +131,9 @@ class Routes:
 
     async def get_item(self, request: Request) -> Response:
         """Get an item."""
-        served, prefix, id = self._served(request), _prefix_of(request), _id_of(request, "vector")
+        served = self._served(request)
+        prefix = _prefix_of(request)
+        id = _id_of(request, "vector")
         with_vector = models.truth(request.query_params.get("vector", "false"))
         if not isinstance(with_vector, bool):
             raise RequestError(400, '"vector" must be true or false.')
@@ -136,7 +143,10 @@ class Routes:
             if item is None:
                 raise no_item()
             vector = item.arrays.get("vector")
-            own = {"vector": None if vector is None else vector.tolist()} if with_vector else {}
+            if with_vector:
+                own = {"vector": None if vector is None else vector.tolist()}
+            else:
+                own = {}
             return _item_json(served, item, prefix) | own
 
         async with self._deadline(request):
@@ -144,7 +154,8 @@ class Routes:
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
-        served, id = self._served(request), _usable(_id_of(request))
+        served = self._served(request)
+        id = _usable(_id_of(request))
         read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
         async with self._body(request, self._single_limits) as body:
             item = await _parsed(served, body, read)
@@ -153,7 +164,8 @@ class Routes:
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or some of its metadata; what is left out keeps its value."""
-        served, id = self._served(request), _id_of(request)
+        served = self._served(request)
+        id = _id_of(request)
         async with self._body(request, _JSON_LIMITS) as body:
             changes = await _parsed(served, body, models.changes_of)
             await served.patch(id, changes, _change(request, served, "change", [id]))
@@ -170,7 +182,8 @@ class Routes:
 
     async def add_items(self, request: Request) -> Response:
         """Add or replace several items atomically."""
-        served, settings = self._served(request), self._settings
+        served = self._served(request)
+        settings = self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
         async with self._body(request, _BATCH_LIMITS) as body:
@@ -181,11 +194,15 @@ class Routes:
 
     async def list_items(self, request: Request) -> Response:
         """List items, page by page."""
-        served, prefix = self._served(request), _prefix_of(request)
+        served = self._served(request)
+        prefix = _prefix_of(request)
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
         filter = models.filter_of(page.filter)
-        after = None if page.cursor is None else _decoded_cursor(page.cursor)
+        if page.cursor is None:
+            after = None
+        else:
+            after = _decoded_cursor(page.cursor)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(filter, after=after, limit=page.limit + 1)
@@ -220,7 +237,8 @@ class Routes:
         return await self._picture(request, small=True)
 
     async def _picture(self, request: Request, *, small: bool) -> Response:
-        served, id = self._served(request), _id_of(request)
+        served = self._served(request)
+        id = _id_of(request)
         async with self._deadline(request):
             content = await served.picture(id, small)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
@@ -231,7 +249,10 @@ class Routes:
             media_type = _BROWSERS.get(format_of(content) or "")
             if small or media_type is None:
                 kind: PictureKind = "thumbnail" if small else "png"
-                media_type = "image/jpeg" if small else "image/png"
+                if small:
+                    media_type = "image/jpeg"
+                else:
+                    media_type = "image/png"
                 if len(content) > self._settings.max_bytes:
                     raise RequestError(404, f"The image of item {id} is too large to be shown.")
                 try:
@@ -244,7 +265,8 @@ class Routes:
 
     async def get_index(self, request: Request) -> Response:
         """Describe the index."""
-        served, settings = self._served(request), self._settings
+        served = self._served(request)
+        settings = self._settings
         parameters_of(request)
         own = {
             "role": _caller_of(request).role,
@@ -260,7 +282,8 @@ class Routes:
 
     async def snapshot(self, request: Request) -> Response:
         """Write a consistent copy of the index to the operator's folder."""
-        served, folder = self._served(request), self._settings.snapshots
+        served = self._served(request)
+        folder = self._settings.snapshots
         parameters_of(request)
         if folder is None:
             raise RequestError(
@@ -285,7 +308,8 @@ class Routes:
 
     def _served(self, request: Request) -> Served:
         """Return the index that a request names, or the only one."""
-        caller, name = _caller_of(request), request.path_params.get("index")
+        caller = _caller_of(request)
+        name = request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
             (name,) = self.indexes
         if name is not None and not caller.may_use(name):
@@ -411,7 +435,9 @@ def _caller_of(request: Request) -> Caller:
 def _prefix_of(request: Request) -> str:
     """Return the path prefix of the request's index."""
     name = request.path_params.get("index")
-    return "/v1" if name is None else f"/v1/indexes/{name}"
+    if name is None:
+        return "/v1"
+    return f"/v1/indexes/{name}"
 
 
 def _change(
@@ -460,7 +486,10 @@ class _Picture(Response):
 
 def _answer(content: bytes | object, status: int = 200) -> Response:
     """Return a JSON response; `content` is encoded JSON or a value to encode."""
-    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
+    if isinstance(content, bytes):
+        body = content
+    else:
+        body = to_json(content, inf_nan_mode="null")
     return Response(body, status, media_type="application/json")
 
 
@@ -471,7 +500,10 @@ def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> Mapping[str
 
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
-    url = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    if served.shows(keep, path):
+        url = f"{prefix}/items/{quote(id, safe='')}"
+    else:
+        url = None
     return {"image_url": url and f"{url}/image", "thumbnail_url": url and f"{url}/thumbnail"}
 
 
@@ -512,7 +544,8 @@ def _explanation() -> dict[str, Any]:
 
 
 def _description(name: str, index: Index) -> dict[str, Any]:
-    bundle, stats = index.follow(), index.stats()
+    bundle = index.follow()
+    stats = index.stats()
     manifest = bundle.manifest
     return {
         "index": name,

@@ -95,12 +95,17 @@ class Served:
         audit: Audit | None = None,
         reopen: Callable[[], Index] | None = None,
     ) -> None:
-        self.name, self.settings, self.workers = name, settings, workers
+        self.name = name
+        self.settings = settings
+        self.workers = workers
         self.failed: Callable[[], object] | None = None
-        self.index, self._lock = index, threading.Lock()
+        self.index = index
+        self._lock = threading.Lock()
         # Each open index stays open while it has users; the current index has one user more.
         self._users = Counter({index: 1})
-        self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
+        self._audit = audit
+        self._reopen = reopen
+        self._vectors = list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
 
     @contextmanager
@@ -141,7 +146,8 @@ class Served:
                 " few seconds. If the folder itself is a mount, mount it again to see the new one."
             )
         with self._lock:
-            old, self.index = self.index, index
+            old = self.index
+            self.index = index
             self._users[index] = 1
         self._release(old)
         self.failed = None
@@ -176,7 +182,10 @@ class Served:
                 return await self._search_vector(vector, bundle, finish)
             images = [input.image for input in query.inputs if input.image is not None]
             decoded = await self.workers.pixels(bundle, images)
-            pixels = np.stack([image.pixels for image in decoded]) if decoded else None
+            if decoded:
+                pixels = np.stack([image.pixels for image in decoded])
+            else:
+                pixels = None
             find = partial(_hits, query=query, pixels=pixels)
             search = partial(self._searched, bundle, query, find, finish)
             return await self.workers.searches.run(search)
@@ -292,7 +301,8 @@ class Served:
         }
 
         async def ask() -> int:
-            bundle, widths = self.index.bundle, self.index.generation.widths
+            bundle = self.index.bundle
+            widths = self.index.generation.widths
             decoded = await self.workers.pixels(bundle, images)
             embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
             items = await self.workers.searches.run(embed)
@@ -332,7 +342,8 @@ class Served:
     async def snapshot(self, target: Path, change: Change) -> None:
         """Write a snapshot."""
         sentence = "The snapshot cannot be written. The server's log says why."
-        work, turns = methodcaller("snapshot", target), self.workers.snapshots
+        work = methodcaller("snapshot", target)
+        turns = self.workers.snapshots
         await self._again(lambda: self._change(work, change, turns), sentence)
 
     async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
@@ -363,8 +374,13 @@ class Served:
             if item.keep == "thumbnail" and not small:
                 with suppress(RequestError):  # if not the file, show the thumbnail
                     return self._file(item)
-            kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
-            return kept if kept is not None else self._file(item)
+            if item.keep in ("copy", "thumbnail"):
+                kept = index.store.original(id)
+            else:
+                kept = None
+            if kept is not None:
+                return kept
+            return self._file(item)
 
         return await self.read(work, turns=self.workers.pictures)
 
@@ -395,7 +411,8 @@ class Served:
 
 def _is_plain(query: Query, bundle: Bundle) -> bool:
     """Return whether a query is one vector that can be searched together with other requests'."""
-    vector, options = query.inputs[0].vector, query.options
+    vector = query.inputs[0].vector
+    options = query.options
     return (
         len(query.inputs) == 1
         and vector is not None
@@ -410,9 +427,13 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
     """Return the hits of each query, in order; an item is not a hit of its own query."""
-    options, ids = query.options, [input.id for input in query.inputs]
+    options = query.options
+    ids = [input.id for input in query.inputs]
     by_id = ids[0] is not None  # then one hit more is needed, since the item finds itself
-    encoded = _stored(index, query) if by_id else _encoded(index.bundle, query.inputs, pixels)
+    if by_id:
+        encoded = _stored(index, query)
+    else:
+        encoded = _encoded(index.bundle, query.inputs, pixels)
     with stage("search", len(ids)):
         hits_by_query = index.search(
             encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
@@ -431,17 +452,21 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
             raise DataError("The vectors of one request must have the same length.")
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
-            width, length = bundle.manifest.vector, stacked.shape[1]
+            width = bundle.manifest.vector
+            length = stacked.shape[1]
             if length != width:  # `search` would mistake the array for the pixels of an image
                 raise DataError(f"A query vector of this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
-        return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
+        if pixels is not None:
+            return bundle.encode(pixels)
+        return encode_vectors(bundle, stacked)
 
 
 def _stored(index: Index, query: Query) -> Encoded:
     """Return the stored vectors of items, as queries."""
-    bundle, ids = index.bundle, [str(input.id) for input in query.inputs]
+    bundle = index.bundle
+    ids = [str(input.id) for input in query.inputs]
     if bundle.manifest.query_vectors:
         raise DataError(
             "The bundle of this index encodes queries differently from items: search with the"

@@ -84,9 +84,16 @@ def serve(
     """
     require_packages()
     settings = checked(settings or Settings(workers=cores()), host)
-    beside = _in_event_loop() if wait is None else not wait
-    place = index.path if isinstance(index, Index) else index
-    sources = index if isinstance(index, Mapping) else {index_name(str(place)): index}
+    if wait is None:
+        beside = _in_event_loop()
+    else:
+        beside = not wait
+    if isinstance(index, Mapping):
+        sources = index
+    elif isinstance(index, Index):
+        sources = {index_name(str(index.path)): index}
+    else:
+        sources = {index_name(str(index)): index}
     parts = Parts(sources, settings, device, tuple(plugins))
     multiprocess = settings.processes > 1
     if multiprocess and (beside or any(isinstance(source, Index) for source in sources.values())):
@@ -130,7 +137,8 @@ class Serving:
         return_large_blocks()
         self._app = parts.application()
         self._log = start_log(parts.settings.log_format or "text")
-        self._listeners, self._sources = listeners, parts.sources
+        self._listeners = listeners
+        self._sources = parts.sources
         self._app.ends_process = not beside
         self._server = uvicorn.Server(_config(self._app))
         self._thread = threading.Thread(target=self.run, name="serve", daemon=True)
@@ -214,8 +222,12 @@ class Parts:
         from retrieval_server.app import Application
 
         keys = key_source(self.settings.keys)
-        audit = None if self.settings.audit is None else Audit(self.settings.audit)
-        opened, reopen = {}, {}
+        if self.settings.audit is None:
+            audit = None
+        else:
+            audit = Audit(self.settings.audit)
+        opened = {}
+        reopen = {}
         for name, source in self.sources.items():
             if isinstance(source, Index):
                 opened[name] = source
@@ -300,7 +312,10 @@ def checked(settings: Settings, host: str) -> Settings:
             raise StoreError(f"There is no folder {folder}, which {option} names. Create it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
-        where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
+        if proxies:
+            where = "through a proxy (--proxy-header-from)"
+        else:
+            where = f"at {host}"
         if proxies or not _is_loopback(host):
             raise StoreError(
                 f"This server has no keys, but others could reach it {where}. Create keys"
@@ -334,7 +349,9 @@ def _proxy(text: str) -> str:
             "--proxy-header-from takes the address of a proxy or its network, such as 10.0.0.5 or"
             f" 10.0.0.0/24, not '{text}'."
         ) from None
-    return str(network) if "/" in text else str(network.network_address)
+    if "/" in text:
+        return str(network)
+    return str(network.network_address)
 
 
 def _is_loopback(host: str) -> bool:
@@ -396,7 +413,8 @@ def named(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, sign, path = text.partition("=")
         if not sign or Path(text).exists() or "/" in name:
-            name, path = index_name(text), text
+            name = index_name(text)
+            path = text
         place_of(path)  # refuses an address with a secret before a message can repeat it
         if not INDEX_NAME.fullmatch(name):
             raise StoreError(
@@ -430,7 +448,10 @@ def require_packages() -> None:
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:
     """Print the server's address, and return its URL; `end` says how to stop the server."""
-    health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
+    if len(listeners) > 1:
+        health = f", health at port {listeners[1].getsockname()[1]}"
+    else:
+        health = ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
     print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)
     return url

@@ -77,4 +77,6 @@ class Settings:
 def plain_address(address: str) -> str:
     """Strip the `::ffff:` of a dual-stack socket from an IPv4 address."""
     mapped = address.lower().removeprefix("::ffff:")
-    return mapped if "." in mapped else address
+    if "." in mapped:
+        return mapped
+    return address

@@ -55,7 +55,9 @@ class Turns:
     def __init__(
         self, what: str, at_once: int, waiting: int, prepare: Callable[[], object] | None = None
     ) -> None:
-        self._what, self._at_once, self._room = what, at_once, at_once + waiting
+        self._what = what
+        self._at_once = at_once
+        self._room = at_once + waiting
         self._threads = ThreadPoolExecutor(at_once, what, prepare)
         self._queue = deque[tuple[asyncio.Future[Any], Callable[[], Any]]]()
         self._done = deque[tuple[asyncio.Future[Any], Any, BaseException | None]]()
@@ -78,7 +80,9 @@ class Turns:
         A job that has begun runs to its end, even if its caller is cancelled.
         """
         self.require_room()
-        queued, trail, loop = perf_counter(), TRAIL.get() or Trail(), asyncio.get_running_loop()
+        queued = perf_counter()
+        trail = TRAIL.get() or Trail()
+        loop = asyncio.get_running_loop()
 
         def begin() -> T:
             if trail.has_left():
@@ -116,7 +120,8 @@ class Turns:
                 future.set_exception(error)
         waiting = len(self._queue)
         if waiting and self.busy < self._at_once:
-            self.busy, waiting = self.busy + 1, waiting - 1
+            self.busy = self.busy + 1
+            waiting = waiting - 1
             self._threads.submit(self._work, loop)
         if waiting:
             self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)

@@ -62,7 +62,10 @@ def image_bytes(image: Image) -> bytes:
         return file_bytes(Path(image))
     from PIL import Image as pillow
 
-    picture = image if isinstance(image, pillow.Image) else _of_array(image)
+    if isinstance(image, pillow.Image):
+        picture = image
+    else:
+        picture = _of_array(image)
     if picture.mode not in _FORMATS:
         picture = picture.convert({"La": "LA", "RGBa": "RGBA"}.get(picture.mode, "RGB"))
     out = io.BytesIO()
@@ -94,7 +97,10 @@ def _of_array(array: Any) -> Picture:
     import numpy as np
     from PIL import Image as pillow
 
-    shape = array.shape if isinstance(array, np.ndarray) else ()
+    if isinstance(array, np.ndarray):
+        shape = array.shape
+    else:
+        shape = ()
     if (len(shape) == 2 or shape[2:] in ((3,), (4,))) and array.dtype == np.uint8 and array.size:
         return pillow.fromarray(array)
     described = (str(getattr(array, name)) for name in ("dtype", "shape") if hasattr(array, name))
@@ -152,6 +158,8 @@ def dumps(value: object) -> str:
 def numbers_of(vector: Iterable[float] | None) -> list[float] | None:
     """Return a vector as a list of numbers, or None; raise a `DataError` for anything else."""
     try:
-        return None if vector is None else [float(number) for number in vector]
+        if vector is None:
+            return None
+        return [float(number) for number in vector]
     except (TypeError, ValueError):
         raise DataError("A vector is a sequence of numbers.") from None

@@ -112,7 +112,8 @@ class AsyncClient(Sender):
         **options: Unpack[SearchOptions],
     ) -> answers.BatchAnswer:
         """Search for the items nearest to several images, vectors or items in one request."""
-        files, named = list(images), [{"id": id} for id in ids]
+        files = list(images)
+        named = [{"id": id} for id in ids]
         queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
         if sum(map(bool, (files, queries, named))) != 1:
             raise DataError("A batch takes a non-empty list of images, of vectors or of ids.")
@@ -192,7 +193,10 @@ class AsyncClient(Sender):
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
         """Return an item, optionally with its vector."""
-        options = {"vector": "true"} if vector else {}
+        if vector:
+            options = {"vector": "true"}
+        else:
+            options = {}
         return await self._send("GET", "/item", answers.ItemAnswer, **id_parameter(id, **options))
 
     async def items(
@@ -293,7 +297,8 @@ class Client:
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = AsyncClient(url, **settings)
-        self._process, self._closed = os.getpid(), False
+        self._process = os.getpid()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, _stop, self._loop)
         threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
@@ -306,7 +311,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connections, and end the thread; requests of other threads fail."""
-        closed, self._closed = self._closed, True
+        closed = self._closed
+        self._closed = True
         if not closed and self._process == os.getpid():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             _stop(self._loop)
@@ -347,7 +353,10 @@ class Client:
         """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
         if self._closed or self._process != os.getpid():
             work.close()
-            why = "is closed" if self._closed else "belongs to the process before the fork"
+            if self._closed:
+                why = "is closed"
+            else:
+                why = "belongs to the process before the fork"
             raise DataError(f"The client {why}. Create a new client.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

@@ -68,7 +68,9 @@ class Push:
         batch_size: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._client, self._folder, self._progress = client, folder, progress
+        self._client = client
+        self._folder = folder
+        self._progress = progress
         self._batch_size = at_least_one("batch_size", batch_size)
         self._batches_lock = asyncio.Lock()
         self._added = self._replaced = self._unchanged = 0
@@ -106,7 +108,8 @@ class Push:
         for path in (path for path, image in walk(self._folder) if image):
             id = path.relative_to(self._folder).as_posix()
             try:
-                length, weight = len(quote(id, safe="")), path.stat().st_size
+                length = len(quote(id, safe=""))
+                weight = path.stat().st_size
             except UnicodeEncodeError:
                 self._bad.append((id, "Its name is not valid UTF-8."))
                 continue
@@ -118,7 +121,9 @@ class Push:
             full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
             if files and (full or len(files) >= min(self._batch_size, self._limits.batch)):
                 yield files
-                files, size, address = {}, 0, 0
+                files = {}
+                size = 0
+                address = 0
             files[id], size, address = path, size + weight, address + length
         if files:
             yield files
@@ -143,7 +148,8 @@ class Push:
         self, files: Mapping[str, Path], hashes: Mapping[str, str | None]
     ) -> tuple[list[NewItem], int]:
         """Return the new and changed items, and the number of unchanged ones; runs in a thread."""
-        items, unchanged = [], 0
+        items = []
+        unchanged = 0
         largest = min(self._limits.bytes, self._limits.batch_bytes)
         for id, path in files.items():
             try:
@@ -155,7 +161,10 @@ class Push:
                 unchanged += 1
             else:
                 first, slash, _ = id.partition("/")
-                label = first if slash else own_name(self._folder)
+                if slash:
+                    label = first
+                else:
+                    label = own_name(self._folder)
                 items.append(NewItem(id, content, None, label))
         return items, unchanged
 

@@ -96,7 +96,8 @@ class Sender:
             )
         if not timeout > 0:
             raise DataError(f"timeout must be more than 0 seconds, not {timeout}.")
-        self._url, self._timeout = str(address).rstrip("/"), timeout
+        self._url = str(address).rstrip("/")
+        self._timeout = timeout
         self._retries = retries or Retries()
         self._path = "/v1" if index is None else f"/v1/indexes/{quote(index, safe='')}"
         headers = {"Accept-Encoding": "identity", "User-Agent": f"retrieval/{installed_version()}"}
@@ -149,10 +150,12 @@ class Sender:
             DataError: the request holds text that cannot be sent.
             ServerError: the server refuses the request, fails or cannot be reached.
         """
-        end, repetitions = time.monotonic() + (seconds or self._retries.seconds), 0
+        end = time.monotonic() + (seconds or self._retries.seconds)
+        repetitions = 0
         url = f"{self._url}{self._path}{path}"
         while True:
-            remaining, retry_after = max(end - time.monotonic(), 0.001), 0.0
+            remaining = max(end - time.monotonic(), 0.001)
+            retry_after = 0.0
             timeout = min(seconds or self._timeout, remaining)
             try:
                 async with asyncio.timeout(remaining):
@@ -176,7 +179,10 @@ class Sender:
             if not repeatable or repetitions >= self._retries.times or pause >= remaining:
                 later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > remaining)
                 tried = f" The request was tried {repetitions + 1} times." * (repetitions > 0)
-                name = f" (request {error.request_id})" if error.request_id else ""
+                if error.request_id:
+                    name = f" (request {error.request_id})"
+                else:
+                    name = ""
                 text = f"{error}{later}{tried}{name}"
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
             repetitions += 1
@@ -211,12 +217,19 @@ class Sender:
             ) from None
 
     def _refused(self, response: httpx.Response) -> ServerError:
-        status, problem = response.status_code, {}
+        status = response.status_code
+        problem = {}
         with suppress(ValueError, RecursionError):
             content = json.loads(response.content[:100_000])
-            problem = content if isinstance(content, dict) else {}
+            if isinstance(content, dict):
+                problem = content
+            else:
+                problem = {}
         where = response.headers.get("location", "")
-        unknown = f"it redirects to {where}; use that address." if where else "it gives no reason."
+        if where:
+            unknown = f"it redirects to {where}; use that address."
+        else:
+            unknown = "it gives no reason."
         sentence = str(problem.get("detail") or unknown)[:_MAX_TEXT]
         request = str(problem.get("instance") or response.headers.get("x-request-id", ""))[:200]
         text = f"The server at {self._url} answered {status}: {sentence}"
@@ -225,7 +238,10 @@ class Sender:
     def _failed(self, error: Exception) -> str:
         """Return the error message for a request that got no response."""
         failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
-        reason = f": {error}".rstrip(".") if str(error) else ""
+        if str(error):
+            reason = f": {error}".rstrip(".")
+        else:
+            reason = ""
         return f"The server at {self._url} {failed}{reason}.{self._proxies}"
 
 
@@ -255,10 +271,14 @@ def _proxies() -> str:
     """Return a sentence on the proxies that the environment sets, without their passwords."""
     proxies = sorted(item for item in getproxies_environment().items() if item[0] != "no")
     texts = [f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in proxies]
-    return f" The environment sets a proxy: {', '.join(texts)}." if texts else ""
+    if texts:
+        return f" The environment sets a proxy: {', '.join(texts)}."
+    return ""
 
 
 def _retry_after(response: httpx.Response) -> float:
     """Return the seconds of a `Retry-After` header, or 0 without one."""
     text = response.headers.get("retry-after", "")
-    return float(text[:9]) if text.isascii() and text.isdecimal() else 0.0
+    if text.isascii() and text.isdecimal():
+        return float(text[:9])
+    return 0.0
