@@ -182,7 +182,8 @@ def walk(call: Callable[[], object]) -> list[str]:
         call()
         counts.clear()
         call()
-        return ours(counts)
+        second = counts.copy()
+    return ours(second)
 
 
 def walks(folder: Path) -> dict[str, list[str]]:
@@ -247,7 +248,8 @@ def over_http(index: Any, image: bytes) -> list[str]:
                 await post()
                 counts.clear()
                 await post()
-                return ours(counts)
+                second = counts.copy()
+        return ours(second)
 
     return asyncio.run(search())
 
