@@ -34,8 +34,7 @@ from retrieval.base.arrays import Pixels
 from retrieval.base.memory import return_large_blocks
 from retrieval.errors import DataError
 from retrieval.images.conversions import thumbnail, to_png
-from retrieval.images.decoding import Limits, decode, full_size
-from retrieval.images.formats import can_open
+from retrieval.images.decoding import Limits, can_open, decode, full_size
 from retrieval.images.preprocessing import Preprocessing
 
 SECONDS = 5.0

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from pydantic_core import to_json
 from retrieval.base.stages import TRAIL, Trail, stage
 from retrieval.errors import DataError
-from retrieval.images.formats import format_of
+from retrieval.images.decoding import format_of
 from retrieval.index.audit import Change
 from retrieval.index.hits import Hit
 from retrieval.index.index import Index

@@ -65,7 +65,7 @@ def plugins() -> None:
 @plugins.command("list")
 @click.option("--kind", help="Only this kind, such as losses or backbones.")
 @PLUGIN_OPTION
-def list_command(kind: str | None, extra: tuple[str, ...]) -> None:
+def list_plugins_command(kind: str | None, extra: tuple[str, ...]) -> None:
     """List everything that the installed plugins offer.
 
     Example:  retrieval plugins list --kind losses
@@ -79,7 +79,7 @@ def list_command(kind: str | None, extra: tuple[str, ...]) -> None:
 @plugins.command("show")
 @click.argument("name")
 @PLUGIN_OPTION
-def show_command(name: str, extra: tuple[str, ...]) -> None:
+def show_plugin_command(name: str, extra: tuple[str, ...]) -> None:
     """Show the documentation and parameters of NAME, and lines to paste into a recipe.
 
     Example:  retrieval plugins show pml.multi_similarity

@@ -13,7 +13,7 @@ from retrieval.base.remote import address_of, read_remote_head, remote_files
 from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.errors import DataError
 from retrieval.images.conversions import as_list
-from retrieval.images.formats import FORMATS, HEAD_BYTES, format_of
+from retrieval.images.decoding import FORMATS, HEAD_BYTES, format_of
 
 log = logging.getLogger(__name__)
 

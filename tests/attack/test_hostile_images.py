@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images.decoding import Limits, decode
-from retrieval.images.formats import FORMATS, can_open, format_of
+from retrieval.images.decoding import FORMATS, Limits, can_open, decode, format_of
 from retrieval.images.preprocessing import Preprocessing
 
 from retrieval_server.decoding import Decoders

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
-from retrieval.images.formats import FORMATS
+from retrieval.images.decoding import FORMATS
 from retrieval.images.image_files import find_images
 from sklearn.datasets import load_digits
 
