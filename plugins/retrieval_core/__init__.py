@@ -130,7 +130,7 @@ def retrieval_indexes() -> Factories:
 @hookimpl
 def retrieval_stores() -> Factories:
     """The built-in store, a local folder."""
-    from retrieval.store.place import retrieval_stores as built_in
+    from retrieval.store.find_store import retrieval_stores as built_in
 
     return built_in()
 

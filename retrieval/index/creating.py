@@ -25,10 +25,10 @@ from retrieval.index.locations import paths_of
 from retrieval.store.address import Address, place_of
 from retrieval.store.backends import make_backend, short_name
 from retrieval.store.contract import Keep, StorePlace, StoreUnavailable, widths_of
+from retrieval.store.find_store import store_place
 from retrieval.store.folder import create_local
 from retrieval.store.items import served_of
 from retrieval.store.local import LocalStore
-from retrieval.store.place import store_place
 from retrieval.store.record import RECORD_FILE as RECORD
 from retrieval.store.structure import StructureChoice
 

@@ -39,8 +39,8 @@ from retrieval.store.contract import (
     Superseded,
 )
 from retrieval.store.filters import FilterLike, as_filter
+from retrieval.store.find_store import store_place
 from retrieval.store.items import own_copy, served_of
-from retrieval.store.place import store_place
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances

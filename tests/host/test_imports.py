@@ -59,7 +59,7 @@ INNER = {
     "retrieval.store.backends": {"retrieval_indexes"},
     "retrieval.index.embedded": {"in_memory"},
     "retrieval.index.sources": {"collect", "npz_file"},
-    "retrieval.store.place": {"retrieval_stores"},
+    "retrieval.store.find_store": {"retrieval_stores"},
 }
 """Names that plugins import from other modules than `PUBLIC`."""
 

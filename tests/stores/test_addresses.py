@@ -8,8 +8,8 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import PluginError, StoreError
 from retrieval.store.address import Address, place_of
 from retrieval.store.contract import widths_of
+from retrieval.store.find_store import find_store, store_place
 from retrieval.store.local import LocalPlace
-from retrieval.store.place import find_store, store_place
 
 SHELF = """
 from retrieval.plugin import hookimpl
@@ -120,7 +120,7 @@ def test_local_comes_through_the_hook_and_loads_no_plugin(process):
     assert local.make is LocalPlace and find_store("core.local") is local
     code = """
 import sys
-from retrieval.store.place import store_place
+from retrieval.store.find_store import store_place
 store_place("photos.index"); store_place("core.local:///data/photos.index")
 print([name for name in sys.modules if name.startswith("retrieval_") or name == "torch"])
 """

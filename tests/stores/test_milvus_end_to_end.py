@@ -17,7 +17,7 @@ import retrieval
 import wire
 from retrieval.client import Client, Retries
 from retrieval.errors import ServerError, StoreError
-from retrieval.store.place import store_place
+from retrieval.store.find_store import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 CHOSEN = "label in ('1', '3', '5', '7')"

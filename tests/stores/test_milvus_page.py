@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import retrieval
 from retrieval.client import Client
-from retrieval.store.place import store_place
+from retrieval.store.find_store import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from retrieval.plugin import stores
-from retrieval.store.place import store_place
+from retrieval.store.find_store import store_place
 
 from retrieval_engines.testing.bench import numbered_items
 from retrieval_engines.testing.small_bundles import shared_bundle
