@@ -381,11 +381,11 @@ def train_and_judge(
     """Train a recipe in an empty folder; return its metrics by title, and its CPU seconds."""
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import check_recipe
-    from retrieval.training.trainer import train
+    from retrieval.training.trainer import train_run
 
     shutil.rmtree(folder, ignore_errors=True)
     began = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        run = train(folder, check_recipe(table), report=len)
+        run = train_run(folder, check_recipe(table), report=len)
         seconds = time.process_time() - began
         return evaluate(run, baseline=baseline).metrics, seconds

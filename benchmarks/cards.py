@@ -130,7 +130,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     from retrieval.run import checkpoint
     from retrieval.run.folder import create_folder
     from retrieval.run.open import Run, build_run, run_versions
-    from retrieval.training.trainer import train
+    from retrieval.training.trainer import train_run
 
     torch.set_num_threads(1)
     recipe = MODELS / row.recipe / "recipe.toml"
@@ -145,7 +145,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
             create_folder(folder, checked)
             run = build_run(folder, checked)
         else:
-            train(folder, checked, report=lambda line: None)
+            train_run(folder, checked, report=lambda line: None)
             run = Run.open(folder)
         trained = time.process_time()
         evaluation = evaluate(run, metrics=METRICS, baseline=baseline)

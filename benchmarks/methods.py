@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 from retrieval.training.comparison import statistics
-from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import Comparison, Contestant, Search
+from retrieval.training.comparison.plan import ComparisonPlan
+from retrieval.training.comparison.result import Comparison, Contestant, Tuning
 from retrieval.training.comparison.search import Trial, agreement
-from retrieval.training.comparison.statistics import Difference, number
-from retrieval.training.comparison.written import interval
+from retrieval.training.comparison.statistics import MeanDifference, number
+from retrieval.training.comparison.written import interval_text
 
 import bench
 import pictures
@@ -245,17 +245,17 @@ def comparison(kept: Kept) -> Comparison:
     rows = []
     for row in kept["contestants"]:
         searches = [
-            Search(search["values"], [Trial(**trial) for trial in search["trials"]])
+            Tuning(search["values"], [Trial(**trial) for trial in search["trials"]])
             for search in row["searches"]
         ]
         rows.append(Contestant(row["name"], row["kind"], row["metrics"], searches))
-    plan = Plan({}, TRIALS, FOLDS, None, SEEDS, SPLITS)
+    plan = ComparisonPlan({}, TRIALS, FOLDS, None, SEEDS, SPLITS)
     return Comparison(rows, plan, [], None, "triplet", test_baselines=True)
 
 
-def tested(result: Comparison, pairs: Sequence[tuple[str, str]]) -> list[Difference]:
+def tested(result: Comparison, pairs: Sequence[tuple[str, str]]) -> list[MeanDifference]:
     """Test pairs together, including baselines; the splits are the blocks."""
-    return statistics.compare(result.primary, list(result.primary), pairs)
+    return statistics.compare_pairs(result.primary, list(result.primary), pairs)
 
 
 def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
@@ -266,7 +266,7 @@ def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
     return better, [test.contestant for test in decided if test.contestant not in better]
 
 
-def signed(difference: Difference) -> str:
+def signed(difference: MeanDifference) -> str:
     half = f" ± {number(difference.mean.half)}" if difference.mean.half else ""
     return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
@@ -280,7 +280,7 @@ def metrics_table(result: Comparison) -> str:
         rows.append(
             [
                 row.name if row.recipe else f"*{row.name}*",
-                *(interval(result.mean(row, metric)) for metric in METRICS),
+                *(interval_text(result.mean(row, metric)) for metric in METRICS),
                 bench.decimals(agreed(row), 2) if row.recipe else "",
                 ", ".join(f"{rate:.2g}" for rate in rates),
             ]

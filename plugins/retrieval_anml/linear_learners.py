@@ -18,7 +18,7 @@ from sklearn.base import clone
 from sklearn.utils.validation import check_array
 from threadpoolctl import threadpool_limits
 
-from retrieval_anml.neighborhoods import Neighborhoods, Outer
+from retrieval_anml.neighborhoods import Neighborhoods, Objective, Outer
 
 ONE_THREAD = 10_000_000
 """Below this many pairs of a query and an item, `fit` limits BLAS to one thread."""
@@ -235,19 +235,16 @@ class LANML(NeighborhoodLearner):
                 count = NEAREST
             else:
                 count = "all"
-        return Neighborhoods(
-            x,
-            codes,
+        objective = Objective(
             gamma1=self.gamma1,
             gamma2=self.gamma2,
             outer=Outer(self.loss, self.margin, self.width),
             neighbors=None if count == "all" else count,
             regularization=self.regularization,
-            queries=queries,
-            seed=self._chosen_seed(),
             k1=self.k1,
             k2=self.k2,
         )
+        return Neighborhoods(x, codes, objective, queries=queries, seed=self._chosen_seed())
 
 
 @dataclass(eq=False, repr=False)
@@ -297,14 +294,11 @@ class PNCA(NeighborhoodLearner):
             power = 1 / self.alpha
         # log s = power · log |S| − b_α(S) and log Σ_D = log |D| − b_1(D); 1 − p is the sigmoid of
         # log Σ_D − log s.
-        return Neighborhoods(
-            x,
-            codes,
+        objective = Objective(
             gamma1=self.alpha,
             gamma2=1.0,
             outer=Outer("sigmoid"),
             offset=lambda similar, dissimilar: math.log(dissimilar) - power * math.log(similar),
             regularization=self.regularization,
-            queries=queries,
-            seed=self._chosen_seed(),
         )
+        return Neighborhoods(x, codes, objective, queries=queries, seed=self._chosen_seed())

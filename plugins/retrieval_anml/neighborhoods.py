@@ -217,65 +217,71 @@ class _Push(NamedTuple):
     mass: Floats
 
 
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """f of the module's docstring.
+
+    Attributes:
+        gamma1: γ₁ of the similar items; 0 for their mean.
+        gamma2: γ₂ > 0 of the dissimilar items.
+        outer: ℓ.
+        neighbors: size of S_i, the nearest items of a query's class by the Euclidean distance of
+            the features. `None` means the whole class.
+        regularization: λ of Ω, the mean squared distance of a query to its S_i.
+        offset: maps |S_i| and |D_i| to offset_i.
+        k1: K₁α₁ ≠ 0: replaces the log-exp mean over S_i with the mean of the k1 smallest distances,
+            or of the −k1 largest if k1 is negative.
+        k2: K₂ > 0: replaces the log-exp mean over D_i with the mean of the k2 smallest distances.
+    """
+
+    gamma1: float
+    gamma2: float
+    outer: Outer
+    neighbors: int | None = None
+    regularization: float = 0.0
+    offset: Callable[[int, int], float] = lambda similar, dissimilar: 0.0
+    k1: int | None = None
+    k2: int | None = None
+
+
 class Neighborhoods:
     """f and ∇f of the module's docstring, for one data set.
 
     Args:
         x: (N, F) float64 features.
         codes: (N,) class numbers 0 to C − 1. There are two classes or more, one with two items.
-        gamma1: γ₁ of the similar items; 0 for their mean.
-        gamma2: γ₂ > 0 of the dissimilar items.
-        outer: ℓ.
-        neighbors: size of S_i, the nearest items of a query's class by the Euclidean distance of
-            `x`. `None` means the whole class.
-        regularization: λ of Ω, the mean squared distance of a query to its S_i.
-        offset: maps |S_i| and |D_i| to offset_i.
+        objective: f.
         queries: approximate number of items to draw as queries, the same share of each class.
             `None` uses all items. Items that are not queries remain neighbours, and the only member
             of a class is never a query.
         seed: seed of the choice of queries.
-        k1: K₁α₁ ≠ 0: replaces the log-exp mean over S_i with the mean of the k1 smallest distances,
-            or of the −k1 largest if k1 is negative.
-        k2: K₂ > 0: replaces the log-exp mean over D_i with the mean of the k2 smallest distances.
     """
 
     def __init__(
         self,
         x: Floats,
         codes: Ints,
+        objective: Objective,
         *,
-        gamma1: float,
-        gamma2: float,
-        outer: Outer,
-        neighbors: int | None = None,
-        regularization: float = 0.0,
-        offset: Callable[[int, int], float] = lambda similar, dissimilar: 0.0,
         queries: int | None = None,
         seed: int = 0,
-        k1: int | None = None,
-        k2: int | None = None,
     ) -> None:
-        self.gamma1 = gamma1
-        self.gamma2 = gamma2
-        self.outer = outer
-        self.k1 = k1
-        self.k2 = k2
-        self.sharpness = gamma2 if k2 is None else 1.0
-        self.regularization = regularization
-        self.offset = offset
+        self.objective = objective
+        self.sharpness = objective.gamma2 if objective.k2 is None else 1.0
         # Distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0.
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
-        self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
+        self.classes = list(self._classes(np.bincount(codes), queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
-        self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
+        self.spread: Floats = np.zeros((x.shape[1],) * 2)
+        if objective.regularization:
+            self.spread = self._spread()
         self.groups = [
             _Group.of_classes([c for c in self.classes if c.count == count])
             for count in sorted({c.count for c in self.classes})
         ]
 
-    def _classes(
-        self, counts: Ints, neighbors: int | None, queries: int | None, seed: int
-    ) -> Iterator[_Class]:
+    def _classes(self, counts: Ints, queries: int | None, seed: int) -> Iterator[_Class]:
+        neighbors = self.objective.neighbors
         random = np.random.RandomState(seed)
         possible = int(counts[counts > 1].sum())
         start = 0
@@ -326,10 +332,10 @@ class Neighborhoods:
         gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
         out = self.x.T @ gradient / self.queries
         value = total / self.queries
-        if self.regularization:
+        if self.objective.regularization:
             pull = self.spread @ L
-            value += self.regularization * float(np.vdot(L, pull))
-            out += 2 * self.regularization * pull
+            value += self.objective.regularization * float(np.vdot(L, pull))
+            out += 2 * self.objective.regularization * pull
         return float(value), out
 
     def _group(
@@ -353,7 +359,7 @@ class Neighborhoods:
             similar = listed.shape[1]
         dissimilar = len(z) - group.count
         total = 0.0
-        offset = self.offset(similar, dissimilar)
+        offset = self.objective.offset(similar, dissimilar)
         rows = max(1, BLOCK // max(len(z), 0 if listed is None else similar * z.shape[1]))
         space = np.empty(min(rows, len(group.queries)) * len(z))
         waiting = _Waiting(pushed)
@@ -413,7 +419,7 @@ class Neighborhoods:
         least = -top / self.sharpness
         # The mean over D_i is at least the smallest distance. If that is large enough, ℓ = 0 and
         # the query needs no exponentials.
-        rows: Any = radius - least > self.outer.floor
+        rows: Any = radius - least > self.objective.outer.floor
         if not rows.any():
             return None
         if rows.all():
@@ -422,19 +428,19 @@ class Neighborhoods:
         top = top[rows]
         least = least[rows]
         radius = radius[rows]
-        if self.k2 is None:
+        if self.objective.k2 is None:
             t -= top[:, None]
             weights, mass = exponentials(t)
-            reach = least - np.log(mass / dissimilar) / self.gamma2
+            reach = least - np.log(mass / dissimilar) / self.objective.gamma2
         else:
-            reach, weights, mass = largest(t, min(self.k2, dissimilar))
-        loss, slope = self.outer(radius - reach)
+            reach, weights, mass = largest(t, min(self.objective.k2, dissimilar))
+        loss, slope = self.objective.outer(radius - reach)
         return _Push(rows, float(loss.sum()), slope, weights, mass)
 
     def _radius(self, d: Floats, skip: Ints | None = None) -> tuple[Floats, Floats]:
-        if self.k1 is None:
-            return soft_radius(d, self.gamma1, skip)
-        return hard_radius(d, self.k1, skip)
+        if self.objective.k1 is None:
+            return soft_radius(d, self.objective.gamma1, skip)
+        return hard_radius(d, self.objective.k1, skip)
 
 
 class _Waiting:

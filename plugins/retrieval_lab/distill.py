@@ -30,7 +30,7 @@ from retrieval.images.image_files import find_images
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
 from retrieval.training.train import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def distill(
     rows = zip(map(str, files), classes, sides.tolist(), strict=True)
     table = csv_text([("path", "label", "split"), *rows])
     write_text(work / "photos.csv", table, DataError)
-    trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
+    trained = train_run(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, target, replace=replace, progress=progress)
     test_files = [files[i] for i in held_out]
     student_vectors, student_speed = _timed(bundle, test_files)

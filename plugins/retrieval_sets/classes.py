@@ -11,7 +11,7 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts, differing, read_records, refuse
 from retrieval.plugin import ArrayDataset, Dataset, find_images
 
-from retrieval_sets.published import Published, Row, assemble, documented, read_lines
+from retrieval_sets.published import Lists, Published, Row, assemble, documented, read_lines
 
 FOOD = Published(
     "Food-101",
@@ -55,7 +55,9 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     problems: list[str] = []
     lists = {side: root / "meta" / f"{side}.txt" for side in ("train", "test")}
     rows = [row for side, path in lists.items() for row in _listed(path, side, ".jpg", problems)]
-    return assemble(FOOD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(
+        FOOD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
+    )
 
 
 @documented
@@ -88,7 +90,9 @@ def dtd(
         for side, name in names.items()
         for row in _listed(root / "labels" / f"{name}.txt", side, "", problems)
     ]
-    return assemble(DTD, root / "images", rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(
+        DTD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
+    )
 
 
 @documented
@@ -148,7 +152,7 @@ def _folders(
     ]
     problems, notes = ([], dangling) if skip_bad else (dangling, [])
     return assemble(
-        published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
+        published, Lists(root, rows, problems, notes), counts, where=folder, skip_bad=skip_bad
     )
 
 

@@ -13,7 +13,15 @@ from retrieval.errors import DataError
 from retrieval.helpers import Box, Count, Counts
 from retrieval.plugin import Dataset
 
-from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
+from retrieval_sets.published import (
+    Lists,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+    read_lines,
+)
 
 _MAX_BYTES = 64 << 20  # of a MATLAB file
 _MAX_UNPACKED_BYTES = 256 << 20
@@ -165,7 +173,9 @@ def cub200(
             side = "test"
         rows.append(Row(path, names[number], side, box=boxes.get(key)))
     images = root / "images"
-    return assemble(CUB, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad)
+    return assemble(
+        CUB, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
+    )
 
 
 def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
@@ -238,7 +248,7 @@ def cars196(
             side = "test"
         rows.append(Row(path, f"{int(number):03d}", side, box=box))
     return assemble(
-        CARS, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+        CARS, Lists(folder, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
     )
 
 

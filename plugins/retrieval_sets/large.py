@@ -8,7 +8,15 @@ from pathlib import Path
 from retrieval.helpers import Box, Count, Counts, some
 from retrieval.plugin import Dataset
 
-from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
+from retrieval_sets.published import (
+    Lists,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+    read_lines,
+)
 
 _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
@@ -79,7 +87,7 @@ def inaturalist2018(
                 problems.append(f"{name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg.")
             else:
                 rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
-    return assemble(INAT, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(INAT, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
@@ -131,7 +139,7 @@ def google_landmarks_v2(
             rows.append(
                 Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
             )
-    return assemble(LANDMARKS, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(LANDMARKS, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 
 def _place(side: str, image: str) -> str:
@@ -163,7 +171,7 @@ def stanford_online_products(
                 category = path.split("/")[0].removesuffix("_final")
                 rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
     return assemble(
-        SOP, root, rows, problems, counts, where=folder, apart="products", skip_bad=skip_bad
+        SOP, Lists(root, rows, problems), counts, where=folder, apart="products", skip_bad=skip_bad
     )
 
 
@@ -207,7 +215,7 @@ def in_shop(
         split, role = _ROLES[status]
         rows.append(Row(path, item, split, role, boxes.get(path)))
     return assemble(
-        IN_SHOP, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
+        IN_SHOP, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
     )
 
 

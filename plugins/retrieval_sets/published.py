@@ -175,38 +175,52 @@ class Row(NamedTuple):
     metadata: Mapping[str, Any] = {}
 
 
+@dataclass(frozen=True)
+class Lists:
+    """What the lists of a data set say.
+
+    Attributes:
+        images: the folder to which the paths of the rows are relative.
+        rows: the images of the lists.
+        problems: problems found while reading the lists.
+        notes: see `Dataset`.
+    """
+
+    images: Path
+    rows: Sequence[Row]
+    problems: Sequence[str]
+    notes: Sequence[str] = ()
+
+
 def assemble(
     published: Published,
-    images: Path,
-    rows: Sequence[Row],
-    problems: list[str],
+    lists: Lists,
     counts: Counts,
     *,
     where: Path,
     apart: str | None = None,
     crop: bool = False,
     skip_bad: bool = False,
-    notes: Sequence[str] = (),
 ) -> Dataset:
-    """Return the data set of `rows`, after checking it against the published one.
+    """Return the data set of `lists`, after checking it against the published one.
 
     Args:
         published: the published data set.
-        images: the folder to which the paths of the rows are relative.
-        rows: the images of the lists.
-        problems: problems found while reading the lists.
+        lists: the images of the lists.
         counts: "published" requires the published counts, and a gallery with every query's class.
         where: the user's folder, for error messages.
         apart: plural noun for the labels in messages, such as "products". If it is set, no label
             may be in both training and test.
         crop: whether to crop images to their boxes.
         skip_bad: whether to skip unreadable images; the counts include them.
-        notes: see `Dataset`.
 
     Raises:
         DataError: lists are wrong, images are missing, counts differ, the gallery is empty, or it
             lacks classes of queries. The message lists all problems.
     """
+    images = lists.images
+    rows = lists.rows
+    problems = [*lists.problems]
     if not rows and not problems:
         problems.append("its lists name no image.")
     if apart:
@@ -219,11 +233,11 @@ def assemble(
         problems += count_problems(published, rows)
     if problems:
         refuse(f"{where} ({published.title})", [*problems, published.advice])
-    notices = list(notes)
+    notes = [*lists.notes]
     if skip_bad:
-        kept, unread = skip_unreadable([images / row.path for row in rows], str(where))
-        rows = [rows[i] for i in kept]
-        notices = [*notices, *unread]
+        readable, unread = skip_unreadable([images / row.path for row in rows], str(where))
+        rows = [rows[i] for i in readable]
+        notes += unread
     return FileDataset(
         [images / row.path for row in rows],
         [row.label for row in rows],
@@ -233,7 +247,7 @@ def assemble(
         metadata=[row.metadata for row in rows] if any(row.metadata for row in rows) else None,
         boxes=[row.box for row in rows] if crop else None,
         advice=ADVICE,
-        notes=notices,
+        notes=notes,
     )
 
 

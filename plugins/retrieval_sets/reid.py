@@ -11,7 +11,15 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts
 from retrieval.plugin import Dataset, find_images
 
-from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
+from retrieval_sets.published import (
+    Lists,
+    Published,
+    Row,
+    assemble,
+    documented,
+    numbers,
+    read_lines,
+)
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # The paper and the released lists give different counts, for training and for testing.
@@ -84,7 +92,12 @@ def vehicle_id(
                 rows.append(Row(f"{words[0]}.jpg", words[1], side))
     images = root / "image"
     return assemble(
-        published, images, rows, problems, counts, where=folder, apart="vehicles", skip_bad=skip_bad
+        published,
+        Lists(images, rows, problems),
+        counts,
+        where=folder,
+        apart="vehicles",
+        skip_bad=skip_bad,
     )
 
 
@@ -109,7 +122,7 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     root = VERI.root(folder, *sides, inside=["VeRi", "VeRi_with_plate"])
     problems: list[str] = []
     rows = list(_rows(root, sides, problems))
-    return assemble(VERI, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(VERI, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 
 @documented
@@ -139,7 +152,7 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     else:
         notes = []
     return assemble(
-        MARKET, root, kept, problems, counts, where=folder, skip_bad=skip_bad, notes=notes
+        MARKET, Lists(root, kept, problems, notes), counts, where=folder, skip_bad=skip_bad
     )
 
 

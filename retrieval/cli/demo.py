@@ -36,7 +36,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.export.export_run import export
     from retrieval.index.index import Index
     from retrieval.recipe.read import read_recipe
-    from retrieval.training.trainer import train
+    from retrieval.training.trainer import train_run
 
     if output.exists() and not output.is_dir():
         raise DataError(f"{output} is a file, and a demo is a folder. Choose another --output.")
@@ -50,7 +50,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say("1. Training on scikit-learn's handwritten digits …")
     with as_file(files("retrieval.cli") / "demo.toml") as path:
         recipe = read_recipe(path)
-    run = train(output / "run", recipe, report=lambda line: say(f"   {line}"))
+    run = train_run(output / "run", recipe, report=lambda line: say(f"   {line}"))
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
     results = evaluate(run, baseline=True)

@@ -99,11 +99,15 @@ def train(
         if resume:
             from retrieval.run.resume import read_given
 
-            replace_plugins = options["replace_plugins"]
             # Of several processes, the first speaks.
-            report = say if os.environ.get("RANK", "0") == "0" else (lambda line: None)
+            is_first = os.environ.get("RANK", "0") == "0"
             folder, checked = read_given(
-                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=report
+                output,
+                recipe,
+                overrides,
+                extra,
+                replace_plugins=options["replace_plugins"],
+                report=say if is_first else lambda line: None,
             )
         else:
             checked = read_recipe(recipe, overrides, extra)
@@ -113,14 +117,17 @@ def train(
 
         from retrieval.training.process import interruptible
         from retrieval.training.tracking import tracking
-        from retrieval.training.trainer import train as train_run
+        from retrieval.training.trainer import train_run
 
     try:
         interruption = interruptible(folder / "recipe.toml", resume)
         with interruption, naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except Interrupted as error:
-        go_on = this_command("--resume", without=ONCE) if error.begun else this_command()
+        if error.begun:
+            go_on = this_command("--resume", without=ONCE)
+        else:
+            go_on = this_command()
         raise Interrupted(f"{error} Go on with: {go_on}") from None
     if PartialState().is_main_process:
         say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")

@@ -7,6 +7,7 @@ use copies of the model and restore the random generators, so they do not affect
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,14 +71,12 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     trials, warnings = look_ahead(run, accelerator)
     lines += [*trials, *(f"warning: {warning}" for warning in warnings)]
     batches = len(batches_of(run, recipe.sampler))
+    epochs = sum(phase.epochs for phase in recipe.phases)
     if warnings:
         verdict = "The recipe runs; read the warnings."
     else:
         verdict = "The recipe is fine."
-    return [
-        *lines,
-        f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}",
-    ]
+    return [*lines, f"{batches} batches per epoch, {epochs} epochs. {verdict}"]
 
 
 def _check_learner(recipe: Recipe) -> list[str]:
@@ -106,7 +105,7 @@ def _fit_some(
     # Most learners need only a few items of a few classes. A learner with many components, such as
     # PCA, needs more.
     for class_count, items in ((16, 128), (len(classes), 512), (len(classes), 4096)):
-        per_class = -(-items // class_count)
+        per_class = math.ceil(items / class_count)
         chosen = classes[:class_count]
         rows = np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in chosen])
         batches = inputs(
@@ -127,10 +126,9 @@ def _fit_some(
 
 def _described(recipe: Recipe, dataset: Dataset, splits: Splits, model: Model) -> list[str]:
     """Return a line on the data, a line on the model, and the notes on the data."""
+    gallery = ""
     if splits.gallery is not None:
         gallery = f" against a gallery of {len(splits.gallery):,}"
-    else:
-        gallery = ""
     weights = sum(p.numel() for p in model.parameters())
     return [
         f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)}"
@@ -144,6 +142,8 @@ def _described(recipe: Recipe, dataset: Dataset, splits: Splits, model: Model) -
 
 LARGEST_TRIED = 256
 """Largest batch to try; if the recipe's batch is larger, a smaller batch is tried."""
+MOST_CLASSES_TRIED = 32
+"""Number of classes for which such a batch keeps several items of each."""
 MOST_TRIES = 5
 """Number of batches to try until a weight would change."""
 FILES = 64
@@ -168,10 +168,12 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
     random = checkpoint.random_state()
     try:
         warnings = [*_sampler_warnings(run), *random_frozen(run.recipe, run.dataset)]
+        # one copy of both, because loss and model may share the combiner
         model, objective = copy.deepcopy((run.model, run.objective))
         objective.to(accelerator.device)
         model.to(accelerator.device)
-        batches_of(run, run.recipe.sampler)  # an error names the recipe's sizes, not the trial's
+        # built only for its errors, which name the recipe's sizes, not the trial's
+        batches_of(run, run.recipe.sampler)
         batches = batches_of(run, smaller(run.recipe))
         for phase in run.recipe.phases:
             step = Step(model, objective, run.recipe, phase, len(batches), accelerator, tried=True)
@@ -194,6 +196,7 @@ def open_some(run: Run) -> None:
         return
     sides = [run.splits.train, run.splits.validation, run.splits.query, run.splits.gallery]
     items = np.concatenate([side for side in sides if side is not None])
+    # an item may be in the gallery and among the queries
     chosen = np.unique(items[spread(len(items), FILES)])
     problems = []
     for item in chosen:
@@ -202,20 +205,20 @@ def open_some(run: Run) -> None:
         except DataError as error:
             problems.append(f"{error} {getattr(run.dataset, 'advice', '')}".rstrip())
     if problems:
-        what = f"[data] {run.recipe.data.name} ({len(chosen)} files were opened)"
-        raise DataError(listed(what, problems))
+        subject = f"[data] {run.recipe.data.name} ({len(chosen)} files were opened)"
+        raise DataError(listed(subject, problems))
 
 
 def spread(count: int, most: int) -> list[int]:
     """Return up to `most` of the numbers below `count`, evenly spaced."""
-    return sorted({int(number) for number in np.linspace(0, count - 1, min(most, count))})
+    return [int(number) for number in np.linspace(0, count - 1, min(most, count))]
 
 
 def _sampler_warnings(run: Run) -> Iterator[str]:
     """Yield warnings about batches larger than the training data or without positive pairs."""
     recipe = run.recipe
-    sampler = run.recipe.sampler
-    loss = run.recipe.loss
+    sampler = recipe.sampler
+    loss = recipe.loss
     assert loss is not None
     views = recipe.augmentation.views
     items = len(run.splits.train)
@@ -260,31 +263,39 @@ def _try(step: Step, batches: TrainBatches) -> tuple[str, list[str]]:
     device = step.accelerator.device
     phase = step.phase.name
     warnings = []
+    # a miner may find no pair in one batch of a good recipe, so several are tried
     for number in range(min(MOST_TRIES, len(batches))):
         batch, labels = next(batches.epoch(0, start=number))
         losses = _losses(step, batch.to(device), labels.to(device))
         gradients = [p.grad for part in step.parts.values() for p in part if p.numel()]
-        if changes := any(g is not None and bool(g.abs().max() > 0) for g in gradients):
+        changes = any(g is not None and bool(g.abs().max() > 0) for g in gradients)
+        if changes:
             break
-    values = [
-        f"{name} {float(value.detach()):.4f}"
-        for name, value in (("loss", losses.metric), ("generator loss", losses.generator))
-        if value is not None
-    ]
+    values = []
+    for name, loss in (("loss", losses.metric), ("generator loss", losses.generator)):
+        if loss is not None:
+            values.append(f"{name} {float(loss.detach()):.4f}")
     for name, value in losses.metrics.items():
         metric = float(value)
-        values.append(f"{name} {metric:.0f}" if metric.is_integer() else f"{name} {metric:.4g}")
+        if metric.is_integer():
+            digits = ".0f"
+        else:
+            digits = ".4g"
+        values.append(f"{name} {metric:{digits}}")
     if losses.metrics.get("triplets") == 0:
         warnings.append(f"in phase '{phase}' the batch has no triplet for the generator.")
     if not changes:
         mined = losses.metrics.get("mined")
+        why = ""
         if mined is not None and int(mined) == 0:
             why = ": the miner found no pair"
+        if number == 0:
+            tried = "1 sampled batch"
         else:
-            why = ""
+            tried = f"{number + 1} sampled batches"
         warnings.append(
-            f"phase '{phase}': no weight would change in {number + 1} sampled"
-            f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
+            f"phase '{phase}': no weight would change in {tried}{why}. Check the loss, the miner"
+            " and [sampler]."
         )
     return f"one batch of {len(labels)}, phase '{phase}': {', '.join(values)}", warnings
 
@@ -299,10 +310,9 @@ def smaller(recipe: Recipe) -> Sampler:
     size = LARGEST_TRIED // 2 // recipe.augmentation.views
     if recipe.batch_size <= LARGEST_TRIED:
         return sampler
-    items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
-    return sampler.model_copy(
-        update={"items": items, "classes": max(2, min(sampler.classes, size // items))}
-    )
+    items = max(1, min(sampler.items, size // min(sampler.classes, MOST_CLASSES_TRIED)))
+    classes = max(2, min(sampler.classes, size // items))  # negatives need a second class
+    return sampler.model_copy(update={"items": items, "classes": classes})
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:

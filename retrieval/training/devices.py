@@ -5,7 +5,8 @@ Each process has a device and computes on its share of the batch's rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,12 @@ NOT_SYNCHRONISED = (
 def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
     """Return whether a phase of the recipe trains a backbone or head with batch norm."""
     parts = {part for phase in recipe.phases for part in phase.train}
-    trained: Iterable[nn.Module | None] = (
-        model.backbone if "backbone" in parts and not recipe.backbone.frozen else None,
-        model.head if "head" in parts else None,
-    )
-    return any(
-        isinstance(m, _BatchNorm) for part in trained if part is not None for m in part.modules()
-    )
+    modules: list[nn.Module] = []
+    if "backbone" in parts and not recipe.backbone.frozen:
+        modules += model.backbone.modules()
+    if "head" in parts:
+        modules += model.head.modules()
+    return any(isinstance(module, _BatchNorm) for module in modules)
 
 
 class WholeBatch(TorchFunctionMode):
@@ -76,23 +76,26 @@ def _batch_norm(
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
+    x = input
     if input.dtype in (torch.float16, torch.bfloat16):
-        x = input.float()
-    else:
-        x = input
+        x = input.float()  # their sums would overflow or lose digits
     shape = [1, x.shape[1], *([1] * (x.ndim - 2))]
     rows = [0, *range(2, x.ndim)]
     count = _summed(x.new_tensor(x.numel() / max(1, x.shape[1])))
     mean = _Sum.apply(x.sum(rows)) / count
     centred = x - mean.view(shape)
+    # of centred values: the mean of squares minus the square of the mean would cancel
     variance = _Sum.apply(centred.square().sum(rows)) / count
     y = centred * torch.rsqrt(variance + eps).view(shape)
-    y = y if weight is None else y * weight.to(x.dtype).view(shape)
-    y = y if bias is None else y + bias.to(x.dtype).view(shape)
+    if weight is not None:
+        y = y * weight.to(x.dtype).view(shape)
+    if bias is not None:
+        y = y + bias.to(x.dtype).view(shape)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
+            # as torch does: normalised with the biased variance, remembered with the unbiased one
             unbiased = variance * (count / (count - 1).clamp(min=1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     normalised: Tensor = y.to(input.dtype)
@@ -118,13 +121,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         start = distributed.get_rank() * len(x)
-        ctx.own = slice(start, start + len(x))
+        ctx.rows = slice(start, start + len(x))  # of this process
         return torch.cat(_gathered(x))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _summed(gradient)[ctx.own]
+        return _summed(gradient)[ctx.rows]
 
 
 def _summed(x: Tensor) -> Tensor:
@@ -200,16 +203,19 @@ class Devices:
         gradients = [p.grad for p in parameters if id(p) in divided and p.grad is not None]
         shared = [p for p in parameters if id(p) not in divided]
         if shared:
-            has = torch.tensor([p.grad is not None for p in shared], dtype=torch.int32)
-            has = has.to(shared[0].device)
-            distributed.all_reduce(has, distributed.ReduceOp.MAX)
+            has_gradient = torch.tensor([p.grad is not None for p in shared], dtype=torch.int32)
+            has_gradient = has_gradient.to(shared[0].device)
+            # all processes must sum the same gradients, or they wait for one another for ever
+            distributed.all_reduce(has_gradient, distributed.ReduceOp.MAX)
             works = []
-            for parameter, present in zip(shared, has.tolist(), strict=True):
-                if present:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    works.append(distributed.all_reduce(parameter.grad, async_op=True))
-                    gradients.append(parameter.grad)
+            for parameter, is_present in zip(shared, has_gradient.tolist(), strict=True):
+                if not is_present:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                # started together, so that the transfers overlap
+                works.append(distributed.all_reduce(parameter.grad, async_op=True))
+                gradients.append(parameter.grad)
             for work in works:
                 work.wait()
         for gradient in gradients:
@@ -221,11 +227,17 @@ class Devices:
         `divided` holds the ids of parameters of which each process has different rows. The norm
         includes the rows of all processes.
         """
-        squares = parameters[0].new_zeros(2)
+        shared = parameters[0].new_zeros(())
+        own_rows = parameters[0].new_zeros(())
         for parameter in parameters:
             if parameter.grad is not None:
-                squares[int(id(parameter) in divided)] += parameter.grad.square().sum()
-        scale = limit / ((squares[0] + self.total(squares[1])).sqrt() + 1e-6)
+                square = parameter.grad.square().sum()
+                if id(parameter) in divided:
+                    own_rows += square
+                else:
+                    shared += square
+        norm = (shared + self.total(own_rows)).sqrt()
+        scale = limit / (norm + 1e-6)  # as torch's `clip_grad_norm_`
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= scale.clamp(max=1)
@@ -262,18 +274,20 @@ def divided_loss(
         devices: the processes.
     """
     if kind == "classes":
-        whole = devices.gather(codes), devices.gather(labels)
-        value: Tensor = loss(*whole)
+        # the loss sums over the classes of all processes itself
+        value: Tensor = loss(devices.gather(codes), devices.gather(labels))
         return devices.part(value.detach(), value)
     if kind == "items":
         sums, counts = row_sums(loss, kind, codes, labels, (codes, labels), 0, None)
     else:
         sums, counts = _by_blocks(loss, codes, labels, indices, devices)
     counts = devices.total(counts)
-    names = loss.sub_loss_names()
-    means = torch.tensor([is_mean(loss, name) for name in names], device=codes.device)
-    over = torch.where(means, counts.clamp(min=1), 1).to(sums.dtype)
-    part = (sums / over).sum()
+    means = torch.tensor(
+        [is_mean(loss, name) for name in loss.sub_loss_names()], device=codes.device
+    )
+    # a mean is over the terms of all processes, not over this process's
+    divisors = torch.where(means, counts.clamp(min=1), 1).to(sums.dtype)
+    part = (sums / divisors).sum()
     return devices.part(devices.total(part.detach()), part)
 
 
@@ -281,36 +295,35 @@ def _by_blocks(
     loss: Any, codes: Tensor, labels: Tensor, indices: TripletIndices | None, devices: Devices
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the loss over this process's anchors, and their numbers of terms."""
-    whole = devices.gather(codes), devices.gather(labels)
+    all_codes = devices.gather(codes)
+    all_labels = devices.gather(labels)
     first = devices.rank * len(codes)
     rows = len(codes)
-    size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
+    # the entries per row of the loss's matrices: one per item, or per triplet if these are more
+    entries = len(all_codes)
+    if indices is not None:
+        entries = max(entries, len(indices[0]) // len(all_codes))
+    size = min(rows, max(math.ceil(rows / devices.world), PLAIN // entries))
 
-    def block(codes: Tensor, every: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        return row_sums(loss, "anchors", codes, labels, (every, whole[1]), start, indices)
+    def block(
+        codes: Tensor, reference: Tensor, labels: Tensor, start: int
+    ) -> tuple[Tensor, Tensor]:
+        return row_sums(loss, "anchors", codes, labels, (reference, all_labels), start, indices)
 
     if size == rows:
-        return block(codes, whole[0], labels, first)
-    blocks = [
-        checkpoint(
+        return block(codes, all_codes, labels, first)
+    sums = []
+    counts = []
+    for start in range(0, rows, size):
+        block_sums, block_counts = checkpoint(
             block,
             codes[start : start + size],
-            whole[0],
+            all_codes,
             labels[start : start + size],
             first + start,
             use_reentrant=False,
             preserve_rng_state=False,  # the block draws no random numbers
         )
-        for start in range(0, rows, size)
-    ]
-    sums, counts = (torch.stack(parts).sum(0) for parts in zip(*blocks, strict=True))
-    return sums, counts
-
-
-def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return the number of entries per row of the loss's matrices: items, or triplets if more."""
-    if indices is None:
-        triplets = 0
-    else:
-        triplets = len(indices[0]) // len(every)
-    return max(len(every), triplets)
+        sums.append(block_sums)
+        counts.append(block_counts)
+    return torch.stack(sums).sum(0), torch.stack(counts).sum(0)

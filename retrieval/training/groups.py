@@ -93,10 +93,10 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
     else:
         by_stage = []
     for key, part in children.items():
-        place = f"{name}{key}."
-        names = [f"{place}{inside}" for inside, _ in part.named_parameters()]
+        prefix = f"{name}{key}."
+        names = [f"{prefix}{inside}" for inside, _ in part.named_parameters()]
         if part is inner and any(True for _ in part.children()):
-            by_stage += stages(part, place)
+            by_stage += stages(part, prefix)
         elif by_stage and all(p.ndim <= 1 for p in part.parameters()):
             by_stage[-1] += names
         else:
@@ -143,7 +143,9 @@ class Groups:
         self.parts = parts
         by_stage = stages(model.backbone, "backbone.")
         self.stages = len(by_stage)
-        stage_of = {name: number for number, names in enumerate(by_stage, 1) for name in names}
+        stage_of: dict[str, int] = {}
+        for number, names in enumerate(by_stage, 1):
+            stage_of |= dict.fromkeys(names, number)
         undecayed = exempt_names(model)
         owner = {id(p): part for part, parameters in parts.items() for p in parameters}
         self.entries = {
@@ -158,12 +160,15 @@ class Groups:
 
     def frozen(self, phase: Phase) -> set[int]:
         """Return the ids of the parameters that do not train because of `freeze` or `[lora]`."""
-        return {
-            number
-            for number, entry in self.entries.items()
-            if any(entry.fits(selector) for selector in phase.freeze)
-            or (self.recipe.lora and entry.part == "backbone" and ".lora_" not in entry.name)
-        }
+        frozen = set()
+        for number, entry in self.entries.items():
+            # with [lora], only the additions to the backbone train
+            is_below_lora = entry.part == "backbone" and ".lora_" not in entry.name
+            if self.recipe.lora and is_below_lora:
+                frozen.add(number)
+            if any(entry.fits(selector) for selector in phase.freeze):
+                frozen.add(number)
+        return frozen
 
     def of(
         self, section: Optimizer, part: Trainable, lr: float, frozen: set[int]
@@ -185,13 +190,12 @@ class Groups:
                 factor *= section.layer_decay ** (self.stages + 1 - entry.stage)
             decay = entry.last_of(section.weight_decay)
             groups.setdefault((factor, decay), []).append(parameter)
+        # sorted by the rate alone, because a decay may be `None`
         for (factor, decay), parameters in sorted(groups.items(), key=lambda group: group[0][0]):
-            yield {
-                "params": parameters,
-                "lr": lr * factor,
-                "name": part,
-                **({} if decay is None else {"weight_decay": decay}),
-            }
+            group = {"params": parameters, "lr": lr * factor, "name": part}
+            if decay is not None:
+                group["weight_decay"] = decay
+            yield group
 
     def _refuse_idle(self) -> None:
         """Refuse stages and patterns that cover no parameter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,21 +73,16 @@ def fit_learner(
         {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics},
     )
     _verify(run, np.asarray(features.arrays[splits.train[:256]], dtype=np.float32))
-    run.log(
-        {
-            "phase": "fit",
-            "epoch": 1,
-            "step": 0,
-            "seconds": seconds,
-            **{f"validation_{k}": v for k, v in metrics.items()},
-        }
-    )
+    record: dict[str, Any] = {"phase": "fit", "epoch": 1, "step": 0, "seconds": seconds}
+    record |= {f"validation_{name}": value for name, value in metrics.items()}
+    run.log(record)
     write_json(path / "summary.json", {"validation": metrics, "seconds": seconds}, DataError)
-    shown = "".join(
-        f", validation {k} {v:.4f}" for k, v in metrics.items() if k in ("map_at_r", "recall_at_1")
-    )
     run.plugins.notify("retrieval_run_end", run=run, metrics=metrics)
-    report(f"fitted {len(splits.train)} items in {seconds:.1f} s{shown}")
+    line = f"fitted {len(splits.train)} items in {seconds:.1f} s"
+    for name, value in metrics.items():
+        if name in ("map_at_r", "recall_at_1"):
+            line += f", validation {name} {value:.4f}"
+    report(line)
     return run
 
 
@@ -121,6 +117,7 @@ def fit(learner: Learner, name: str, features: Floats64, labels: Ints) -> None:
         with calling(f"The learner {name}"):
             learner.fit(features, labels)
     except PluginError as error:
+        # scikit-learn's estimators refuse data with a ValueError
         if not isinstance(error.__cause__, ValueError):
             raise
         reason = str(error.__cause__).rstrip(".")
@@ -150,7 +147,7 @@ def _verify(run: Run, features: Floats32) -> None:
 
 def random_frozen(recipe: Recipe, dataset: Dataset) -> list[str]:
     """Return a warning if the backbone has random weights and is not trained, else nothing."""
-    if not (recipe.backbone.frozen or recipe.learner is not None):
+    if not recipe.backbone.frozen and recipe.learner is None:
         return []
     drawn = drawn_at_random(recipe, dataset)
     if not drawn:

@@ -32,6 +32,7 @@ class Monitor:
     def better(self, value: float, other: float | None) -> bool:
         """Return whether a value is better than another; any number is better than `None`."""
         if other is None:
+            # NaN as the best could never be beaten
             return not math.isnan(value)
         if self.larger:
             return value > other
@@ -49,17 +50,14 @@ class Monitor:
         best = progress.best
         start = progress.start
         assert best is not None
+        kept_epoch = "the start (epoch 0)"
         if progress.best_epoch:
-            where = f"epoch {progress.best_epoch}"
-        else:
-            where = "the start (epoch 0)"
-        lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
-        if start is not None:
-            lines.append(
-                f"Training beat the start ({start:.4f})."
-                if progress.best_epoch
-                else "No epoch beat the start: the run keeps its initial weights."
-            )
+            kept_epoch = f"epoch {progress.best_epoch}"
+        lines = [f"Kept: {kept_epoch}, validation {self.name} {best:.4f}."]
+        if start is not None and progress.best_epoch:
+            lines.append(f"Training beat the start ({start:.4f}).")
+        elif start is not None:
+            lines.append("No epoch beat the start: the run keeps its initial weights.")
         frozen = progress.with_frozen
         trained = progress.with_trained
         if frozen is not None and trained is not None:
@@ -91,6 +89,7 @@ class Monitor:
         `[train] patience`. `trains_backbone` says whether this phase or an earlier phase trains the
         backbone.
         """
+        # a run that never measures its metric still reports the others of its last epoch
         if progress.best is None:
             progress.best_metrics = dict(validation)
         if self.name not in validation:
@@ -100,6 +99,7 @@ class Monitor:
             field = "with_trained"
         else:
             field = "with_frozen"
+        # no step has been taken: these are the initial weights, which count as neither
         if progress.start is None and progress.total == 0:
             progress.start = value
         elif self.better(value, getattr(progress, field)):

@@ -94,6 +94,7 @@ def has_bf16(on_cpu: bool) -> bool:
     if not on_cpu:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    # of Intel and AMD, then of ARM
     names = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16")
     return any(capabilities.get(name) for name in names)
 
@@ -118,9 +119,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             ' than "no".',
             "processor" if on_cpu else "GPU",
         )
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
-        sys.platform, "g++"
-    )
+    # as torch chooses it
+    compilers = {"darwin": "clang++", "win32": "cl"}
+    compiler = os.environ.get("CXX") or compilers.get(sys.platform, "g++")
     if train.compile and on_cpu and shutil.which(compiler) is None:
         raise RecipeError(
             f"[train] compile: on a CPU, torch.compile needs a C++ compiler, but {compiler} is not"
@@ -146,7 +147,7 @@ def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
     try:
         result = do()
     except RetrievalError as error:
-        gather_object([str(error)])
+        gather_object([str(error)])  # the other processes wait for an answer
         raise
     for message in gather_object([None]):
         if message is not None:
@@ -204,9 +205,9 @@ def same_threads(
     On a CPU the number of threads decides the order of sums, and so the weights' last bits.
     """
     before = torch.get_num_threads()
-    if last is None:
-        threads = before
-    else:
+    threads = before
+    if last is not None:
+        # checkpoints of early versions do not say
         threads = last.state.get("threads", before)
     if threads == before or device.type != "cpu":
         yield
@@ -225,6 +226,7 @@ def same_threads(
 @contextlib.contextmanager
 def signals(handle: Callable[..., None]) -> Iterator[None]:
     """Context manager in which SIGINT and SIGTERM call `handle`, if this is the main thread."""
+    # Python refuses handlers in other threads
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -240,14 +242,14 @@ def forget_after(log: Path, step: int) -> None:
     """Drop a log's records of steps after `step`, because a resumed run repeats these steps."""
     if not log.is_file():
         return
-    kept = []
+    earlier = []
     for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                earlier.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
             break  # a crash cut off this line
-    write_text(log, "".join(kept))
+    write_text(log, "".join(earlier))
 
 
 @python_random_kept()
@@ -287,18 +289,19 @@ def validate(
     metrics = resolve_metrics(
         recipe.evaluate.metrics, run.plugins, (recipe.train.monitor, "map_at_r")
     )
+    # NaN of a plugin's metric must not end a long training
     for metric in metrics.values():
         if isinstance(metric, CheckedMetric):
             metric.finite = False
-    values = evaluate(
+    evaluation = evaluate(
         codes,
         run.splits.labels[indices],
         metrics=metrics,
         distance=None if model.combiner is None else model.combiner.compute_mat,
         **Protocol(run, indices, None).arguments(indices, None),
-    ).values
+    )
     measured: dict[str, float] = {}
-    for name, value in values.items():
+    for name, value in evaluation.values.items():
         if math.isfinite(value):
             measured[name] = value
         else:

@@ -23,7 +23,7 @@ from retrieval.training.optim import Average
 from retrieval.training.step import Step
 
 
-def save(run: Run, step: Step, average: Average, progress: Position) -> None:
+def save_checkpoint(run: Run, step: Step, average: Average, progress: Position) -> None:
     """Write a run's checkpoint.
 
     All processes must call this function, because they hold different rows of divided parameters.
@@ -31,7 +31,7 @@ def save(run: Run, step: Step, average: Average, progress: Position) -> None:
     accelerator = step.accelerator
     if not (accelerator.is_main_process or step.divided):
         return
-    scaler = accelerator.scaler
+    scaler = accelerator.scaler  # of fp16; else `None`
     state = {
         "model": run.model.state_dict(),
         "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
@@ -48,8 +48,8 @@ def save(run: Run, step: Step, average: Average, progress: Position) -> None:
         checkpoint.save(run.last, state, previous=run.previous)
 
 
-def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
-    """Restore a checkpoint that `save` wrote; the caller restores the progress.
+def restore_checkpoint(standing: Standing, run: Run, step: Step, average: Average) -> None:
+    """Restore a checkpoint that `save_checkpoint` wrote; the caller restores the progress.
 
     Raises:
         DataError: the checkpoint belongs to another recipe or plugin.
@@ -82,6 +82,7 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> None:
             f"{standing.file} does not fit this recipe ({error}). Resume with the recipe and"
             " plugins that started the run."
         ) from error
+    # last, so that nothing draws from the generators before the next step does
     checkpoint.restore_random_state(state["random"])
 
 
@@ -95,20 +96,23 @@ def _divided_rows(state: dict[str, Any], step: Step) -> Iterator[tuple[dict[Any,
         DataError: the optimiser keeps a tensor that is not divided like the parameter.
     """
     for name, shard in shards_of(step.objective).items():
-        module, _, own = name.partition(".")
-        yield state["modules"][module], own, shard
+        module, _, name_in_module = name.partition(".")
+        yield state["modules"][module], name_in_module, shard
         parameter = step.objective.get_parameter(name)
         for side, optimizer in step.optimizers.items():
-            stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            number = next((number for number, p in enumerate(stepped) if p is parameter), None)
+            # an optimiser's state names its parameters by their numbers, over all groups
+            stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
             entries = state["optimizers"][side]["state"]
-            if number not in entries:
+            if id(parameter) not in stepped:
                 continue
+            number = stepped.index(id(parameter))
+            if number not in entries:
+                continue  # it has not stepped yet
             # the caller changes the entry, and the optimiser still uses its own dictionary
             entries[number] = entry = dict(entries[number])
             for key, value in entry.items():
                 if not isinstance(value, Tensor) or not value.ndim:
-                    continue
+                    continue  # such as Adam's number of steps
                 if len(value) not in (len(parameter), shard.whole):
                     raise DataError(
                         f"[optimizer]: the rows of {name} are divided over processes, but its state"

@@ -1,4 +1,5 @@
-"""One training step: the losses of real and synthetic samples, their gradients, the update.
+"""One training step: the losses of real and synthetic samples, their gradients, the update, and
+the schedules of its learning rates.
 
 A generator makes synthetic samples from triplets of real samples. Training has two sides, the
 metric (backbone, head, combiner and loss) and the generator. Each side has an optimiser and an
@@ -11,14 +12,15 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
 
 from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import DataError, RecipeError, RetrievalError
@@ -35,14 +37,16 @@ from retrieval.model.loss import reads_at_once
 from retrieval.model.model import Model
 from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of
+from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
-from retrieval.recipe.tables import Phase
+from retrieval.recipe.tables import Phase, Schedule
 from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, WholeBatch, divided_loss
 from retrieval.training.groups import Groups
-from retrieval.training.optim import build_optimizers, names_of, parts_of, schedules_of
+from retrieval.training.monitor import Monitor
+from retrieval.training.optim import build_optimizers, names_of, parts_of
 from retrieval.training.synthetic import (
     Metrics,
     Synthetic,
@@ -63,7 +67,7 @@ class Batch:
         codes: (B, C), the head's outputs.
         labels: (B,).
         indices: the pairs or triplets that the miner picked; `None` without a miner.
-        own: the combiner's own objective, if it has one.
+        combiner_loss: the combiner's own objective, if it has one and trains.
         metrics: metrics for the log.
     """
 
@@ -71,7 +75,7 @@ class Batch:
     codes: Tensor
     labels: Tensor
     indices: TripletIndices | None
-    own: Tensor | None
+    combiner_loss: Tensor | None
     metrics: Metrics
 
 
@@ -94,8 +98,11 @@ class Losses:
 
     def all_metrics(self) -> dict[str, Tensor | int]:
         """Return the metrics, "loss" and "generator_loss"; does not wait for the device."""
-        losses = {"loss": self.metric, "generator_loss": self.generator}
-        return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
+        metrics = {**self.metrics}
+        for name, loss in (("loss", self.metric), ("generator_loss", self.generator)):
+            if loss is not None:
+                metrics[name] = loss.detach()
+        return metrics
 
     def refuse(self) -> None:
         """Check that the watched numbers are finite; waits for the device.
@@ -104,10 +111,10 @@ class Losses:
             DataError: a loss or a synthetic feature is NaN or infinite.
         """
         for number, sentence in self.watched:
-            refuse(float(number), sentence)
+            refuse_not_finite(float(number), sentence)
 
 
-def refuse(number: float, sentence: str) -> None:
+def refuse_not_finite(number: float, sentence: str) -> None:
     """Raise a `DataError` with `sentence` if `number` is NaN or infinite."""
     if not math.isfinite(number):
         raise DataError(sentence.replace("{}", str(number)))
@@ -163,19 +170,24 @@ class Step:
         self.accelerator = accelerator
         self.train_table = recipe.train
         self.from_features = from_features
-        self.devices = Devices(accelerator) if accelerator.num_processes > 1 else None
-        sync = recipe.train.sync_batch_norm and self.devices is not None
-        self.statistics = WholeBatch if sync else nullcontext
+        self.devices: Devices | None = None
+        self.statistics: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if accelerator.num_processes > 1:
+            self.devices = Devices(accelerator)
+            if recipe.train.sync_batch_norm:
+                self.statistics = WholeBatch
         self.who = names_of(recipe)
-        self.trains: set[Trainable] = set(phase.train) - (
-            {"backbone"} if recipe.backbone.frozen else set()
-        )
+        self.trains: set[Trainable] = set(phase.train)
+        if recipe.backbone.frozen:
+            self.trains.discard("backbone")
         self.parts = parts_of(model, objective, recipe.backbone.frozen)
         groups = Groups(recipe, model, objective, self.parts)
         frozen = groups.frozen(phase)
         for name, parameters in self.parts.items():
             for parameter in parameters:
-                parameter.requires_grad_(name in phase.train and id(parameter) not in frozen)
+                trains = name in phase.train and id(parameter) not in frozen
+                parameter.requires_grad_(trains)
+        # `parts` lists no parameters of a frozen backbone
         if "backbone" not in self.trains:
             model.backbone.requires_grad_(False)
         self.divided = frozenset(id(objective.get_parameter(name)) for name in shards_of(objective))
@@ -203,7 +215,7 @@ class Step:
             RecipeError: weights are divided over processes, but the loss or the precision is not
                 made for that.
         """
-        if self.devices is None or self.objective.generator is not None or not self._trains_metric:
+        if self.devices is None or self.objective.generator is not None or not self.trains_metric:
             return None
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
@@ -253,7 +265,9 @@ class Step:
         synthetic = self._synthesize(batch)
         metric = self._metric_loss(batch, synthetic)
         generator = self._generator_loss(synthetic)
-        metrics = self._metrics(batch, synthetic, metric)
+        metrics = {**batch.metrics}
+        if synthetic is not None:
+            metrics |= synthetic.metrics
         return Losses(metric, generator, metrics, self._watched)
 
     def zero_grad(self) -> None:
@@ -268,10 +282,12 @@ class Step:
         metric_side, generator_side = self._sides()
         metric_inputs = metric_side
         if self.train_table.coupling == "joint" and metric is not None and generator is not None:
+            # one backward pass of the sum; each side still has its own optimiser
             metric = metric + generator
             generator = None
             metric_inputs = metric_side + generator_side
         if generator is not None:
+            # `grad` with inputs, unlike `backward`, leaves the metric's gradients alone
             keep = metric is not None and metric.requires_grad
             with calling(f"The gradient of {self.who['generator']}"):
                 gradients = torch.autograd.grad(
@@ -279,6 +295,7 @@ class Step:
                 )
             for parameter, gradient in zip(generator_side, gradients, strict=True):
                 parameter.grad = gradient
+        # a loss is a constant zero for a batch without pairs
         if metric is not None and metric.requires_grad:
             # `statistics` is needed because gradient checkpointing recomputes batch norm here
             with calling(f"The gradient of {self.who['loss']}"), self.statistics():
@@ -289,9 +306,10 @@ class Step:
     def update(self) -> None:
         """Clip the gradients, then step the optimisers and their schedules."""
         if clip_norm := self.train_table.clip_norm:
-            metric_side, generator_side = (
-                [p for p in side if p.grad is not None] for side in self._sides()
-            )
+            # clipped apart, so that a large gradient of one side does not slow the other
+            metric_side, generator_side = self._sides()
+            metric_side = [p for p in metric_side if p.grad is not None]
+            generator_side = [p for p in generator_side if p.grad is not None]
             if self.divided and self.devices is not None:
                 self.devices.clip(metric_side, self.divided, clip_norm)
             else:
@@ -313,36 +331,49 @@ class Step:
             labels = self.devices.share(labels)
             if self.objective.generator is not None:
                 features = self.devices.share(features)
-        indices = self._mined(codes, labels)
-        metrics: dict[str, Tensor | int] = (
-            {} if indices is None else {"mined": count_indices(indices)}
-        )
-        own: Tensor | None = None
+        indices = None
+        if self.objective.miner is not None:
+            indices = self._mine(codes, labels)
+        metrics: dict[str, Tensor | int] = {}
+        if indices is not None:
+            metrics["mined"] = count_indices(indices)
+        combiner_loss: Tensor | None = None
         if self.model.combiner is not None:
             with calling(self._the("combiner")):
                 objective = self.model.combiner.objective(codes, labels, indices)
-            own, own_metrics = checked_objective(objective, self._the("combiner"), codes)
-            metrics.update(own_metrics)
-        return Batch(features, codes, labels, indices, own, metrics)
+            combiner_loss, combiner_metrics = checked_objective(
+                objective, self._the("combiner"), codes
+            )
+            metrics.update(combiner_metrics)
+            # a combiner that does not train still gives its metrics
+            if "combiner" not in self.phase.train:
+                combiner_loss = None
+            if combiner_loss is not None:
+                metrics["combiner_loss"] = combiner_loss.detach()
+        return Batch(features, codes, labels, indices, combiner_loss, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
         """Return the losses of a batch whose loss the processes compute in parts."""
         indices = None
-        metrics = {}
-        own = None
+        combiner_loss = None
+        metrics: dict[str, Tensor | int] = {}
+        # a miner and a combiner need the codes of all processes; the loss gathers what it needs
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
             indices = batch.indices
+            combiner_loss = batch.combiner_loss
             metrics = {**batch.metrics}
-            own = batch.own
         assert self.devices is not None
         with calling(self._the("loss")):
             value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
+        return Losses(self._weighted(value, combiner_loss), None, metrics, self._watched)
+
+    def _weighted(self, value: Tensor, combiner_loss: Tensor | None) -> Tensor:
+        """Return the metric side's loss from the loss's value and the combiner's objective."""
         value = self.train_table.loss_weight * value
-        if own is not None and "combiner" in self.phase.train:
-            value = value + own
-            metrics["combiner_loss"] = own.detach()
-        return Losses(self._watch("loss", value), None, metrics, self._watched)
+        if combiner_loss is not None:
+            value = value + combiner_loss
+        return self._watch("loss", value)
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
         """Return the losses of mixed images, the weighted mean of the losses with each label."""
@@ -352,11 +383,11 @@ class Step:
                 return self._divided(self.rows, codes, classes).metric
             return self._metric_loss(self._shared(codes, codes, classes), None)
 
-        own = loss(labels.own)
-        other = loss(labels.other)
-        if own is None or other is None:
+        loss_of_own = loss(labels.own)
+        loss_of_other = loss(labels.other)
+        if loss_of_own is None or loss_of_other is None:
             return Losses(None, None, {})
-        value = labels.weight * own + (1 - labels.weight) * other
+        value = labels.weight * loss_of_own + (1 - labels.weight) * loss_of_other
         return Losses(self._watch("loss", value), None, {}, self._watched)
 
     def _synthesize(self, batch: Batch) -> Synthetic | None:
@@ -375,28 +406,29 @@ class Step:
         triplets = rows[a], rows[p], rows[n]
         if a.numel() == 0:
             return Synthetic(rows[:0], triplets, None, None, metrics)
+        arguments = [*triplets]
         if generator.classmates:
-            classmates = [rows[classmates_of(n, batch.labels)]]
-        else:
-            classmates = []
+            arguments.append(rows[classmates_of(n, batch.labels)])
         with calling(who):
-            synthetic = generator(*triplets, *classmates)
-        like = len(a), rows.shape[1]
-        what = f"a synthetic {'feature' if in_features else 'embedding'} a triplet"
-        checked_rows(synthetic, who, like, rows.device, what)
+            synthetic = generator(*arguments)
+        if in_features:
+            kind = "feature"
+        else:
+            kind = "embedding"
+        shape = len(a), rows.shape[1]
+        checked_rows(synthetic, who, shape, rows.device, f"a synthetic {kind} a triplet")
         wrong = (synthetic.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
         sentence = f"the generator's output became NaN or infinite ({self.who['generator']})"
         if reads_at_once(rows.device):  # before the loss raises an error that blames the loss
-            refuse(float(wrong), sentence)
+            refuse_not_finite(float(wrong), sentence)
         self._watched.append((wrong, sentence))
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
-        if not (self._trains_metric and self.phase.synthetic):
+        if not (self.trains_metric and self.phase.synthetic):
             return Synthetic(synthetic, triplets, None, None, metrics)
+        codes = synthetic
         if in_features:
             codes = self.model.head(synthetic).float()
-        else:
-            codes = synthetic
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
@@ -406,7 +438,7 @@ class Step:
 
     def _metric_loss(self, batch: Batch, synthetic: Synthetic | None) -> Tensor | None:
         """Return the loss of real and synthetic samples; `None` if only the generator trains."""
-        if not self._trains_metric:
+        if not self.trains_metric:
             return None
         real_weight = self.train_table.real_weight
         if synthetic is None or not self.phase.synthetic:
@@ -416,17 +448,16 @@ class Step:
                 # no triplets, so no synthetic samples; backward still needs a graph
                 value = batch.codes.sum() * 0.0
             else:
-                reference = {
-                    "ref_emb": synthetic.extended.codes,
-                    "ref_labels": synthetic.extended.labels,
-                }
-                value = self._loss(batch.codes, batch.labels, synthetic.indices, **reference)
+                value = self._loss(
+                    batch.codes,
+                    batch.labels,
+                    synthetic.indices,
+                    ref_emb=synthetic.extended.codes,
+                    ref_labels=synthetic.extended.labels,
+                )
             if real_weight:
                 value = value + real_weight * self._loss(batch.codes, batch.labels, batch.indices)
-        value = self.train_table.loss_weight * value
-        if batch.own is not None and "combiner" in self.phase.train:
-            value = value + batch.own
-        return self._watch("loss", value)
+        return self._weighted(value, batch.combiner_loss)
 
     def _generator_loss(self, synthetic: Synthetic | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or had no triplets."""
@@ -436,28 +467,19 @@ class Step:
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
             return None
+        distance = self.model.code_distance
+        if generator.space == "features":
+            distance = self.model.feature_distance
         with calling(who):
-            objective = generator.objective(
-                *synthetic.triplets,
-                synthetic.rows,
-                self.model.feature_distance
-                if generator.space == "features"
-                else self.model.code_distance,
-            )
+            objective = generator.objective(*synthetic.triplets, synthetic.rows, distance)
         value = checked_scalar(objective, f"{who}'s objective", synthetic.rows, generator)
         return self._watch("generator loss", value, "generator")
-
-    def _metrics(self, batch: Batch, synthetic: Synthetic | None, metric: Tensor | None) -> Metrics:
-        """Return the batch's metrics for the log."""
-        metrics = {**batch.metrics, **(synthetic.metrics if synthetic is not None else {})}
-        if batch.own is not None and metric is not None and "combiner" in self.phase.train:
-            metrics["combiner_loss"] = batch.own.detach()
-        return metrics
 
     # --- calls to the parts
 
     @property
-    def _trains_metric(self) -> bool:
+    def trains_metric(self) -> bool:
+        """Whether the phase trains the metric side."""
         return any(part != "generator" for part in self.phase.train)
 
     @property
@@ -471,9 +493,15 @@ class Step:
 
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return the metric's and the generator's parameters that require gradients."""
-        metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
-        generator = self.parts["generator"]
-        return [p for p in metric if p.requires_grad], [p for p in generator if p.requires_grad]
+        metric_side: list[Parameter] = []
+        generator_side: list[Parameter] = []
+        for name, parameters in self.parts.items():
+            if name == "generator":
+                side = generator_side
+            else:
+                side = metric_side
+            side += [p for p in parameters if p.requires_grad]
+        return metric_side, generator_side
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F) and codes (B, C), in chunks of `[train] chunk` rows if set."""
@@ -498,38 +526,33 @@ class Step:
                     features = inputs.float()
                 else:
                     features = model.features(inputs)
-            like = (size, model.backbone.features)
-            checked_rows(features, who, like, inputs.device, "features, as wide as it says")
+            shape = size, model.backbone.features
+            checked_rows(features, who, shape, inputs.device, "features, as wide as it says")
             with calling("The head"):
                 codes = model.head(features)
-        return features, checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
-
-    def _mined(self, codes: Tensor, labels: Tensor) -> TripletIndices | None:
-        """Return the miner's indices in the batch; `None` without a miner."""
-        if self.objective.miner is None:
-            return None
-        return self._mine(codes, labels)
+        checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
+        return features, codes
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
         """Return the miner's indices in the batch, or against `ref_emb` and `ref_labels`."""
         assert self.objective.miner is not None
-        with calling(self._the("miner")):
+        who = self._the("miner")
+        with calling(who):
             indices = self.objective.miner(codes, labels, **reference)
-        columns = reference.get("ref_emb", codes)
-        return checked_indices(
-            indices, self._the("miner"), (len(codes), len(columns)), codes.device
-        )
+        sizes = len(codes), len(reference.get("ref_emb", codes))
+        return checked_indices(indices, who, sizes, codes.device)
 
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss; without a miner it is called without indices."""
-        with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
-            if indices is None:
-                value = self.objective.loss(codes, labels, **reference)
-            else:
-                value = self.objective.loss(codes, labels, indices, **reference)
-        return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
+        who = self._the("loss")
+        arguments: list[Any] = [codes, labels]
+        if indices is not None:
+            arguments.append(indices)
+        with calling(who, hint=lambda: loss_sizes(self.objective, codes.shape[1])):
+            value = self.objective.loss(*arguments, **reference)
+        return checked_scalar(value, who, codes, self.objective.loss)
 
     def set_modes(self) -> None:
         """Put the parts that train into training mode, the others into evaluation mode."""
@@ -557,11 +580,12 @@ class Step:
 
     def rates(self) -> dict[str, float]:
         """Return the largest learning rate of each part that trains."""
-        return {
-            group["name"]: group["lr"]
-            for optimizer in self.optimizers.values()
-            for group in optimizer.param_groups
-        }
+        rates = {}
+        for optimizer in self.optimizers.values():
+            # a part's groups are sorted by rate, so the last is the largest
+            for group in optimizer.param_groups:
+                rates[group["name"]] = group["lr"]
+        return rates
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of optimisers and schedules."""
@@ -582,3 +606,101 @@ class Step:
             self.optimizers[name].load_state_dict(values)
         for name, values in state["schedules"].items():
             self.schedules[name].load_state_dict(values)
+
+
+def schedules_of(
+    recipe: Recipe, phase: Phase, optimizers: Mapping[str, TorchOptimizer], steps: int
+) -> dict[str, StepSchedule]:
+    """Return a schedule for each optimiser of a phase with `steps` steps per epoch.
+
+    Raises:
+        RecipeError: the warm-up is longer than the phase.
+    """
+    section = recipe.schedule
+    whole = phase.epochs * steps
+    warmup = section.warmup_steps(phase.epochs, steps)
+    if warmup > whole:
+        raise RecipeError(
+            f"[schedule] warmup: {section.warmup} takes {warmup:,} steps, but the phase"
+            f" '{phase.name}' has only {whole:,}. Set a share of the phase, such as 0.1."
+        )
+    larger = Monitor(recipe).larger
+    return {
+        name: StepSchedule(section, optimizer, whole, warmup, larger)
+        for name, optimizer in optimizers.items()
+    }
+
+
+class StepSchedule:
+    """A learning-rate schedule that changes the rates after each step, epoch or validation.
+
+    The phase has `steps` steps; in the first `warmup` steps the rates rise. `larger` says whether
+    larger values of the monitored metric are better.
+    """
+
+    def __init__(
+        self,
+        section: Schedule,
+        optimizer: TorchOptimizer,
+        steps: int,
+        warmup: int,
+        larger: bool = True,
+    ) -> None:
+        self.per_epoch = section.name not in SHAPES
+        self.by_metric = section.name == "ReduceLROnPlateau"
+        if self.per_epoch:
+            options = dict(section.options)
+            if self.by_metric:
+                options["mode"] = "max" if larger else "min"
+            factory = getattr(lr_scheduler, section.name)
+            self.scheduler: Any = factory(optimizer, **options)
+        else:
+
+            def factor(step: int) -> float:
+                # not 0 at step 0, which would waste the first batch
+                if step < warmup:
+                    return (step + 1) / (warmup + 1)
+                done = min(1.0, (step - warmup) / max(1, steps - warmup))
+                if section.name == "cosine":
+                    return 0.5 * (1.0 + math.cos(math.pi * done))
+                if section.name == "linear":
+                    return 1.0 - done
+                return 1.0
+
+            self.scheduler = lr_scheduler.LambdaLR(optimizer, factor)
+
+    def step(self) -> None:
+        """Advance after an optimiser step."""
+        if not self.per_epoch:
+            self.scheduler.step()
+
+    def epoch_end(self, monitored: float | None) -> None:
+        """Advance after an epoch, with the monitored metric if the epoch was validated."""
+        if self.by_metric:
+            if monitored is not None:
+                self.scheduler.step(monitored)
+        elif self.per_epoch:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to resume from: numbers, and lists of numbers."""
+        state = {}
+        for name, value in self.scheduler.state_dict().items():
+            # functions cannot be saved, and the recipe makes them anew
+            if isinstance(value, int | float | bool | list) and name != "lr_lambdas":
+                state[name] = value
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `state_dict()`.
+
+        If the phase's number of steps has changed since, the rates follow the new curve.
+        """
+        self.scheduler.__dict__.update(state)
+        if self.per_epoch:
+            return
+        # the state has the rates of the old curve
+        groups = self.scheduler.optimizer.param_groups
+        curves = zip(groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        for group, base, factor in curves:
+            group["lr"] = base * factor(self.scheduler.last_epoch)

@@ -67,12 +67,14 @@ def extend(
     """
     a, p, n = triplets
     rows = torch.arange(len(codes), len(codes) + len(synthetic), device=codes.device)
-    positive = replaces == "positive"
+    if replaces == "positive":
+        replaced = a  # of the same class as the positives
+        triplets = a, rows, n
+    else:
+        replaced = n
+        triplets = a, p, rows
     return Extended(
-        torch.cat([codes, synthetic]),
-        torch.cat([labels, labels[a if positive else n]]),
-        (a, rows, n) if positive else (a, p, rows),
-        replaces,
+        torch.cat([codes, synthetic]), torch.cat([labels, labels[replaced]]), triplets, replaces
     )
 
 
@@ -92,24 +94,26 @@ def mine(
     picks: list[list[Tensor]] = []
     for label in torch.unique(labels):
         rows = (labels == label).nonzero().squeeze(1)
-        own = extended.labels == label
-        columns = (real | (own if extended.replaces == "positive" else ~own)).nonzero().squeeze(1)
+        usable = extended.labels == label
+        if extended.replaces == "negative":
+            usable = ~usable
+        columns = (real | usable).nonzero().squeeze(1)
         picked = miner(
             codes[rows],
             labels[rows],
             ref_emb=reference[columns],
             ref_labels=extended.labels[columns],
         )
-        mapped = [
-            columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)
-        ]
-        other = mapped[0] != mapped[1]
+        # the second and the last of the lists name references, the others anchors
+        references = (1, len(picked) - 1)
+        mapped = [columns[x] if i in references else rows[x] for i, x in enumerate(picked)]
+        is_other_item = mapped[0] != mapped[1]
         # drop a whole triplet (3 lists), or only the positive pair (the first 2 of 4 lists)
         if len(mapped) == 3:
             whole = 3
         else:
             whole = 2
-        picks.append([x[other] for x in mapped[:whole]] + mapped[whole:])
+        picks.append([x[is_other_item] for x in mapped[:whole]] + mapped[whole:])
     merged = tuple(torch.cat(part) for part in zip(*picks, strict=True))
     return merged  # type: ignore[return-value]
 
@@ -132,9 +136,8 @@ def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
 
 def _one_negative(labels: Tensor) -> Triplets:
     same = labels[:, None] == labels[None]
-    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(
-        as_tuple=True
-    )
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    a, p = (same & ~itself).nonzero(as_tuple=True)
     negatives = (~same).float()
     usable = negatives.sum(1)[a] > 0
     a = a[usable]

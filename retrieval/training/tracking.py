@@ -69,9 +69,9 @@ class Tracking:
             return
         self._folder = run.path
         table = {**run.recipe.model_dump(exclude_unset=True), "versions": run_versions()}
-        plain = json.loads(json.dumps(table, default=str))
+        plain = json.loads(json.dumps(table, default=str))  # paths become text
         for full in [*self._trackers]:
-            key = _kept(run.path).get(full, {}).get("key")
+            key = _entries(run.path).get(full, {}).get("key")
             tracked = TrackedRun(self._name, self._group, plain, key, str(run.path))
             self._try(full, partial(self._begin, full, tracked))
 
@@ -109,15 +109,15 @@ class Tracking:
         self._tell("end", how)
 
     def _begin(self, full: str, run: TrackedRun) -> None:
-        key, place = self._trackers[full].begin(run)
+        key, address = self._trackers[full].begin(run)
         self._keep(full, {"key": key})
-        self._say(f"{full}: {place}")
+        self._say(f"{full}: {address}")
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """Call a method of all trackers that have the method, if the run has started."""
         if self._folder is None:
             return
-        for full, tracker in [*self._trackers.items()]:
+        for full, tracker in [*self._trackers.items()]:  # a copy, because a failure removes one
             if hasattr(tracker, method):
                 self._try(full, partial(getattr(tracker, method), *arguments))
 
@@ -139,13 +139,14 @@ class Tracking:
 
     def _keep(self, full: str, entry: Mapping[str, str]) -> None:
         assert self._folder is not None
-        kept = _kept(self._folder)
+        entries = _entries(self._folder)
+        # a tracker that began again has not failed
         if "key" in entry:
             before = {}
         else:
-            before = kept.get(full, {})
+            before = entries.get(full, {})
         with suppress(OSError):  # the disk may be full
-            write_json(self._folder / FILE, {**kept, full: {**before, **entry}})
+            write_json(self._folder / FILE, {**entries, full: {**before, **entry}})
 
 
 def full_name(plugins: Plugins, name: str) -> str:
@@ -162,9 +163,9 @@ def full_name(plugins: Plugins, name: str) -> str:
         return offered[0]
     if offered:
         raise PluginError(f"'{name}' matches several trackers: name one of {', '.join(offered)}.")
-    wrong = plugins.disabled("trackers")
-    if why := [reason for full, reason in wrong.items() if name in (full, full.partition(".")[0])]:
-        raise PluginError(why[0])
+    for full, reason in plugins.disabled("trackers").items():
+        if name in (full, full.partition(".")[0]):
+            raise PluginError(reason)
     raise PluginError(
         f"There is no tracker '{name}' (installed: {', '.join(known) or 'none'})."
         f"{did_you_mean(name, known)} For tensorboard, wandb or mlflow, install the extra of that"
@@ -205,12 +206,13 @@ def tracking(
 
 def failures(folders: Sequence[Path]) -> list[str]:
     """Return one line per distinct failure of a tracker, with the number of runs that had it."""
-    entries = (entry for folder in folders for entry in _kept(folder).values())
-    counts = Counter(entry["failed"] for entry in entries if "failed" in entry)
+    counts: Counter[str] = Counter()
+    for folder in folders:
+        counts.update(e["failed"] for e in _entries(folder).values() if "failed" in e)
     return [f"{sentence} ({count} of {len(folders)} runs)" for sentence, count in counts.items()]
 
 
-def _kept(folder: Path) -> dict[str, dict[str, str]]:
+def _entries(folder: Path) -> dict[str, dict[str, str]]:
     """Return the trackers' entries in a folder; empty if the file is missing or damaged."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ from retrieval.run.open import ItemCodes, Run as OpenedRun
 from retrieval.run.resume import read_given
 from retrieval.training.process import interruptible
 from retrieval.training.tracking import tracking
-from retrieval.training.trainer import train as train_run
+from retrieval.training.trainer import train_run as train_run
 
 _SIDES = ("train", "validation", "test", "gallery")
 

@@ -65,8 +65,8 @@ from retrieval.training.process import (
     together,
     validate,
 )
-from retrieval.training.state import restore, save
-from retrieval.training.step import Losses, Step, refuse
+from retrieval.training.state import restore_checkpoint, save_checkpoint
+from retrieval.training.step import Losses, Step, refuse_not_finite
 
 NO_TRIPLETS = (
     "no batch had a triplet, so the generator made no samples. Set [sampler] items to 2 or more,"
@@ -113,6 +113,7 @@ class Trainer:
                 self.warnings.append(NOT_SYNCHRONISED.format(processes=processes))
             if chunk and chunk < self.recipe.batch_size // processes:
                 self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
+        # on a GPU, reading a number waits for all steps so far
         if reads_at_once(run.device):
             every = 1
         else:
@@ -139,12 +140,13 @@ class Trainer:
         if self._source is None or self._source[0] != self.from_features:
             dataset: Dataset = run.dataset
             if self.from_features:
-                dataset = backbone_features(
-                    without_additions(run.model), dataset, run.device, recipe.evaluate.batch_size
-                )
+                # LoRA's additions are zero until the backbone trains
+                plain = without_additions(run.model)
+                dataset = backbone_features(plain, dataset, run.device, recipe.evaluate.batch_size)
             # validation uses the same inputs, so it does not decode images again
             self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
         _, self.dataset, self.raw = self._source
+        # features are computed once, of images as they are
         augments = self.phase.augment and not self.from_features
         self.batches = TrainBatches(
             self.dataset,
@@ -230,7 +232,7 @@ class Trainer:
     def _signalled(self, number: int, frame: Any) -> None:
         """Handle a signal: stop after the current step, or at once if it is the second signal."""
         if self._stop.is_set():
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # a step may take long, or hang
         self._stop.set()
 
     def _validate(self, epoch: int, warn: Callable[[str], None]) -> dict[str, float]:
@@ -249,9 +251,9 @@ class Trainer:
         improved = self.monitor.note(self.progress, validation, trains_backbone=False)
         if improved and self.main:
             self._save_best()
-        self.report(f"epoch 0 (the start): {self._shown(validation)}")
+        self.report(f"epoch 0 (the start): {self._main_metrics(validation)}")
 
-    def _shown(self, validation: dict[str, float]) -> str:
+    def _main_metrics(self, validation: dict[str, float]) -> str:
         names = (self.monitor.name, "map_at_r", "recall_at_1")
         return ", ".join(
             f"validation_{name} {value:.4f}" for name, value in validation.items() if name in names
@@ -277,9 +279,11 @@ class Trainer:
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
             if progress.total % EVERY == 0 or progress.step == len(self.batches):
                 self._end_steps()
+            # only between steps, where the state is that of a whole number of steps
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
+            # the end of the epoch saves anyway
             if every and progress.total % every == 0 and progress.step < len(self.batches):
                 self.save()
         self.tally.read()
@@ -297,7 +301,7 @@ class Trainer:
         if not self.batches.batch_sampler.uses_embeddings:
             return None
         if self.progress.drawn is None:
-
+            # one process draws for all, so that all divide the same batches
             def draw() -> list[Ints] | None:
                 if not self.main:
                     return None
@@ -326,28 +330,32 @@ class Trainer:
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
         self.tally.add(losses)
-        self.average.step()
+        if self.average.ema is not None:
+            self.average.step()
         return losses.all_metrics()
 
     def _end_steps(self) -> None:
         """Pass the metrics' means since the last call, and the learning rates, to plugins."""
         self.tally.read()
-        progress, (sums, counts) = self.progress, self._step_sums
+        progress = self.progress
+        sums, counts = self._step_sums
         self._step_sums = dict(progress.sums), dict(progress.counts)
-        metrics = {
-            name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
-            for name, total in progress.sums.items()
-            if progress.counts[name] > counts.get(name, 0)
-        }
-        rates = {f"lr_{name}": rate for name, rate in self.step.rates().items()}
+        metrics: dict[str, float] = {}
+        for name, total in progress.sums.items():
+            count = progress.counts[name] - counts.get(name, 0)
+            # the miner may have found nothing in these steps
+            if count:
+                metrics[name] = (total - sums.get(name, 0.0)) / count
+        for name, rate in self.step.rates().items():
+            metrics[f"lr_{name}"] = rate
         self.run.plugins.notify(
-            "retrieval_steps_end", run=self.run, step=progress.total, metrics={**metrics, **rates}
+            "retrieval_steps_end", run=self.run, step=progress.total, metrics=metrics
         )
 
-    def _stopped(self, step: int, what: str) -> Diverged:
+    def _stopped(self, step: int, reason: str) -> Diverged:
         return Diverged(
             f"Training stopped at step {step} (epoch {self.progress.epoch + 1}):"
-            f" {what.rstrip('.')}. The last good checkpoint is "
+            f" {reason.rstrip('.')}. The last good checkpoint is "
             f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
         )
 
@@ -367,8 +375,9 @@ class Trainer:
         A phase that trains only the generator never ends early, as validation does not measure it.
         """
         patience = self.recipe.train.patience
-        trains_metric = any(part != "generator" for part in self.phase.train)
-        return patience is not None and trains_metric and self.progress.stale >= patience
+        if patience is None or not self.step.trains_metric:
+            return False
+        return self.progress.stale >= patience
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log and save at the end of an epoch."""
@@ -377,14 +386,16 @@ class Trainer:
         self._refuse_nan()  # before validation, which may save the weights as the best
         self.average.epoch_end(progress.phase_epoch + 1)
         improved = False
-        validation = {}
+        validation: dict[str, float] = {}
         warnings: list[str] = []
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
             validation = self._validate(progress.epoch + 1, warnings.append)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
-            trained = any("backbone" in p.train for p in self.recipe.phases[: progress.phase + 1])
-            trains_backbone = trained and not self.recipe.backbone.frozen
+            phases = self.recipe.phases[: progress.phase + 1]
+            trains_backbone = any("backbone" in phase.train for phase in phases)
+            if self.recipe.backbone.frozen:
+                trains_backbone = False
             improved = self.monitor.note(progress, validation, trains_backbone)
             if improved:
                 progress.best_epoch = progress.epoch + 1
@@ -395,17 +406,19 @@ class Trainer:
             "step": progress.total,
             "lr": self.step.rates(),
             **metrics,
-            **({"best": improved} if validation else {}),
         }
+        if validation:
+            record["best"] = improved
         warnings += combiner_warnings(
             self.run.model.combiner, metrics, f"The {self.step.who['combiner']}"
         )
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
-        earlier = self.warnings
+        # the warnings of the start are reported already; the log has them in its first record
+        logged = [*self.warnings, *warnings]
         self.warnings = []
-        if earlier or warnings:
-            record["warnings"] = [*earlier, *warnings]
+        if logged:
+            record["warnings"] = logged
         self.run.plugins.notify(
             "retrieval_epoch_end", run=self.run, epoch=progress.epoch + 1, metrics=metrics
         )
@@ -418,10 +431,15 @@ class Trainer:
                 for name, value in metrics.items()
                 if name in ("loss", "generator_loss")
             ]
-            values += [self._shown(validation)] if validation else []
+            if validation:
+                values.append(self._main_metrics(validation))
+            if improved:
+                mark = " (best)"
+            else:
+                mark = ""
             self.report(
                 f"epoch {progress.epoch + 1}: {', '.join(values)},"
-                f" {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
+                f" {metrics['images_per_second']:.0f} images/s{mark}"
             )
         progress.epoch += 1
         progress.phase_epoch += 1
@@ -429,20 +447,26 @@ class Trainer:
         progress.sums = {}
         progress.counts = {}
         progress.drawn = None
+        # the best first: a checkpoint that says so must find its file after a kill
         if improved and self.main:
             self._save_best()
         self.save()
 
     def _finish(self) -> dict[str, float]:
-        if self.main and self.progress.best is None:
+        progress = self.progress
+        # nothing was validated: the run keeps its last weights
+        if self.main and progress.best is None:
             self._save_best()
         merge(self.run.model)
         if self.main:
-            progress = self.progress
+            if progress.best is None:
+                best_epoch = progress.epoch
+            else:
+                best_epoch = progress.best_epoch
             summary = {
                 "validation": progress.best_metrics,
                 "monitor": self.monitor.name,
-                "best_epoch": progress.epoch if progress.best is None else progress.best_epoch,
+                "best_epoch": best_epoch,
                 "start": progress.start,
                 "with_frozen": progress.with_frozen,
                 "with_trained": progress.with_trained,
@@ -465,20 +489,18 @@ class Trainer:
         # undo torch.compile; the weights stay as they are
         self.run.model.backbone._compiled_call_impl = None
         self.run.model.eval()
-        self.run.plugins.notify(
-            "retrieval_run_end", run=self.run, metrics=self.progress.best_metrics
-        )
-        return self.progress.best_metrics
+        self.run.plugins.notify("retrieval_run_end", run=self.run, metrics=progress.best_metrics)
+        return progress.best_metrics
 
     def _suggests_frozen(self) -> bool:
         """Return whether to suggest measuring the frozen backbone with a trained head."""
         recipe = self.recipe
-        return (
-            not recipe.backbone.frozen
-            and self.progress.with_frozen is None
-            and any(True for _ in self.run.model.backbone.parameters())
-            and not drawn_at_random(recipe, self.run.dataset)
-        )
+        if recipe.backbone.frozen or self.progress.with_frozen is not None:
+            return False
+        if not any(True for _ in self.run.model.backbone.parameters()):
+            return False
+        # random weights are no features worth measuring; last, because this builds them twice
+        return not drawn_at_random(recipe, self.run.dataset)
 
     # --- checkpoints
 
@@ -490,7 +512,7 @@ class Trainer:
         """
         self.tally.read()
         self._refuse_nan()
-        save(self.run, self.step, self.average, self.progress)
+        save_checkpoint(self.run, self.step, self.average, self.progress)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
@@ -519,7 +541,7 @@ class Trainer:
         Raises:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
-        restore(standing, self.run, self.step, self.average)
+        restore_checkpoint(standing, self.run, self.step, self.average)
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
 
@@ -554,7 +576,7 @@ class Tally:
         self._progress = progress
         self._every = every
         self._stopped = stopped
-        self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
+        self._unread: list[tuple[int, list[str], list[str], list[Tensor]]] = []
 
     def add(self, losses: Losses) -> None:
         """Keep copies of a step's numbers, because its tensors may change before `read`.
@@ -563,13 +585,14 @@ class Tally:
             DataError: see `read`.
         """
         metrics = losses.all_metrics()
+        watched = [number for number, _ in losses.watched]
+        sentences = [sentence for _, sentence in losses.watched]
         numbers = [
             torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
-            for value in (*(number for number, _ in losses.watched), *metrics.values())
+            for value in (*watched, *metrics.values())
         ]
-        sentences = [sentence for _, sentence in losses.watched]
-        self._kept.append((self._progress.total + 1, sentences, list(metrics), numbers))
-        if len(self._kept) >= self._every:
+        self._unread.append((self._progress.total + 1, sentences, list(metrics), numbers))
+        if len(self._unread) >= self._every:
             self.read()
 
     def read(self) -> None:
@@ -579,29 +602,29 @@ class Tally:
             DataError: a loss or a synthetic feature was NaN or infinite; the message names the
                 first step where it was.
         """
-        kept = self._kept
-        self._kept = []
-        if not kept:
+        unread = self._unread
+        self._unread = []  # also if an error is raised, which must not be raised again
+        if not unread:
             return
-        numbers = [number for *_, of_step in kept for number in of_step]
+        numbers = [number for *_, of_step in unread for number in of_step]
         # "cuda" > "cpu": one transfer from the GPU reads all numbers
         device = max((number.device for number in numbers), key=lambda device: device.type)
         values = iter(torch.stack([number.to(device) for number in numbers]).tolist())
         sums = self._progress.sums
         counts = self._progress.counts
-        for step, sentences, names, _ in kept:
+        for step, sentences, names, _ in unread:
             watched = [next(values) for _ in sentences]
             for name in names:
                 sums[name] = sums.get(name, 0.0) + next(values)
                 counts[name] = counts.get(name, 0) + 1
             try:
                 for number, sentence in zip(watched, sentences, strict=True):
-                    refuse(number, sentence)
+                    refuse_not_finite(number, sentence)
             except DataError as error:
                 raise self._stopped(step, str(error)) from error
 
 
-def train(
+def train_run(
     path: Path,
     recipe: Recipe,
     *,
@@ -638,7 +661,8 @@ def train(
             if main:
                 locks.enter_context(claimed(path))
             if resume and is_run(path):
-                return *going_on(path, recipe, report), is_complete(path)
+                standing, changed = going_on(path, recipe, report)
+                return standing, changed, is_complete(path)
             refuse_taken(path, replace)
             if resume:
                 report(f"note: {path} holds no run yet: training starts from the beginning.")
@@ -650,7 +674,7 @@ def train(
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
             return Run.open(path)
-        recipe = absolute_paths(recipe)
+        recipe = absolute_paths(recipe)  # the run can then be resumed from another folder
         checkpoint.seed_everything(recipe.seed)
 
         def create(run: Run) -> None:
@@ -663,6 +687,7 @@ def train(
         refuse_unanswerable(run)
         if nothing_to_train(run):
             return write_untrained(run, report, create)
+        # a resumed run has trained with this recipe already
         if not resume and accelerator.num_processes == 1:
             _, warnings = look_ahead(run, accelerator)
             run.splits.notes.extend(warnings)
@@ -674,10 +699,11 @@ def train(
             if main:
                 create(run)
             if main and resume and (changed or replace_plugins):
-                what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
-                record_changes(
-                    path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins
-                )
+                sentences = [*changed]
+                if replace_plugins:
+                    sentences.append("the plugins were replaced")
+                step = trainer.progress.total
+                record_changes(path, recipe, sentences, step, replace_plugins=replace_plugins)
 
         together(accelerator, begin)
         trainer.fit()

@@ -12,7 +12,7 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Normalize, build_head
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from torch import Tensor, nn
 
 from retrieval_aml.confusion import Confusion
@@ -215,7 +215,7 @@ def test_a_recipe_trains(tmp_path, loss, miner):
         "generator": {"name": "aml.confusion"},
         "loss": {"name": loss},
     }
-    train(tmp_path / "run", check_recipe({**recipe, **miner}))
+    train_run(tmp_path / "run", check_recipe({**recipe, **miner}))
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]

@@ -15,7 +15,7 @@ from pytorch_metric_learning.reducers import SumReducer
 from retrieval.errors import DataError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from scipy.linalg import sqrtm
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -251,6 +251,6 @@ def test_a_recipe_trains_end_to_end(tmp_path):
             "optimizer": {"lr": 3e-3},
         }
     )
-    train(tmp_path / "run", built)
+    train_run(tmp_path / "run", built)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["loss"] < 0.8 * json.loads(lines[0])["loss"]

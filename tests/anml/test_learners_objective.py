@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
 from retrieval_anml import LANML, PNCA, neighborhoods as module
-from retrieval_anml.neighborhoods import Neighborhoods, Outer
+from retrieval_anml.neighborhoods import Neighborhoods, Objective, Outer
 
 Floats = NDArray[np.floating[Any]]
 
@@ -183,7 +183,8 @@ def test_alpha_1_is_scikit_learns_nca(data):
 def mean_gap(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
     """The mean of the gaps xᵢ, with ℓ(x) = x."""
     codes = np.asarray(y, dtype=np.intp)
-    return Neighborhoods(x, codes, gamma1=gamma1, gamma2=gamma2, outer=Outer("identity"))(L)[0]
+    objective = Objective(gamma1=gamma1, gamma2=gamma2, outer=Outer("identity"))
+    return Neighborhoods(x, codes, objective)(L)[0]
 
 
 def test_limits_of_gamma(data):

@@ -12,7 +12,7 @@ import pytest
 from daml_recipes import BASE as DAML
 from retrieval.errors import DataError
 from retrieval.recipe.read import check_recipe, to_toml
-from retrieval.training.trainer import all_finite, train
+from retrieval.training.trainer import all_finite, train_run
 from trained_weights import load, log, ran, retrieval, same_state
 
 BASE: dict[str, Any] = {
@@ -199,6 +199,6 @@ def test_nan_weights_of_a_generator_stop_the_training(tmp_path):
     recipe = check_recipe({k: v for k, v in (BASE | tables).items() if v is not None})
     says = r"stopped at step 1 \(epoch 1\): weights of the generator became NaN.*last good checkp"
     with pytest.raises(DataError, match=says):
-        train(tmp_path / "run", recipe)
+        train_run(tmp_path / "run", recipe)
     kept = load(tmp_path / "run")
     assert all_finite([*kept["model"].values(), *kept["modules"]["generator"].values()])

@@ -16,7 +16,7 @@ from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
 from retrieval.index.index import create_index, open_index
 from retrieval.run.open import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from sklearn.datasets import load_digits
 
 from retrieval_daml.local_metrics import Discriminator
@@ -47,7 +47,7 @@ class Served:
             generator=None,
             train={"epochs": 3},
         )
-        train(folder / "run", recipe)
+        train_run(folder / "run", recipe)
         self.run: Run = Run.open(folder / "run")
         self.combiner: Any = self.run.model.combiner
         self.manifest = export(self.run).bundle.manifest

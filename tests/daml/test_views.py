@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from retrieval.errors import RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.plugins import load_plugins
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 VIEWS, WIDTH = 4, 8
 
@@ -76,7 +76,7 @@ def test_learned_weights_leave_damaged_views_out_and_even_ones_cannot(make, tmp_
             optimizer={"lr": 0.003},
             evaluate={"metrics": ["recall_at_1"]},
         )
-        run = train(tmp_path / name, recipe)
+        run = train_run(tmp_path / name, recipe)
         actual[name] = evaluate(run).metrics["trained"]["recall_at_1"]
         if name == "daml.discriminator":
             _check_weights(run, x[480:], damaged=x[480:].reshape(-1, VIEWS, WIDTH)[:, :, 0] > 2.5)

@@ -15,7 +15,7 @@ from retrieval.plugin import Combiner
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 from retrieval_lab.report import measured, write
 from retrieval_lab.report.write import SIDE, Section, Thumbnails, page
@@ -76,7 +76,7 @@ def run_folder(tmp_path_factory):
         "loss": {"name": "pml.contrastive"},
         "train": {"epochs": 2, "device": "cpu"},
     }
-    train(folder / "run", check_recipe(table))
+    train_run(folder / "run", check_recipe(table))
     return folder / "run"
 
 
@@ -160,7 +160,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
         "loss": {"name": "pml.contrastive"},
         "train": {"device": "cpu"},
     }
-    train(tmp_path / "run", check_recipe(table))
+    train_run(tmp_path / "run", check_recipe(table))
     result = measured.measure(Run.open(tmp_path / "run"), 48)
     assert [int(result.query[row]) for row in measured.suspects(result)] == [95]
     page = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False)
@@ -197,7 +197,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     run_folder, file, tmp_path, monkeypatch
 ):
     recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
-    train(tmp_path / "second", recipe)
+    train_run(tmp_path / "second", recipe)
     runs = [run_folder, tmp_path / "second"]
     monkeypatch.setattr(write, "THUMBNAILS", 50)
     two = write.report(runs, tmp_path / "two.html", map="none", progress=False)

@@ -20,7 +20,7 @@ from retrieval.evaluation.verification import verification
 from retrieval.evaluation.verify_run import verify
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
 RECIPE: dict[str, Any] = {
@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
     kinds = {"plain": {}, "combiner": {"combiner": {"name": "toolbox.local"}}, "learner": learner}
     for name, tables in kinds.items():
         made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
-        train(folder / name, check_recipe(made))
+        train_run(folder / name, check_recipe(made))
     return {name: folder / name for name in kinds}
 
 
@@ -167,7 +167,7 @@ def test_names_that_are_not_utf8_or_begin_like_formulas(cli, tmp_path, monkeypat
         "loss": {"name": "pml.triplet_margin"},
     }
     run = tmp_path / "\udcfcrun"
-    train(run, check_recipe(recipe))
+    train_run(run, check_recipe(recipe))
     first = verify(Run.open(run))
     pairs = run / "verification-test-pairs.csv"
     cells = [cell for row in written_pairs(run) for cell in (row["first"], row["second"])]

@@ -13,7 +13,7 @@ from PIL import Image
 from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_run import export
 from retrieval.index.index import create_index
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 from retrieval_server.server import serve
 
@@ -22,7 +22,7 @@ from retrieval_server.server import serve
 def bundles(make, tmp_path_factory):
     """A trained run's bundle, in one graph and in two."""
     folder = tmp_path_factory.mktemp("bundles")
-    run = train(folder / "run", make("auto", train={"epochs": 1}))
+    run = train_run(folder / "run", make("auto", train={"epochs": 1}))
     for name, split in (("whole", False), ("split", True)):
         export(run, folder / name, split=split)
     return {name: folder / name for name in ("whole", "split")}

@@ -12,7 +12,7 @@ from retrieval.evaluation.evaluation import evaluate
 from retrieval.host.plugins import create
 from retrieval.run.open import Run, build_run
 from retrieval.training import trainer
-from retrieval.training.trainer import moved, train
+from retrieval.training.trainer import moved, train_run
 from trained_weights import lines_of, same
 
 
@@ -20,7 +20,7 @@ from trained_weights import lines_of, same
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_each_precision_learns(make, tmp_path, device, precision, channels_last):
     options = {"epochs": 4, "precision": precision, "channels_last": channels_last}
-    run = train(tmp_path / "run", make(device, train=options))
+    run = train_run(tmp_path / "run", make(device, train=options))
     lines = lines_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["validation_recall_at_1"] > 0.7
     assert next(run.model.parameters()).device.type == device
@@ -48,7 +48,7 @@ def test_a_step_waits_for_nothing(make, tmp_path, device):
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, device, monkeypatch):
     recipe = make(device, train={"deterministic": True, "checkpoint_every": 5})
-    train(tmp_path / "whole", recipe)
+    train_run(tmp_path / "whole", recipe)
     real, calls = trainer.Trainer._train_batch, [0]
 
     def stop(self: Any, *batch: Any) -> Any:
@@ -59,19 +59,19 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, devic
 
     monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", recipe)
-    train(tmp_path / "stopped", recipe, resume=True)
+        train_run(tmp_path / "stopped", recipe)
+    train_run(tmp_path / "stopped", recipe, resume=True)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_a_compiled_run_learns(make, tmp_path, device):
-    train(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
+    train_run(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
     lines = lines_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 def test_metrics_of_a_run_are_those_of_the_cpu(make, tmp_path, device):
-    train(tmp_path / "run", make(device))
+    train_run(tmp_path / "run", make(device))
     run = Run.open(tmp_path / "run")
     on_device = evaluate_run.evaluate(run).metrics["trained"]
     run = Run.open(tmp_path / "run")

@@ -13,7 +13,7 @@ from PIL import Image
 from retrieval.cli.app import app
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from sklearn.datasets import load_digits
 
 Make = Callable[..., Any]
@@ -130,14 +130,14 @@ def summary(folder: Path) -> Any:
 
 
 def fit(tmp_path: Path, recipe: Any, name: str = "run") -> Path:
-    train(tmp_path / name, recipe)
+    train_run(tmp_path / name, recipe)
     return tmp_path / name
 
 
 def reported(folder: Path, recipe: Any) -> tuple[Run, list[str]]:
     """A new run, and the lines that its training reported."""
     lines: list[str] = []
-    return train(folder, recipe, report=lines.append), lines
+    return train_run(folder, recipe, report=lines.append), lines
 
 
 def digit_photos(folder: Path, count: int, classes: int = 4) -> Path:

@@ -213,7 +213,7 @@ def test_an_interrupted_replacement_never_resumes_the_old_run(
             create_folder(folder, checked, replace=replace)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "train", interrupted)
+    monkeypatch.setattr(trainer, "train_run", interrupted)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "recipe.toml").write_text(RECIPE)
     error = cli("train", "r.toml", "--output", "old", "--replace").err

@@ -48,13 +48,13 @@ def test_each_style_trains(loss, miner, tmp_path):
     import torch
     from retrieval.run import checkpoint
     from retrieval.run.open import build_run
-    from retrieval.training.trainer import train
+    from retrieval.training.trainer import train_run
 
     table = {**BASE, "loss": {**loss, "name": f"styles.{loss['name']}"}}
     if miner:
         table["miner"] = {**miner, "name": f"styles.{miner['name']}"}
     recipe = check_recipe(table)
-    run = train(tmp_path / "run", recipe)
+    run = train_run(tmp_path / "run", recipe)
     checkpoint.seed_everything(recipe.seed)
     before = build_run(tmp_path, recipe).model.state_dict()
     after = run.model.state_dict()

@@ -14,7 +14,7 @@ from retrieval.export.export_run import export
 from retrieval.export.variants import SCORED, measure
 from retrieval.model.contracts import Subspace
 from retrieval.recipe.read import check_recipe
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from sklearn.datasets import load_digits
 
 
@@ -35,7 +35,7 @@ def test_the_metrics_of_a_bundle_are_those_of_eq_27(tmp_path):
         "backbone": {"name": "core.features"},
         "learner": {**learner, "learning_rate": 0.05, "seeds": 400, "closure": 400},
     }
-    run = train(tmp_path / "run", check_recipe(recipe))
+    run = train_run(tmp_path / "run", check_recipe(recipe))
     export(run)
     bundle = Bundle.open(run.path / "bundle", threads=1)
     assert bundle.manifest.merge == "score" and run.splits.gallery is None

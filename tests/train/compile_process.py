@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from retrieval.recipe.read import read_recipe
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from torch._dynamo.utils import counters
 
-run = train(Path(sys.argv[2]), read_recipe(sys.argv[1], ["train.compile=true"]))
+run = train_run(Path(sys.argv[2]), read_recipe(sys.argv[1], ["train.compile=true"]))
 
 is_plain = run.model.backbone._compiled_call_impl is None
 print(json.dumps({"graphs": counters["stats"]["unique_graphs"], "plain": is_plain}))

@@ -14,7 +14,7 @@ import tomli_w
 import torch
 from comparing import LOSSES, PLUGIN, RECIPE as COMPARED
 from retrieval.recipe.read import Recipe, check_recipe, to_toml
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from torch.distributed import TCPStore
 from trained_weights import apart, log, same, weights
 
@@ -64,7 +64,7 @@ def resumes(monkeypatch, tmp_path):
 
     def check(recipe: Any, batch: int) -> None:
         whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-        train(whole, recipe)
+        train_run(whole, recipe)
         real, batches = Trainer._train_batch, itertools.count(1)
 
         def stop(self: Any, *arguments: Any) -> Any:
@@ -75,8 +75,8 @@ def resumes(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_train_batch", stop)
             with pytest.raises(KeyboardInterrupt):
-                train(stopped, recipe)
-        train(stopped, recipe, resume=True)
+                train_run(stopped, recipe)
+        train_run(stopped, recipe, resume=True)
         assert same(whole, stopped) and log(whole) == log(stopped)
 
     return check
@@ -142,7 +142,7 @@ def trains_as_one(processes, tmp_path):
     ) -> list[dict[str, Any]]:
         for name, recipe in recipes.items():
             (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
-            train(tmp_path / f"{name} one", recipe)
+            train_run(tmp_path / f"{name} one", recipe)
         output = processes(world, "train_process.py", str(tmp_path), *recipes)
         for name in recipes:
             one, several = tmp_path / f"{name} one", tmp_path / name

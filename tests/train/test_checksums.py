@@ -13,7 +13,7 @@ from retrieval.errors import DataError
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import SMALL, log, ran, retrieval, same
 
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     """A folder with `recipe.toml` and its `run`, which looks as if it had been stopped."""
     folder = tmp_path_factory.mktemp("flips")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
-    train(folder / "run", check_recipe(SMALL))
+    train_run(folder / "run", check_recipe(SMALL))
     (folder / "run" / "summary.json").unlink()
     return folder
 

@@ -16,7 +16,7 @@ from retrieval.export.export_run import export
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training import step
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from torch import Tensor
 from trained_weights import STEADY, apart, log
 
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, resum
 def test_two_processes_train_and_export_the_same(make, trains_as_one, tmp_path, monkeypatch):
     tables = {**STEADY, **CASES["miner"]}
     trains_as_one({"chunked": make(**{**tables, "train": {"epochs": 1, "chunk": 3}})})
-    train(tmp_path / "whole", make(**tables))
+    train_run(tmp_path / "whole", make(**tables))
     assert apart(tmp_path / "whole", tmp_path / "chunked one") < 2e-5
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
     monkeypatch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))

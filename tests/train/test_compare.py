@@ -33,9 +33,9 @@ from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training.comparison import plan
-from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
-from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.search import Proposals, Search, Trial, search
+from retrieval.training.comparison.jobs import ComparisonJob, drawn_splits, fold_recipe, perform
+from retrieval.training.comparison.plan import ComparisonPlan
+from retrieval.training.comparison.search import Proposals, Trial, Tuning, tune
 from retrieval.training.comparison.workers import OnCluster, Processes
 from scipy.stats import kstest
 
@@ -115,14 +115,18 @@ def test_an_interrupted_comparison_ends_as_the_whole_one(write, tmp_path, monkey
 
 
 def test_a_folder_is_resumed_only_with_its_own_comparison(tmp_path):
-    first = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
+    first = ComparisonPlan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
     plan.settle(tmp_path / "c", first)
-    plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
+    plan.settle(
+        tmp_path / "c", ComparisonPlan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5)
+    )
     written = json.loads((tmp_path / "c" / "plan.json").read_text())
     assert list(written["recipes"]) == ["a", "b", "third"] and written["seeds"] == 5
     says = r"search was 2 and is 3 now\.(.|\n)*folds was 4(.|\n)*'b' was changed"
     with pytest.raises(DataError, match=says):
-        plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
+        plan.settle(
+            tmp_path / "c", ComparisonPlan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3)
+        )
     (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match="is damaged"):
         plan.settle(tmp_path / "c", first)
@@ -142,12 +146,12 @@ def test_the_search_does_not_depend_on_test_items(triplet, tmp_path):
     for scrambled in (False, True):
         table = {**triplet, "data": {"name": "mine.digits", "scrambled": scrambled}}
         recipe = check_recipe({**table, "search": RECIPE["search"]})
-        folder, plan = tmp_path / f"search-{scrambled}", Plan({}, 2, 2, None, 2)
-        result = search(recipe, table, plan, folder, lambda jobs: [perform(job) for job in jobs])
+        folder, plan = tmp_path / f"search-{scrambled}", ComparisonPlan({}, 2, 2, None, 2)
+        result = tune(recipe, table, plan, folder, lambda jobs: [perform(job) for job in jobs])
         scores.append([trial.score for trial in result.trials])
         held: list[str] = []
         for number in (0, 1):
-            fold = fold_recipe(Job("fold", table, tmp_path, tmp_path, (number, 2)))
+            fold = fold_recipe(ComparisonJob("fold", table, tmp_path, tmp_path, (number, 2)))
             dataset = fold.objects["data"]
             assert set(dataset.labels) == set("012345") and len(dataset) == 120
             held += fold.split.test
@@ -156,9 +160,11 @@ def test_the_search_does_not_depend_on_test_items(triplet, tmp_path):
 
 
 def test_a_fold_with_few_classes_keeps_the_size_of_a_batch(triplet, tmp_path):
-    def fold(classes: int, batches: int = 2) -> Job:
+    def fold(classes: int, batches: int = 2) -> ComparisonJob:
         table = {**triplet, "sampler": {"classes": classes, "items": 4, "batches": batches}}
-        return Job("fold", table, tmp_path / f"{classes}", tmp_path / f"{classes}.json", (0, 2))
+        return ComparisonJob(
+            "fold", table, tmp_path / f"{classes}", tmp_path / f"{classes}.json", (0, 2)
+        )
 
     samplers = [fold_recipe(fold(classes)).sampler for classes in (6, 3, 2)]
     # each of the two folds has three of the six training classes
@@ -168,7 +174,7 @@ def test_a_fold_with_few_classes_keeps_the_size_of_a_batch(triplet, tmp_path):
     views = {"views": 2, "positives": "item", "horizontal_flip": 0.5}
     sampler = {"classes": 12, "items": 1, "batches": 2}
     table = {**triplet, "augmentation": views, "sampler": sampler}
-    unlabelled = fold_recipe(Job("fold", table, tmp_path, tmp_path, (0, 2))).sampler
+    unlabelled = fold_recipe(ComparisonJob("fold", table, tmp_path, tmp_path, (0, 2))).sampler
     assert (unlabelled.classes, unlabelled.items) == (12, 1), "each item is a class"
 
 
@@ -290,7 +296,7 @@ class DeafRay:
 
 def test_a_cluster_task_that_does_not_stop_is_killed(tmp_path):
     def training(do: Any) -> None:
-        do([Job("seed", {}, tmp_path / "run", tmp_path / "run.json")])
+        do([ComparisonJob("seed", {}, tmp_path / "run", tmp_path / "run.json")])
 
     def interrupted(do: Any) -> None:
         while not cluster.running:
@@ -361,7 +367,7 @@ def test_a_search_finds_an_optimum():
 def test_an_optimum_at_the_edge_of_the_tried_values_is_noted():
     def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
-        return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
+        return Tuning({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
 
     assert notes(0.1, 0.2, 0.3, best=0.2) == [] and notes(0.1, 0.2, best=0.2) == []
     (low,), (high,) = notes(0.1, 0.2, 0.3, best=0.1), notes(0.1, 0.2, 0.3, best=0.3)

@@ -13,11 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.training.comparison.plan import Plan
+from retrieval.training.comparison.plan import ComparisonPlan
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Search, Trial, agreement
-from retrieval.training.comparison.statistics import compare, conclusion, holm, mean_of, sentences
-from retrieval.training.comparison.written import Latex, as_csv, latex, markdown, page as html_page
+from retrieval.training.comparison.search import Trial, Tuning, agreement
+from retrieval.training.comparison.statistics import (
+    compare_pairs,
+    conclusion,
+    difference_sentences,
+    holm,
+    mean_of,
+)
+from retrieval.training.comparison.written import (
+    Latex,
+    as_csv,
+    comparison_page as html_page,
+    latex,
+    markdown,
+)
 from scipy import stats
 
 A = [0.90, 0.92, 0.91, 0.93, 0.92]
@@ -37,7 +49,7 @@ def result(values: dict[str, list[float]], *, learner: str = "", **options: Any)
         for name, numbers in values.items()
     ]
     raw = Contestant("raw pixels", "raw", rows([0.5] * seeds))
-    plan = Plan({}, options.pop("trials", 0), 4, None, seeds // splits, splits)
+    plan = ComparisonPlan({}, options.pop("trials", 0), 4, None, seeds // splits, splits)
     return Comparison([raw, *recipes], plan, [], None, "a", **options)
 
 
@@ -59,10 +71,10 @@ def test_holm_is_as_in_the_paper():
 
 
 def test_two_recipes_have_a_paired_test_and_three_a_pooled_one():
-    (pair,) = compare({"a": A, "b": B}, ["a", "b"])
+    (pair,) = compare_pairs({"a": A, "b": B}, ["a", "b"])
     assert pair.test == "paired" and pair.p == pytest.approx(stats.ttest_rel(A, B).pvalue)
     values = {"a": A, "b": B, "c": C}
-    differences = compare(values, list(values))
+    differences = compare_pairs(values, list(values))
     assert [(d.contestant, d.reference) for d in differences] == [*combinations("abc", 2)]
     assert {d.test for d in differences} == {"pooled"}
     total = 0.0
@@ -73,7 +85,7 @@ def test_two_recipes_have_a_paired_test_and_three_a_pooled_one():
             total += (value - sum(numbers) / 5 - block_mean + grand) ** 2
     error = math.sqrt(total / 8 * 2 / 5)
     assert differences[0].p == pytest.approx(2 * stats.t.sf(0.1 / error, 8))
-    noisy = compare({**values, "d": [0.1, 0.9, 0.2, 0.8, 0.5]}, [*values, "d"])
+    noisy = compare_pairs({**values, "d": [0.1, 0.9, 0.2, 0.8, 0.5]}, [*values, "d"])
     assert {d.test for d in noisy} == {"paired"}, "different variances are not pooled"
 
 
@@ -89,7 +101,7 @@ def tables(reps: int, recipes: int, seeds: int, shift: float = 0.0) -> Any:
 def test_false_alarms_stay_below_their_level():
     alarms = pooled = 0
     for values in tables(2000, 4, 3):
-        differences = compare(values, list(values))
+        differences = compare_pairs(values, list(values))
         alarms += any(difference.decided for difference in differences)
         pooled += differences[0].test == "pooled"
     assert pooled > 1200, "equal variances are mostly pooled"
@@ -100,36 +112,36 @@ def test_false_alarms_stay_below_their_level():
 def test_a_pooled_test_decides_more_than_a_paired_one_and_the_number_of_seeds_is_right():
     paired = pooled = 0
     for values in tables(200, 6, 3, shift=4.0):
-        pooled += compare(values, list(values), [("r0", "r1")])[0].decided
-        paired += compare(values, ["r0", "r1"], [("r0", "r1")])[0].decided
+        pooled += compare_pairs(values, list(values), [("r0", "r1")])[0].decided
+        paired += compare_pairs(values, ["r0", "r1"], [("r0", "r1")])[0].decided
     assert pooled > paired + 20
     # an effect of 1 at level .05 takes 10 seeds: G*Power, matched pairs, two-sided, power .8
     differences = np.array([-1.0, 1.0]) * math.sqrt(0.5) + 1.0
-    (pair,) = compare({"a": differences.tolist(), "b": [0.0, 0.0]}, ["a", "b"])
+    (pair,) = compare_pairs({"a": differences.tolist(), "b": [0.0, 0.0]}, ["a", "b"])
     assert pair.test == "one-sample" and not pair.decided and pair.needed == 10
 
 
 def test_an_interval_excludes_0_exactly_where_holm_decides():
     for values in tables(100, 5, 4, shift=2.0):
-        for difference in compare(values, list(values)):
+        for difference in compare_pairs(values, list(values)):
             assert difference.decided == (abs(difference.mean.value) > difference.mean.half)
 
 
 def test_deterministic_recipes_are_compared_too():
     still, warm = [0.69] * 5, [0.69, 0.70, 0.71, 0.69, 0.70]
     values = {"lanml": [0.55] * 5, "gmml": still, "warm": warm, "same": still}
-    differences = compare(values, list(values))
+    differences = compare_pairs(values, list(values))
     assert [(d.contestant, d.reference) for d in differences] == [*combinations(values, 2)]
     for d in differences:
         assert d.test == ("one-sample" if "warm" in (d.contestant, d.reference) else "none")
     assert differences[1].p == pytest.approx(stats.ttest_1samp(warm, 0.55).pvalue)
     text = conclusion(differences, list(values), "5 seeds")
     assert "It is one of gmml, warm, same; lanml is worse" in text
-    lines = sentences(differences, "5 seeds")
+    lines = difference_sentences(differences, "5 seeds")
     assert lines[0].startswith("gmml is 0.140 above lanml on this split")
     assert "gmml and same have the same MAP@R in every run." in lines
-    assert compare(values, ["gmml", "lanml"])[0].decided
-    two = conclusion(compare(values, ["gmml", "lanml"]), ["gmml", "lanml"], "5 seeds")
+    assert compare_pairs(values, ["gmml", "lanml"])[0].decided
+    two = conclusion(compare_pairs(values, ["gmml", "lanml"]), ["gmml", "lanml"], "5 seeds")
     assert two == "gmml has the highest MAP@R of all recipes compared on this split."
 
 
@@ -193,12 +205,12 @@ def test_a_search_whose_folds_do_not_agree_says_so():
     random = np.random.default_rng(1)
     quality = np.linspace(0.1, 0.9, 20)[:, None]
 
-    def searched(scores: Any) -> Search:
+    def searched(scores: Any) -> Tuning:
         trials = [
             Trial({"loss.margin": float(place)}, float(np.mean(row)), row.tolist())
             for place, row in enumerate(scores)
         ]
-        return Search(max(trials, key=lambda trial: trial.score or 0).values, trials)
+        return Tuning(max(trials, key=lambda trial: trial.score or 0).values, trials)
 
     noise = searched(random.random((20, 4)))
     signal = searched(quality + 0.05 * random.random((20, 4)))
@@ -264,7 +276,7 @@ def test_the_page_in_a_browser_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     long = "a-name-that-nobody-would-think-of-but-somebody-has-and-that-is-wider-than-a-phone"
     comparison = result({long: A, "<b>b</b>": B, "c": C})
     values = {"loss.margin": 0.1234567, "optimizer.name": "AdamW" * 20}
-    comparison.contestants[1].searches.append(Search(values, [Trial(values, 0.5)]))
+    comparison.contestants[1].searches.append(Tuning(values, [Trial(values, 0.5)]))
     file = tmp_path / "comparison.html"
     file.write_text(html_page(comparison), encoding="utf-8")
     page.set_viewport_size({"width": 390, "height": 800})

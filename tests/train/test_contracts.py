@@ -14,7 +14,7 @@ from retrieval.errors import DataError, PluginError
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import check_recipe
 from retrieval.training.check import run_one_batch
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
 BASE: dict[str, Any] = {
@@ -129,7 +129,7 @@ def named(case: Any) -> str:
 
 @pytest.mark.parametrize(("tables", "words"), CASES, ids=named)
 def test_a_broken_contract_is_one_sentence(tables, words, tmp_path):
-    check_sentence(lambda: train(tmp_path / "run", check_recipe(table(**tables))), words)
+    check_sentence(lambda: train_run(tmp_path / "run", check_recipe(table(**tables))), words)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_broken_contract_is_one_sentence(tables, words, tmp_path):
     ids=["generator", "combiner", "learner"],
 )
 def test_the_same_parts_unbroken_train(tables, tmp_path):
-    assert train(tmp_path / "run", check_recipe(table(**tables))).best.is_file()
+    assert train_run(tmp_path / "run", check_recipe(table(**tables))).best.is_file()
 
 
 @pytest.mark.parametrize("hook", ["run_start(run)", "epoch_end(run, epoch)", "run_end(metrics)"])
@@ -152,7 +152,9 @@ def test_a_hook_that_fails_is_one_sentence(hook, tmp_path):
     file.write_text(f"{head}def retrieval_{hook}:\n    return {{}}['gone']\n")
     recipe = check_recipe(table(plugins=[BROKEN, str(file)]))
     says = f"retrieval_{hook.partition('(')[0]} failed: KeyError: 'gone' ({file}, line 4)."
-    assert refusal(PluginError, train, tmp_path / "run", recipe).startswith(f"A plugin's {says}")
+    assert refusal(PluginError, train_run, tmp_path / "run", recipe).startswith(
+        f"A plugin's {says}"
+    )
 
 
 def test_commands_exit_with_2_and_show_a_traceback_only_with_debug(cli, tmp_path, monkeypatch):

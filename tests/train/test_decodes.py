@@ -12,7 +12,7 @@ from PIL import Image
 from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError, Interrupted
 from retrieval.training.step import Step
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import digit_photos, log
 
 TABLES: dict[str, Any] = {
@@ -38,7 +38,7 @@ def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch)
         return real(self, index)
 
     monkeypatch.setattr(FileDataset, "__getitem__", counted)
-    run = train(tmp_path / "run", make(**TABLES, data=photos, train={"epochs": 4}))
+    run = train_run(tmp_path / "run", make(**TABLES, data=photos, train={"epochs": 4}))
     assert len([line["validation_map_at_r"] for line in log(run.path)]) == 4
     assert len(run.splits.validation) > 8
     assert {decoded[i] for i in run.splits.validation.tolist()} == {1}
@@ -67,6 +67,6 @@ def test_the_processes_that_decode_end_with_a_run_that_fails_or_is_stopped(
     tables = {"augmentation": {"crop_scale": [0.5, 1.0]}, "train": {"epochs": 1, "workers": 1}}
     # the caught error keeps the frames, and so the trainer, alive
     with pytest.raises(error) as caught:
-        train(tmp_path / "run", make(**TABLES, data=photos, **tables))
+        train_run(tmp_path / "run", make(**TABLES, data=photos, **tables))
     assert [len(children) for children in seen] == [1] * (1 if signals else 2)
     assert set(multiprocessing.active_children()) == before, caught.value

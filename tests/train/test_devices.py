@@ -10,7 +10,7 @@ from retrieval.export.export_run import export
 from retrieval.recipe.read import to_toml
 from retrieval.run.folder import claimed
 from retrieval.run.open import Run
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import STEADY, apart, log
 
 from .conftest import answers
@@ -73,7 +73,7 @@ def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(make, processes, 
         (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
     processes(2, "train_process.py", str(tmp_path), "whole", "shares")
     one, whole, shares = (tmp_path / name for name in ("one", "whole", "shares"))
-    train(one, make(**table, train={"epochs": 1}))
+    train_run(one, make(**table, train={"epochs": 1}))
     assert apart(one, whole) < 1e-5 < 1e-3 < apart(one, shares)
     assert "warnings" not in log(whole)[0]
     assert any("sync_batch_norm = true" in line for line in log(shares)[0]["warnings"])

@@ -20,7 +20,7 @@ from retrieval.training.check import run_one_batch
 from retrieval.training.groups import exempt_names, stages
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import (
     STILL,
     fit,
@@ -323,14 +323,14 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(make, tmp_path, monk
     if variant == "lora":
         pytest.importorskip("peft", reason="the extra lora is not installed")
     recipe = make(**everything(variant))
-    train(tmp_path / "whole", recipe)
+    train_run(tmp_path / "whole", recipe)
     for step in (1, 3, 5, 8):
         folder = tmp_path / f"stopped{step}"
         monkeypatch.setenv("NAN_AT", str(step + 1))  # the loss of the next step is NaN
         with pytest.raises(Exception, match="Training stopped"):
-            train(folder, recipe)
+            train_run(folder, recipe)
         monkeypatch.delenv("NAN_AT")
-        train(folder, recipe, resume=True)
+        train_run(folder, recipe, resume=True)
         for name in ("last", "best"):
             assert same(tmp_path / "whole", folder, name), (step, name)
         assert summary(tmp_path / "whole") == summary(folder)

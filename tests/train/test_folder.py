@@ -14,7 +14,7 @@ from retrieval.cli.common import this_command
 from retrieval.cli.train import ONCE
 from retrieval.errors import DataError, RecipeError
 from retrieval.recipe.read import check_recipe, to_toml
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import SMALL, log, retrieval, same
 
 
@@ -34,7 +34,7 @@ def recipe(tmp_path_factory):
     """A recipe's file, beside its undisturbed run `whole`."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
-    train(folder / "whole", check_recipe(SMALL))
+    train_run(folder / "whole", check_recipe(SMALL))
     return folder / "recipe.toml"
 
 

@@ -15,7 +15,7 @@ from retrieval.errors import DataError, Interrupted
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.training import trainer
 from retrieval.training.comparison import plan
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from trained_weights import SMALL, same
 
 
@@ -23,7 +23,7 @@ from trained_weights import SMALL, same
 def whole(tmp_path_factory):
     """An undisturbed run of `SMALL`."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(folder, check_recipe(SMALL))
+    train_run(folder, check_recipe(SMALL))
     return folder
 
 
@@ -86,7 +86,7 @@ def test_a_comparison_interrupted_before_its_first_job_says_how_to_go_on(tmp_pat
 
 def test_an_old_run_that_was_not_replaced_is_not_resumed(whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    train(folder, check_recipe(SMALL | {"seed": 1}))
+    train_run(folder, check_recipe(SMALL | {"seed": 1}))
 
     def replace() -> Any:
         return retrieval.train(SMALL, folder, replace=True, progress=False)
@@ -116,14 +116,14 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch):
 
     try:
         torch.set_num_threads(2)
-        train(tmp_path / "two", recipe)
+        train_run(tmp_path / "two", recipe)
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_train_batch", stop)
             with pytest.raises(KeyboardInterrupt):
-                train(tmp_path / "run", recipe)
+                train_run(tmp_path / "run", recipe)
         torch.set_num_threads(1)
-        train(tmp_path / "one", recipe)
-        train(tmp_path / "run", recipe, resume=True, report=lines.append)
+        train_run(tmp_path / "one", recipe)
+        train_run(tmp_path / "run", recipe, resume=True, report=lines.append)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

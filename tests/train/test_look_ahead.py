@@ -18,7 +18,7 @@ from retrieval.run.open import Run, build_run
 from retrieval.training import check
 from retrieval.training.check import run_one_batch
 from retrieval.training.process import make_accelerator
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import digit_photos, reported
 
 from .conftest import BASE
@@ -26,7 +26,7 @@ from .conftest import BASE
 
 def test_a_loss_without_gradient_is_refused_before_anything_is_written(make, tmp_path):
     recipe = make(loss={"name": "toolbox.deaf"})
-    for attempt in (lambda: run_one_batch(recipe), lambda: train(tmp_path / "run", recipe)):
+    for attempt in (lambda: run_one_batch(recipe), lambda: train_run(tmp_path / "run", recipe)):
         with pytest.raises(PluginError, match=r"toolbox\.deaf gave [\d.]+ without a gradient"):
             attempt()
     assert not (tmp_path / "run").exists()
@@ -74,7 +74,7 @@ def test_files_are_opened_before_training(make, tmp_path):
     assert run_one_batch(recipe)[-1].endswith("The recipe is fine.")
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
-    for attempt in (lambda: run_one_batch(recipe), lambda: train(tmp_path / "run", recipe)):
+    for attempt in (lambda: run_one_batch(recipe), lambda: train_run(tmp_path / "run", recipe)):
         says = r"64 files were opened\) has \d+ problems:\n  - .*skip_bad = true"
         with pytest.raises(DataError, match=says):
             attempt()

@@ -12,7 +12,7 @@ from retrieval import create
 from retrieval.model.shards import Shard
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from torch import Tensor, nn
 from trained_weights import STEADY, difference, load, summary
 
@@ -86,7 +86,7 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
     halves = [f"{name}@train.epochs=1" for name in ("cut", "half")]
     output = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
     assert [answer["error"] for answer in answers(output)] == [""] * 4
-    train(tmp_path / "alone", recipe)
+    train_run(tmp_path / "alone", recipe)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
     assert difference(two, alone) < 2e-5
     assert difference(state(tmp_path / "cut"), two) == 0  # bit for bit
@@ -94,7 +94,7 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
         shutil.copytree(tmp_path / "half", tmp_path / name)
     processes(4, "train_process.py", str(tmp_path), "four+")
     assert difference(state(tmp_path / "four"), alone) < 2e-5
-    train(tmp_path / "one", recipe, resume=True)
+    train_run(tmp_path / "one", recipe, resume=True)
     assert difference(state(tmp_path / "one"), alone) < 2e-5
     assert summary(tmp_path / "one")["steps"] == 6
 

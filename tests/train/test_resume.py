@@ -48,7 +48,7 @@ import sklearn.datasets, torch, torch._dynamo, torch.utils.tensorboard, torchvis
 torch.set_num_threads(1)
 from pathlib import Path
 from retrieval.recipe.read import read_recipe
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 read_recipe(Path(sys.argv[1]))
 
@@ -58,7 +58,7 @@ def start(folder, resume=False, kill_at=0):
         os.environ["KILL_AT"] = str(kill_at)
         try:
             recipe = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
-            train(Path(folder), recipe, resume=resume)
+            train_run(Path(folder), recipe, resume=resume)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)

@@ -16,7 +16,7 @@ from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import BatchSampler, TrainingItems
 from retrieval.recipe.read import Recipe, check_recipe
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from torch.utils import data as torch_data
 from trained_weights import STEADY, same, trainer_of
 
@@ -130,14 +130,14 @@ def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(Trainer, "_train_batch", stop)
     last = 0
-    train(tmp_path / "whole", recipe())
+    train_run(tmp_path / "whole", recipe())
     assert sizes[:3] == ([8, 8, 4] if kind == "state" else [10] * 3)
     last, count = len(sizes) - 1, len(sizes)
     sizes.clear()
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", recipe())
+        train_run(tmp_path / "stopped", recipe())
     last = 0
-    train(tmp_path / "stopped", recipe(), resume=True)
+    train_run(tmp_path / "stopped", recipe(), resume=True)
     assert len(sizes) > count  # a checkpoint within the last epoch was used
     assert same(tmp_path / "whole", tmp_path / "stopped")
 

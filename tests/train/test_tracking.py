@@ -13,7 +13,7 @@ from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run.open import Run
 from retrieval.training.comparison.compare import compare
 from retrieval.training.tracking import FILE, failures, tracking
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import SMALL, lines_of, load, same, same_state, summary
 
 from .conftest import TOOLBOX
@@ -100,7 +100,7 @@ def key_of(folder: Path, tracker: str) -> str:
 
 def fit(recipe: Recipe, folder: Path, *names: str, tell: Any = print, resume: bool = False) -> None:
     with tracking(names, recipe, tell):
-        train(folder, recipe, resume=resume)
+        train_run(folder, recipe, resume=resume)
 
 
 def test_a_tracker_logs_the_run_and_changes_nothing(recipe, tmp_path):
@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_same_run_for_its_tracker(recipe, tmp_path):
             raise Interrupted("Stopped.")
 
     with pytest.raises(Interrupted), tracking(["acme.notes"], recipe, lambda line: None):
-        train(tmp_path / "run", recipe, report=stop)
+        train_run(tmp_path / "run", recipe, report=stop)
     assert notes(tmp_path)[-1]["how"] == "stopped"
     fit(recipe, tmp_path / "run", "acme.notes", resume=True)
     lines = notes(tmp_path)
@@ -223,7 +223,7 @@ def test_mlflow_has_the_metrics_and_continues_its_run(make, tmp_path, monkeypatc
     assert client.get_experiment(run.info.experiment_id).name == "retrieval"
     assert not any("warning" in line for line in lines), lines
     with tracking(["mlflow"], make(train={"epochs": 3}), lines.append):
-        train(folder, make(train={"epochs": 3}), resume=True)  # another recipe: not tracked
+        train_run(folder, make(train={"epochs": 3}), resume=True)  # another recipe: not tracked
     fit(make(train={"epochs": 4}), folder, "mlflow", tell=lines.append, resume=True)
     assert key_of(folder, "mlflow.run") == key
     assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}

@@ -15,7 +15,7 @@ from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.training.check import run_one_batch
 from retrieval.training.step import Losses, Step
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from trained_weights import (
     GENERATOR,
     STILL,
@@ -131,7 +131,7 @@ def test_an_epoch_without_triplets_is_warned_of(make, tmp_path):
     reports: list[str] = []
     for items in (1, 2):
         recipe = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
-        train(tmp_path / str(items), recipe, report=reports.append)
+        train_run(tmp_path / str(items), recipe, report=reports.append)
         lines = run_one_batch(recipe)
         noted = any("has no triplet for the generator" in line for line in lines)
         assert noted == (items == 1)

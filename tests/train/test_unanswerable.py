@@ -20,7 +20,7 @@ from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run.resume import Position
 from retrieval.training.check import run_one_batch
 from retrieval.training.monitor import Monitor
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer, train_run
 from trained_weights import SMALL, log, same, summary
 
 PARTS = {
@@ -61,7 +61,7 @@ def recipe(table: Path, kind: str = "net", **tables: Any) -> Any:
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_validation_side_without_pairs_is_refused_before_training(kind, tmp_path):
     table = items(tmp_path, train=[4, 4, 4, 4], validation=[1, 1, 1], test=[4, 4])
-    for call in (lambda r: train(tmp_path / "run", r), run_one_batch):
+    for call in (lambda r: train_run(tmp_path / "run", r), run_one_batch):
         said = refusal(DataError, call, recipe(table, kind))
         assert said.startswith("No item of the validation side has another of its class to find")
         assert "or train without a validation side" in said
@@ -84,17 +84,17 @@ def test_a_protocol_that_hides_every_right_answer_is_refused_before_training(
     table = items(tmp_path, train=[4, 4, 4, 4], test=counts)
     checked = recipe(table, evaluate=evaluate, split={"by": "given", "validation": 0.0})
     if said is None:
-        run = train(tmp_path / "run", checked)
+        run = train_run(tmp_path / "run", checked)
         assert retrieval.load(run.path).evaluate(progress=False).queries == 2
     else:
-        assert said in refusal(DataError, train, tmp_path / "run", checked)
+        assert said in refusal(DataError, train_run, tmp_path / "run", checked)
         assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_cannot_be_measured_is_a_sentence(tmp_path):
     table = items(tmp_path, train=[4, 4, 4, 4], test=[4, 4])
     none = {"by": "given", "validation": 0.0}
-    folder = train(tmp_path / "run", recipe(table, split=none)).path
+    folder = train_run(tmp_path / "run", recipe(table, split=none)).path
     written = (folder / "recipe.toml").read_text()
     changed = written.replace("[evaluate]\n", "")
     (folder / "recipe.toml").write_text(f'{changed}\n[evaluate]\nexclude = "genus"\n')
@@ -233,7 +233,7 @@ def test_a_learner_is_fitted_if_a_metric_cannot_be_measured(script, tmp_path):
     lines: list[str] = []
     metrics = [{"name": "__main__.scripted", "values": ["nan"]}, "map_at_r"]
     checked = recipe(table, "learner", plugins=["__main__"], evaluate={"metrics": metrics})
-    train(tmp_path / "run", checked, report=lines.append)
+    train_run(tmp_path / "run", checked, report=lines.append)
     assert any("warning: the metric __main__.scripted" in line for line in lines)
     assert list(summary(tmp_path / "run")["validation"]) == ["map_at_r"]
 

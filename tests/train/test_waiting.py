@@ -13,7 +13,7 @@ from retrieval.model import loss
 from retrieval.run.open import build_run
 from retrieval.training import step, trainer
 from retrieval.training.step import Step
-from retrieval.training.trainer import all_finite, train
+from retrieval.training.trainer import all_finite, train_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained_weights import load, log, same
 
@@ -79,7 +79,7 @@ def test_a_step_reads_nothing(make, tmp_path, elsewhere, tables, mixed):
 
 def test_figures_and_weights_read_late_are_the_same_also_resumed(make, tmp_path, request, resumes):
     recipe = make(**PLAIN, **MOVED)
-    train(tmp_path / "at once", recipe)
+    train_run(tmp_path / "at once", recipe)
     request.getfixturevalue("elsewhere")
     resumes(recipe, 8)
     assert same(tmp_path / "at once", tmp_path / "whole")
@@ -93,10 +93,10 @@ def test_nan_names_its_step_and_leaves_a_good_checkpoint(
     if late:
         request.getfixturevalue("elsewhere")
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
-        train(tmp_path / "moved", make(generator={"name": "toolbox.mover", "explode_at": 3}))
+        train_run(tmp_path / "moved", make(generator={"name": "toolbox.mover", "explode_at": 3}))
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
-        train(tmp_path / "run", make())
+        train_run(tmp_path / "run", make())
     checkpoint = load(tmp_path / "run")
     assert checkpoint["progress"]["total"] == 5
     assert all(torch.isfinite(value).all() for value in checkpoint["model"].values())
@@ -106,7 +106,7 @@ def test_nan_of_an_earlier_step_is_blamed_if_a_part_fails_on_it(
     make, tmp_path, elsewhere, monkeypatch
 ):
     monkeypatch.setenv("NAN_AT", "4")
-    real, calls = Step._mined, [0]
+    real, calls = Step._mine, [0]
 
     def refusing(self: Step, codes: torch.Tensor, labels: torch.Tensor) -> Any:
         calls[0] += 1
@@ -114,7 +114,7 @@ def test_nan_of_an_earlier_step_is_blamed_if_a_part_fails_on_it(
             raise DataError("the miner was given NaN")
         return real(self, codes, labels)
 
-    monkeypatch.setattr(Step, "_mined", refusing)
+    monkeypatch.setattr(Step, "_mine", refusing)
     with pytest.raises(DataError, match=r"at step 4 .*loss is nan"):
-        train(tmp_path / "run", make())
+        train_run(tmp_path / "run", make())
     assert calls[0] > 4

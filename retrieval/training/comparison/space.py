@@ -81,7 +81,8 @@ def own_values(recipe: Tables) -> dict[str, Any]:
         if value in values.choices:
             inside[key] = value
         elif values.low is not None and values.high is not None:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and values.low <= value <= values.high:
+            # Python counts booleans among the integers
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and values.low <= value <= values.high:
                 inside[key] = value
     return inside

@@ -59,7 +59,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Difference:
+class MeanDifference:
     """The difference of two contestants over the same blocks.
 
     Attributes:
@@ -96,10 +96,9 @@ class Difference:
     @property
     def ranked(self) -> tuple[str, str]:
         """The names of the better and of the worse contestant."""
-        names = self.contestant, self.reference
-        if self.mean.value >= 0:
-            return names
-        return names[::-1]
+        if self.mean.value < 0:
+            return self.reference, self.contestant
+        return self.contestant, self.reference
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -120,31 +119,35 @@ def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
     levels = [LEVEL] * len(values)
     highest = 0.0
     level = LEVEL
-    for step, place in enumerate(np.argsort(values, kind="stable")):
+    for step, index in enumerate(np.argsort(values, kind="stable").tolist()):
+        remaining = len(values) - step
+        # a step that rejects nothing ends the method, so the level stays what it is there
         if highest < LEVEL:
-            level = LEVEL / (len(values) - step)
-        highest = max(highest, min(1.0, (len(values) - step) * values[place]))
-        corrected[int(place)], levels[int(place)] = highest, level
+            level = LEVEL / remaining
+        # a later p value is never corrected to less than an earlier one
+        highest = max(highest, min(1.0, remaining * values[index]))
+        corrected[index] = highest
+        levels[index] = level
     return corrected, levels
 
 
 def method(
     values: Mapping[str, Sequence[float]],
     recipes: Sequence[str],
-    differences: Sequence[Difference],
+    differences: Sequence[MeanDifference],
     blocks: str,
 ) -> str:
     """Return which tests were used and why, as the end of a sentence."""
     tests = {difference.test for difference in differences}
-    seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
+    seeded = list(_seeded(values, recipes).values())
     reason = "pooling variances takes three recipes that depend on the seed, and three seeds"
     if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
         bartlett = equation(float(stats.bartlett(*seeded).pvalue))
         if "pooled" in tests:
-            comparable = "comparable"
+            not_ = ""
         else:
-            comparable = "not comparable"
-        reason = f"Bartlett's test finds the recipes' variances {comparable} ({bartlett})"
+            not_ = "not "
+        reason = f"Bartlett's test finds the recipes' variances {not_}comparable ({bartlett})"
     if "pooled" in tests:
         freedom = (len(seeded) - 1) * (len(seeded[0]) - 1)
         lines = [
@@ -177,11 +180,18 @@ def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     return float(np.sqrt(2 * np.square(residual).sum() / freedom / table.shape[1]))
 
 
-def compare(
+def _seeded(
+    values: Mapping[str, Sequence[float]], recipes: Sequence[str]
+) -> dict[str, Sequence[float]]:
+    """Return the values of the recipes that depend on the seed."""
+    return {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
+
+
+def compare_pairs(
     values: Mapping[str, Sequence[float]],
     recipes: Sequence[str],
     pairs: Sequence[tuple[str, str]] | None = None,
-) -> list[Difference]:
+) -> list[MeanDifference]:
     """Test pairs of contestants, and correct all p values together.
 
     Args:
@@ -191,37 +201,42 @@ def compare(
     """
     if pairs is None:
         pairs = list(combinations(recipes, 2))
-    seeded = {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
-    shared = pooled_error(seeded)
+    seeded = _seeded(values, recipes)
+    shared_error = pooled_error(seeded)
     blocks = len(next(iter(values.values())))
     differences = []
     for contestant, reference in pairs:
-        apart = np.subtract(values[contestant], values[reference])
-        mean = float(apart.mean())
+        by_block = np.subtract(values[contestant], values[reference])
+        mean = float(by_block.mean())
         error = 0.0
         pooled = 2
         test = "paired"
-        if shared is not None and contestant in seeded and reference in seeded:
-            error = shared
+        # a deterministic recipe has no variance to pool, so its pairs are tested on their own
+        if shared_error is not None and contestant in seeded and reference in seeded:
+            error = shared_error
             pooled = len(seeded)
             test = "pooled"
-        elif np.ptp(apart) < SAME:
-            mean = 0.0 if abs(mean) < SAME else mean
+        elif np.ptp(by_block) < SAME:
+            # a rounding error must not make one of two equal recipes the better
+            if abs(mean) < SAME:
+                mean = 0.0
             test = "none"
         else:
-            error = float(stats.sem(apart))
+            error = float(stats.sem(by_block))
             if min(np.ptp(values[contestant]), np.ptp(values[reference])) < SAME:
                 test = "one-sample"
         p = None
         if error:
-            p = float(2 * stats.t.sf(abs(mean) / error, (pooled - 1) * (blocks - 1)))
+            freedom = (pooled - 1) * (blocks - 1)
+            p = float(2 * stats.t.sf(abs(mean) / error, freedom))
+        # the interval follows when all p values are known, because Holm's levels depend on them
         differences.append(
-            Difference(contestant, reference, Mean(mean, 0.0), test, error, pooled, p)
+            MeanDifference(contestant, reference, Mean(mean, 0.0), test, error, pooled, p)
         )
     return _corrected(differences, blocks)
 
 
-def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
+def _corrected(differences: list[MeanDifference], blocks: int) -> list[MeanDifference]:
     """Return the differences with corrected p values, intervals and the number of needed blocks."""
     tested = [test for test in differences if test.p is not None]
     corrected, levels = holm([test.p or 0.0 for test in tested])
@@ -233,19 +248,20 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
     for test in differences:
         if test.p is not None:
             p, level = next(corrections)
-            limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
+            freedom = (test.pooled - 1) * (blocks - 1)
+            limit = float(stats.t.ppf(1 - level / 2, freedom))
             mean = Mean(test.mean.value, limit * test.error)
+            needed = None
             if test is closest:
                 needed = _blocks_needed(test, blocks, level)
-            else:
-                needed = None
             test = replace(test, mean=mean, corrected=p, needed=needed)
         results.append(test)
     return results
 
 
-def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
+def _blocks_needed(test: MeanDifference, blocks: int, level: float) -> int:
     """Return how many blocks would decide a difference with probability `POWER`."""
+    # the error of a mean shrinks with the root of the number of blocks; the effect does not
     effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
 
     def enough(count: int) -> bool:
@@ -256,19 +272,19 @@ def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
     return bisect_left(range(MOST_BLOCKS + 1), True, lo=blocks + 1, key=enough)
 
 
-def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
+def difference_sentences(tests: Sequence[MeanDifference], blocks: str) -> list[str]:
     """Return one sentence per decided or untested difference, and one for all undecided ones.
 
     `blocks` is the number and kind of blocks, such as "5 seeds".
     """
     count = sum(test.p is not None for test in tests)
+    after = ""
     if count > 1:
         after = f" after Holm's correction for {count} tests"
-    else:
-        after = ""
     lines = []
     for test in tests:
-        (better, worse), apart = test.ranked, number(abs(test.mean.value))
+        better, worse = test.ranked
+        apart = number(abs(test.mean.value))
         if test.corrected is not None:
             if test.decided:
                 p = equation(test.corrected)
@@ -288,12 +304,10 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
             f" ({number(abs(test.mean.value))} ± {number(test.mean.half)})"
             for test in undecided
         )
-        closest = next(test for test in undecided if test.needed is not None)
-        beyond = (closest.needed or 0) > MOST_BLOCKS
-        if beyond:
+        closest, count = next((test, test.needed) for test in undecided if test.needed is not None)
+        needed = f"about {count}"
+        if count > MOST_BLOCKS:
             needed = f"more than {MOST_BLOCKS:,}"
-        else:
-            needed = f"about {closest.needed}"
         lines.append(
             f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference}"
             f" would take {needed} {blocks.split()[-1]} (power .8 at the observed difference and"
@@ -302,7 +316,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
     return lines
 
 
-def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
+def conclusion(tests: Sequence[MeanDifference], recipes: Sequence[str], blocks: str) -> str:
     """Return a sentence that names the best recipe, or those that may be the best."""
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: there is nothing to compare this recipe with."
@@ -310,23 +324,27 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
     worse = {test.ranked[1] for test in tests if test.decided}
     rest = [name for name in recipes if name not in worse]
     for name in rest:
-        own = [test for test in tests if name in (test.contestant, test.reference)]
-        if all(test.decided for test in own):
-            if any(test.p is None for test in own):
+        tests_of_name = [test for test in tests if name in (test.contestant, test.reference)]
+        # a recipe that has lost nothing is the best only if no difference is left undecided
+        if all(test.decided for test in tests_of_name):
+            where = ""
+            if any(test.p is None for test in tests_of_name):
                 where = " on this split"
-            else:
-                where = ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
         return f"With {blocks}, it cannot be said which recipe is the best."
+    if len(worse) == 1:
+        verb = "is"
+    else:
+        verb = "are"
     return (
         f"No recipe is shown to be the best with {blocks}. It is one of {', '.join(rest)};"
-        f" {', '.join(name for name in recipes if name in worse)}"
-        f" {'is' if len(worse) == 1 else 'are'} worse than at least one of them."
+        f" {', '.join(name for name in recipes if name in worse)} {verb} worse than at least one of"
+        " them."
     )
 
 
-def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
+def conclusion_against(tests: Sequence[MeanDifference], against: str, blocks: str) -> str:
     """Return a sentence that names the contestants that are better and worse than `against`."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
     for test in tests:
@@ -334,11 +352,13 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
             name = test.reference
         else:
             name = test.contestant
-        if test.ranked[0] == name:
-            kind = "better"
-        else:
-            kind = "worse"
-        groups[kind if test.decided else "not decided"].append(name)
+        kind = "not decided"
+        if test.decided:
+            if test.ranked[0] == name:
+                kind = "better"
+            else:
+                kind = "worse"
+        groups[kind].append(name)
     lines = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
     return f"Compared with {against}, with {blocks}: {'; '.join(lines)}."
 
@@ -360,5 +380,5 @@ def probability(value: float) -> str:
 def equation(value: float) -> str:
     """Return a p value as text for sentences, such as "p = .012"."""
     if value < 0.001:
-        return f"p {probability(value)}"
+        return "p < .001"
     return f"p = {probability(value)}"

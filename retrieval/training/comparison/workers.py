@@ -22,7 +22,7 @@ from retrieval.base.version import installed_version
 from retrieval.errors import DataError, Interrupted, RetrievalError
 from retrieval.host.cluster import Cluster, refuse_node
 from retrieval.host.main_script import refuse_unguarded
-from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
+from retrieval.training.comparison.jobs import ComparisonJob, Do, Metrics, known, perform
 
 STOPPED = "The comparison was asked to stop."
 Answer: TypeAlias = tuple[Metrics, str, int]
@@ -39,7 +39,7 @@ class Worker:
         self.meter = meter
         self.lock = threading.Lock()
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
+    def __call__(self, jobs: Sequence[ComparisonJob]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
         return [self.counted(perform(job)) for job in jobs]
 
@@ -67,14 +67,14 @@ class Parallel(Worker, ABC):
         self.stopped = False
 
     @abstractmethod
-    def submit(self, job: Job) -> Future[Answer]:
+    def submit(self, job: ComparisonJob) -> Future[Answer]:
         """Start a job in another process."""
 
     @abstractmethod
     def stop(self) -> None:
         """Stop the workers; trainings first write their checkpoints."""
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
+    def __call__(self, jobs: Sequence[ComparisonJob]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
         pending: list[Metrics | Future[Answer]] = []
         for job in jobs:
@@ -129,7 +129,7 @@ class Processes(Parallel):
             initargs=(max(1, cores() // count),),
         )
 
-    def submit(self, job: Job) -> Future[Answer]:
+    def submit(self, job: ComparisonJob) -> Future[Answer]:
         """Start a job in a process of the pool."""
         return self.pool.submit(_perform_in_worker, job)
 
@@ -152,7 +152,7 @@ class OnCluster(Parallel):
         self._gpu = device != "cpu"
         self._arguments = installed_version(), folder / "plan.json", cluster.threads
 
-    def submit(self, job: Job) -> Future[Answer]:
+    def submit(self, job: ComparisonJob) -> Future[Answer]:
         """Start a job in a process of the cluster."""
         return self._cluster.submit(_perform_on_node, job, *self._arguments, gpu=self._gpu)
 
@@ -191,7 +191,7 @@ def workers(
             processes.pool.shutdown(cancel_futures=True)
 
 
-def _answer(job: Job) -> Answer:
+def _answer(job: ComparisonJob) -> Answer:
     try:
         return perform(job), "", 0
     except RetrievalError as error:
@@ -202,7 +202,7 @@ _stopped: list[str] = []
 """Message of the stopped job of this worker process, which then starts no further job."""
 
 
-def _perform_in_worker(job: Job) -> Answer:
+def _perform_in_worker(job: ComparisonJob) -> Answer:
     if _stopped:
         return {}, _stopped[0], Interrupted.exit_code
     answer = _answer(job)
@@ -227,7 +227,7 @@ def _begin_worker(threads: int) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _perform_on_node(job: Job, version: str, plan: Path, threads: int) -> Answer:
+def _perform_on_node(job: ComparisonJob, version: str, plan: Path, threads: int) -> Answer:
     quiet_threads()
     torch.set_num_threads(threads)
     try:

@@ -47,7 +47,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
     for name, text in (
         ("comparison.md", markdown(result)),
         ("comparison.csv", as_csv(result)),
-        ("comparison.html", page(result)),
+        ("comparison.html", comparison_page(result)),
         ("comparison.tex", latex(result, style)),
     ):
         write_text(folder / name, text, DataError)
@@ -55,52 +55,62 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 
 def metric_table(result: Comparison) -> Cells:
     """Return the table of metrics."""
+    blocks = "seeds only"
     if result.plan.splits > 1:
         blocks = "splits and seeds"
-    else:
-        blocks = "seeds only"
     rows = [[f"mean ± 95 % over {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
-        rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
+        rows.append([row.name, *(interval_text(result.mean(row, m)) for m in result.metrics)])
     return rows
 
 
-def interval(mean: Mean) -> str:
+def interval_text(mean: Mean) -> str:
     """Return a mean and its interval as a table's cell; equal values have no interval."""
-    return f"{mean.value:.3f}" + (f" ± {number(mean.half)}" if mean.half else "")
+    return f"{mean.value:.3f}{_half_width(mean)}"
 
 
-def differences(result: Comparison) -> Cells:
+def _half_width(mean: Mean) -> str:
+    if mean.half:
+        return f" ± {number(mean.half)}"
+    return ""
+
+
+def difference_table(result: Comparison) -> Cells:
     """Return the table of differences; empty if nothing was compared."""
     rows = [["", "minus", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
         mean = difference.mean
-        p_values = (difference.p, difference.corrected)
-        apart = f"{'+' if mean.value >= 0 else '−'}{number(abs(mean.value))}"
-        apart += f" ± {number(mean.half)}" if mean.half else ""
-        p, corrected = ("" if value is None else probability(value) for value in p_values)
-        rows.append([difference.contestant, difference.reference, apart, p, corrected])
+        # a true minus sign, as wide as the plus
+        if mean.value >= 0:
+            sign = "+"
+        else:
+            sign = "−"
+        row = [
+            difference.contestant,
+            difference.reference,
+            f"{sign}{number(abs(mean.value))}{_half_width(mean)}",
+        ]
+        for p in (difference.p, difference.corrected):
+            row.append("" if p is None else probability(p))
+        rows.append(row)
     if len(rows) > 1:
         return rows
     return []
 
 
-def settings(result: Comparison) -> list[str]:
+def _tuned_settings(result: Comparison) -> list[str]:
     """Return one line per recipe and split with the settings of the best trial."""
     lines = []
     for row in result.contestants:
         for split, search in enumerate(row.searches):
-            if len(row.searches) == 1:
-                name = row.name
-            else:
-                name = f"{row.name}, split {split}"
+            name = row.name
+            if len(row.searches) > 1:
+                name += f", split {split}"
             values = []
             for key, value in search.values.items():
                 if isinstance(value, float):
-                    rounded = float(f"{value:.4g}")
-                else:
-                    rounded = value
-                values.append(f"{key} = {toml_value(rounded)}")
+                    value = float(f"{value:.4g}")
+                values.append(f"{key} = {toml_value(value)}")
             lines.append(f"{name}: {', '.join(values)}")
     return lines
 
@@ -118,11 +128,10 @@ def as_csv(result: Comparison) -> str:
             kind = "recipe"
         else:
             kind = "baseline"
-        for place, values in enumerate(row.metrics):
-            split, seed = divmod(place, result.plan.seeds)
-            rows += [
-                (row.name, kind, split, seed, metric, values[metric]) for metric in result.metrics
-            ]
+        for index, values in enumerate(row.metrics):
+            split, seed = divmod(index, result.plan.seeds)
+            for metric in result.metrics:
+                rows.append((row.name, kind, split, seed, metric, values[metric]))
     return csv_text(rows)
 
 
@@ -169,7 +178,9 @@ def latex(result: Comparison, style: Latex) -> str:
             half = 100 * mean.half
             if mean.value == top:
                 text = rf"\textbf{{{text}}}"
-            cells.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
+            if half:
+                text += rf" $\pm$ {half:.1f}"
+            cells.append(text)
         return " & ".join(cells) + r" \\"
 
     baselines = [line(row) for row in result.contestants if not row.recipe]
@@ -198,7 +209,7 @@ def latex(result: Comparison, style: Latex) -> str:
     )
 
 
-def page(result: Comparison) -> str:
+def comparison_page(result: Comparison) -> str:
     """Return the comparison as one self-contained HTML page."""
     return _rendered("comparison.html", result)
 
@@ -212,6 +223,6 @@ def _rendered(name: str, result: Comparison) -> str:
     return environment.from_string(template).render(
         result=result,
         metrics=metric_table(result),
-        differences=differences(result),
-        settings=settings(result),
+        differences=difference_table(result),
+        settings=_tuned_settings(result),
     )
