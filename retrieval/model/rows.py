@@ -51,7 +51,7 @@ def first_row() -> int | None:
     return _first_row.get()
 
 
-def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
+def rows_of_loss(loss: nn.Module, mined: bool) -> Rows | None:
     """Return how a loss can be divided, or None if every process must compute all of it.
 
     Args:
@@ -129,8 +129,8 @@ def row_sums(
     """Return sums (K,) and counts (K,) of some rows' numbers for the loss's K sub-losses.
 
     `whole` is the batch: codes (B, C) and labels (B,). `rows` (R, C), with `labels` (R,), are its
-    rows from position `start` on. `kind`, from `rows_of`, is "items" or "anchors". `indices` are
-    the miner's indices into the batch, or `None`.
+    rows from position `start` on. `kind`, from `rows_of_loss`, is "items" or "anchors".
+    `indices` are the miner's indices into the batch, or `None`.
     """
     arguments: tuple[Any, ...] = ()
     if kind == "anchors":

@@ -76,7 +76,7 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
         ) from error
 
 
-def load(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
+def load_checkpoint(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
     """Return the nested state of a file that `save` wrote, with its tensors on the CPU.
 
     `Mapped` tensors are views of the file: copy what is used, and drop the rest.

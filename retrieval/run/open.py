@@ -113,7 +113,7 @@ class Run:
             chosen, advice = _weights_to_use(path)
             if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
                 adapt(model, recipe.lora)  # only best.safetensors holds merged weights
-            load_weights(model, checkpoint.load(chosen, advice), chosen)
+            load_weights(model, checkpoint.load_checkpoint(chosen, advice), chosen)
             merge(model)
         return cls(path, recipe, items, splits, model.eval())
 

@@ -188,7 +188,7 @@ def standing(folder: Path) -> Standing | None:
         chosen = previous
     elif previous.is_file():
         advice = f"Remove this file to resume from the checkpoint before it ({previous.name})."
-    state = checkpoint.load(chosen, advice)
+    state = checkpoint.load_checkpoint(chosen, advice)
     try:
         return Standing(chosen, state, Position(**state["progress"]))
     except (KeyError, TypeError) as error:

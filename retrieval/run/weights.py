@@ -57,7 +57,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         raise RecipeError(
             f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
         )
-    theirs: dict[str, Tensor] = checkpoint.load(files[0])["model"]
+    theirs: dict[str, Tensor] = checkpoint.load_checkpoint(files[0])["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
@@ -125,7 +125,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     Raises:
         DataError: the checkpoint is missing, damaged, or belongs to another recipe.
     """
-    state = checkpoint.load(path, checkpoint.TRAIN_AGAIN)
+    state = checkpoint.load_checkpoint(path, checkpoint.TRAIN_AGAIN)
     backbone = build_backbone(recipe, dataset)
     learner = build_learner(recipe, backbone.features)
     for name, value in state.get("learner", {}).items():

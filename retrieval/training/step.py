@@ -35,7 +35,7 @@ from retrieval.model.guard import (
 )
 from retrieval.model.loss import reads_at_once
 from retrieval.model.model import Model
-from retrieval.model.rows import Rows, compares_with_classes, rows_of
+from retrieval.model.rows import Rows, compares_with_classes, rows_of_loss
 from retrieval.model.shards import shards_of
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
@@ -217,7 +217,7 @@ class Step:
         """
         if self.devices is None or self.objective.generator is not None or not self.trains_metric:
             return None
-        rows = rows_of(self.objective.loss, self.objective.miner is not None)
+        rows = rows_of_loss(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
             raise RecipeError(
                 "[loss]: a part inside the loss divides its weights over processes. Only the"

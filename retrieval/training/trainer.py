@@ -485,7 +485,7 @@ class Trainer:
                 )
             write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
-        load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
+        load_weights(self.run.model, checkpoint.load_checkpoint(self.run.best), self.run.best)
         # undo torch.compile; the weights stay as they are
         self.run.model.backbone._compiled_call_impl = None
         self.run.model.eval()

@@ -216,6 +216,6 @@ def test_a_recipe_trains(tmp_path, loss, miner):
         "loss": {"name": loss},
     }
     train_run(tmp_path / "run", check_recipe({**recipe, **miner}))
-    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    state = checkpoint.load_checkpoint(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]

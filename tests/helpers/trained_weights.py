@@ -59,7 +59,7 @@ def ran(*words: object) -> str:
 
 
 def load(folder: Path, name: str = "last") -> Any:
-    return checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
+    return checkpoint.load_checkpoint(folder / "checkpoints" / f"{name}.safetensors")
 
 
 def weights(folder: Path, name: str = "last") -> Weights:

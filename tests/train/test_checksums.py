@@ -38,7 +38,7 @@ def test_a_hundred_random_flips_are_refused(run, tmp_path, name):
     content = (run / "run" / "checkpoints" / f"{name}.safetensors").read_bytes()
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(content)
-    assert checkpoint.load(path)
+    assert checkpoint.load_checkpoint(path)
     generator = random.Random(14)
     header = 8 + int.from_bytes(content[:8], "little")
     # half of them in the header, which has the tensors' places and the checksum
@@ -49,7 +49,7 @@ def test_a_hundred_random_flips_are_refused(run, tmp_path, name):
         flip(path, bit)
         says = rf"{name}\.safetensors (is damaged|is not a checkpoint)"
         with pytest.raises(DataError, match=says):
-            checkpoint.load(path)
+            checkpoint.load_checkpoint(path)
 
 
 def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
@@ -60,7 +60,7 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
         path.write_bytes(content)
         flip(path, bit)
         with pytest.raises(DataError, match=r"x\.safetensors is"):
-            checkpoint.load(path)
+            checkpoint.load_checkpoint(path)
 
 
 def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
@@ -98,7 +98,7 @@ def test_checkpoints_keep_every_nesting_and_type(tmp_path):
     half, mixed = torch.tensor(2.0, dtype=torch.bfloat16), (2.5, None, "x", True)
     state = {"a": {1: [torch.arange(3), mixed]}, "e": {}, "l": [], "t": half}
     checkpoint.save(tmp_path / "x.safetensors", state)
-    loaded = checkpoint.load(tmp_path / "x.safetensors")
+    loaded = checkpoint.load_checkpoint(tmp_path / "x.safetensors")
     assert torch.equal(loaded["a"][1][0], state["a"][1][0])
     assert loaded["a"][1][1] == mixed and loaded["t"].dtype == torch.bfloat16
     assert (loaded["e"], loaded["l"]) == ({}, [])
@@ -110,5 +110,5 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):
     says = r"cannot be written.*previous checkpoint"
     with files_of_at_most(100_000), pytest.raises(DataError, match=says):
         checkpoint.save(path, {"x": torch.ones(1_000_000)})
-    assert torch.equal(checkpoint.load(path)["x"], torch.ones(3))
+    assert torch.equal(checkpoint.load_checkpoint(path)["x"], torch.ones(3))
     assert [p.name for p in tmp_path.iterdir()] == ["last.safetensors"]

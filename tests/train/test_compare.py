@@ -238,7 +238,9 @@ def test_stopped_workers_exit_and_the_comparison_resumes(write, tmp_path, monkey
         assert all(file.stat().st_mtime_ns == before for file, before in finished.items())
         finished = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
         checkpoints = out.glob("runs/*/*/checkpoints/last.safetensors")
-        totals = {file: checkpoint.load(file)["progress"]["total"] for file in checkpoints}
+        totals = {
+            file: checkpoint.load_checkpoint(file)["progress"]["total"] for file in checkpoints
+        }
         assert totals and all(totals[file] >= before for file, before in reached.items())
         reached = totals
     slow.unlink()

@@ -109,7 +109,7 @@ def test_a_process_reads_only_its_rows_into_memory(tmp_path):
     path, rows = tmp_path / "last.safetensors", torch.arange(1 << 24).reshape(-1, 64)
     checkpoint.save(path, {"rows": checkpoint.Mapped(rows), "model": torch.ones(3)})
     before = memory()
-    state = checkpoint.load(path)
+    state = checkpoint.load_checkpoint(path)
     half = state["rows"][len(rows) // 4 : len(rows) // 2].clone()
     assert memory() - before < rows.nbytes / 2
     assert torch.equal(half, rows[len(rows) // 4 : len(rows) // 2])

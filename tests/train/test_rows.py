@@ -9,7 +9,7 @@ import torch
 from pytorch_metric_learning import losses as upstream
 from retrieval import create
 from retrieval.errors import PluginError
-from retrieval.model.rows import Rows, is_mean, row_sums, rows_of
+from retrieval.model.rows import Rows, is_mean, row_sums, rows_of_loss
 from torch import Tensor, nn
 
 SIZE, CLASSES, ITEMS = 6, 5, 4
@@ -84,7 +84,7 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=NUMBERED)
 def test_sums_over_anchors_give_the_whole_loss(name, options, miner):
     loss = loss_of(name, options)
-    kind = rows_of(loss, miner is not None)
+    kind = rows_of_loss(loss, miner is not None)
     if miner is not None and name == "sup_con":
         # the loss is 0 if the batch has no negative pair, which a block of rows cannot tell
         assert kind is None
@@ -102,8 +102,9 @@ def test_sums_over_anchors_give_the_whole_loss(name, options, miner):
 @pytest.mark.parametrize("name", ITEMWISE)
 def test_sums_over_items_give_the_whole_loss(name):
     loss = loss_of(name)
-    assert rows_of(loss, mined=True) is None  # a miner's weights are relative to the whole batch
-    kind = rows_of(loss, mined=False)
+    # A miner's weights are relative to the whole batch.
+    assert rows_of_loss(loss, mined=True) is None
+    kind = rows_of_loss(loss, mined=False)
     assert kind == "items" and compare(loss, kind, None, 0) > 1e-4
 
 
@@ -120,7 +121,7 @@ def test_what_cannot_be_divided_is_computed_whole():
         upstream.ContrastiveLoss(),
         nn.Linear(2, 2),
     ):
-        assert rows_of(loss, mined=False) is None
+        assert rows_of_loss(loss, mined=False) is None
 
 
 def test_a_wrong_attribute_rows_is_refused():
@@ -128,7 +129,7 @@ def test_a_wrong_attribute_rows_is_refused():
         rows = "columns"
 
     with pytest.raises(PluginError, match="'columns'; it must be one of items, anchors, classes"):
-        rows_of(Odd(), mined=False)
+        rows_of_loss(Odd(), mined=False)
 
     class Reduced(upstream.ContrastiveLoss):
         rows = "anchors"
