@@ -188,12 +188,12 @@ def record_changes(
             for file in path.glob(stale):
                 file.unlink()
         write_text(path / "recipe.toml", to_toml(recipe))
-        described = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        run_data = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise _refused(path, error) from error
     except ValueError as error:
         raise DataError(f"{path / 'run.json'} is damaged: {error}.") from error
-    described.setdefault("changes", []).append({"step": step, "what": list(changed)})
+    run_data.setdefault("changes", []).append({"step": step, "what": list(changed)})
     write_json(path / "run.json", described, DataError)
 
 

@@ -106,15 +106,15 @@ def test_nan_of_an_earlier_step_is_blamed_if_a_part_fails_on_it(
     make, tmp_path, elsewhere, monkeypatch
 ):
     monkeypatch.setenv("NAN_AT", "4")
-    real, calls = Step._mine, [0]
+    real, calls = Step._loss, [0]
 
-    def refusing(self: Step, codes: torch.Tensor, labels: torch.Tensor) -> Any:
+    def refusing(self: Step, codes: torch.Tensor, *arguments: Any, **reference: Any) -> Any:
         calls[0] += 1
         if not all_finite([codes]):
-            raise DataError("the miner was given NaN")
-        return real(self, codes, labels)
+            raise DataError("the loss was given NaN")
+        return real(self, codes, *arguments, **reference)
 
-    monkeypatch.setattr(Step, "_mine", refusing)
+    monkeypatch.setattr(Step, "_loss", refusing)
     with pytest.raises(DataError, match=r"at step 4 .*loss is nan"):
         train_run(tmp_path / "run", make())
     assert calls[0] > 4

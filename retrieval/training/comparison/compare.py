@@ -362,4 +362,4 @@ def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
 def _takes(recipe: Recipe, kind: str, name: str, parameter: str) -> bool:
     """Return whether a part of a recipe's plugins has a parameter."""
     factory = recipe.loaded.find(kind, name)
-    return any(taken.name == parameter for taken in factory.parameters)
+    return any(known.name == parameter for known in factory.parameters)

@@ -220,10 +220,10 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
     Raises:
         DataError: there are differences, and they are not allowed.
     """
-    first, *others = recipes
+    first, *rest = recipes
     expected = _shared_settings(first)
     sentences = []
-    for recipe in others:
+    for recipe in rest:
         actual = _shared_settings(recipe)
         for key in expected | actual:
             # A learner has no head, so heads are compared only if both recipes have one.

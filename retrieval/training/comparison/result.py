@@ -81,8 +81,8 @@ class Comparison:
     @property
     def metrics(self) -> list[str]:
         """The metrics that all contestants have, MAP@R first."""
-        first, *others = (row.metrics[0] for row in self.contestants)
-        shared = [name for name in first if all(name in metrics for metrics in others)]
+        first, *rest = (row.metrics[0] for row in self.contestants)
+        shared = [name for name in first if all(name in metrics for metrics in rest)]
         # a stable sort: the other metrics keep the order of the recipe
         return sorted(shared, key=lambda name: name != PRIMARY)
 
