@@ -194,7 +194,7 @@ def record_changes(
     except ValueError as error:
         raise DataError(f"{path / 'run.json'} is damaged: {error}.") from error
     run_data.setdefault("changes", []).append({"step": step, "what": list(changed)})
-    write_json(path / "run.json", described, DataError)
+    write_json(path / "run.json", run_data, DataError)
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
