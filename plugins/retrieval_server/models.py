@@ -43,7 +43,6 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
-_HEADER_LINES_PER_PART = 16
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DISCARDED_LIMITS = 4
 """The rest of a body that is too large is read and discarded, up to this many times the limit.
@@ -489,7 +488,6 @@ class _Part:
     """One part of a form; `options` are the parameters of its header Content-Disposition."""
 
     options: dict[bytes, bytes] = field(default_factory=dict)
-    header_lines: int = 0
     content: bytes | bytearray = b""
 
 
@@ -551,9 +549,6 @@ def _parts(body: Body, most: int) -> list[_Part]:
 
     def header_field(data: bytes, start: int, end: int) -> None:
         header[0] = data[start:end].lower()
-        parts[-1].header_lines += 1
-        if parts[-1].header_lines > _HEADER_LINES_PER_PART:
-            raise _unreadable("a part of it has too many headers")
 
     def header_value(data: bytes, start: int, end: int) -> None:
         if header[0] == b"content-disposition":
@@ -579,7 +574,8 @@ def _parts(body: Body, most: int) -> list[_Part]:
         "on_end": lambda: ends.append(True),
     }
     try:
-        # Each header arrives in one call, because the whole body is passed at once.
+        # Each header arrives in one call, because the whole body is passed at once. The parser
+        # itself limits the number of headers of a part, and their size.
         MultipartParser(boundary, callbacks).write(body.content)
     except FormParserError as error:
         raise _unreadable(str(error).rstrip(".")) from None
