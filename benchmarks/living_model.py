@@ -423,7 +423,7 @@ def output_of(work: Callable[[int], None]) -> tuple[list[Any], int]:
 def kill_at_line(count: int) -> None:
     """Make this process kill itself after executing so many lines of the store."""
     left = [count]
-    here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
+    here = (f"{os.sep}retrieval{os.sep}store{os.sep}", f"base{os.sep}files.py")
 
     def line(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
