@@ -160,6 +160,12 @@ def test_a_broken_plugin_command_does_not_break_help(tmp_path, install, process,
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
 
 
+def test_a_bundled_command_starts_beside_a_broken_plugin(tmp_path, install, process):
+    install(tmp_path, "retrieval-bad", "bad", "host_bad", "1 / 0")
+    done = process("-m", "retrieval.cli", "keys", "list", "gone.jsonl", path=tmp_path)
+    assert "There is no file of keys gone.jsonl." in sentence(done)
+
+
 def test_two_plugins_cannot_add_the_same_command(tmp_path, install, process):
     for name in ("acme", "zeta"):
         code = HOOK.format(ADD.format("extra"))
