@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         rows_by_class as rows_by_class,
         rows_of as rows_of,
     )
-    from retrieval.host.cluster import Cluster as Cluster
     from retrieval.host.factory import Part as Part, traits as traits
     from retrieval.host.hookspecs import Factories as Factories, hookimpl as hookimpl
+    from retrieval.host.processes import Cluster as Cluster
     from retrieval.images.image_files import find_images as find_images
     from retrieval.images.preprocessing import Preprocessing as Preprocessing
     from retrieval.model.contracts import (

@@ -32,7 +32,7 @@ PLUGIN_OPTION = plugin_option()
 
 def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
     """Set whether this command runs a recipe's plugin files; a terminal without the option asks."""
-    from retrieval.host.allow import answering
+    from retrieval.host.importing import answering
 
     # Of several training processes, none asks.
     alone = os.environ.get("WORLD_SIZE", "1") == "1"

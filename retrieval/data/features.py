@@ -23,7 +23,7 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import RawInputs
 from retrieval.errors import BundleError, MissingDependency
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model

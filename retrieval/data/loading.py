@@ -19,7 +19,7 @@ from retrieval.base.cores import cores
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError, PluginError
-from retrieval.host.main_script import refuse_unguarded
+from retrieval.host.processes import refuse_unguarded
 from retrieval.images.conversions import from_array
 
 if TYPE_CHECKING:

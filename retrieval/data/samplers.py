@@ -14,8 +14,8 @@ import torch
 
 from retrieval.base.arrays import Floats32, Ints
 from retrieval.errors import DataError, PluginError
+from retrieval.host.factory import calling
 from retrieval.host.hookspecs import Factories, hookimpl
-from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import BatchSampler, TrainingItems
 
 if TYPE_CHECKING:

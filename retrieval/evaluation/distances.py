@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors, as_tensor
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import Combiner
 from retrieval.model.guard import in_words, refuse_class
 

@@ -31,7 +31,7 @@ from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
 from retrieval.export.export_model import export_model, library_versions, refuse_existing
 from retrieval.export.variants import VariantName
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.images.conversions import from_array
 from retrieval.images.decoding import decode

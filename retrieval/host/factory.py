@@ -6,24 +6,37 @@ them. pydantic checks the values of annotated parameters strictly: a number in q
 number. A parameter without an annotation accepts any TOML value, and the factory itself must check
 it. A parameter annotated `Annotated[T, Part("reducers")]` is a part made by another factory. The
 host sets the parameters named in `GIVEN`; a recipe can set them only if they are parts.
+
+`calling` turns an error that a part raises into one sentence with the part and the line. Serving
+uses it too, so this module does not import torch.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
+import os
 import sys
 import textwrap
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pluggy
 
-from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.errors import (
+    DataError,
+    PluginError,
+    RecipeError,
+    RetrievalError,
+    did_you_mean,
+)
 from retrieval.host import hookspecs
 from retrieval.host.values import check_values, is_plain, toml_value, type_text
 
@@ -535,3 +548,70 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool]:
                 # Base.__init__(self, …) instead of super().__init__(…)
                 positional = max(positional, count - (not isinstance(owner, ast.Call)))
     return {name for name in keywords if name}, positional, None in keywords
+
+
+# --- errors of a part
+
+LONGEST_REASON = 300
+"""Largest number of characters quoted from a plugin's error."""
+SMALLER_BATCH = (
+    "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch_size."
+)
+"""Advice after a sentence such as "The loss acme.margin ran out of memory."."""
+
+
+@contextlib.contextmanager
+def calling(
+    what: str, smaller: str = SMALLER_BATCH, hint: Callable[[], str] = str
+) -> Iterator[None]:
+    """Context manager that turns an error of a plugin's part into one sentence.
+
+    A RetrievalError, OSError or ImportError passes unchanged.
+
+    Args:
+        what: the part, as the beginning of a sentence: "The loss acme.margin".
+        smaller: advice if the part runs out of memory.
+        hint: returns a further sentence of the message, with a space before it, or "".
+    """
+    try:
+        yield
+    except (RetrievalError, OSError, ImportError):
+        raise  # the command line has a message for these
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise DataError(f"{what} ran out of memory. {smaller}") from error
+        raise PluginError(
+            f"{failure(what, error)}.{hint()} For the traceback, run retrieval --debug … or, in"
+            " Python, see __cause__."
+        ) from error
+
+
+def failure(what: str, error: Exception) -> str:
+    """Return which part failed, why and where: "The loss acme.margin failed: …"."""
+    reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
+    if isinstance(error, NotImplementedError) and "forward" in reason:
+        reason = "it defines no forward"
+    kind = type(error).__name__
+    return f"{what} failed: {f'{kind}: {reason}' if reason else kind}{_place(error)}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch raises OutOfMemoryError on a GPU, and a RuntimeError on a CPU.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Return file and line of the last frame outside this package and installed libraries."""
+    package = f"{Path(__file__).parents[1]}{os.sep}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith(("<", package))
+        and "/lib/python" not in frame.filename
+    ]
+    if frames:
+        return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    return ""

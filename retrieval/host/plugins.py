@@ -20,7 +20,16 @@ import pluggy
 
 from retrieval.base.version import PROJECT
 from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
-from retrieval.host.factory import BUILT_IN, GIVEN, KINDS, SHORT, Factory, Parameter, new_manager
+from retrieval.host.factory import (
+    BUILT_IN,
+    GIVEN,
+    KINDS,
+    SHORT,
+    Factory,
+    Parameter,
+    calling,
+    new_manager,
+)
 from retrieval.host.importing import (
     PluginSource,
     import_extra,
@@ -29,7 +38,6 @@ from retrieval.host.importing import (
     refuse_misspelt,
     source_of,
 )
-from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import (
     OBJECT,
     is_object,

@@ -26,7 +26,7 @@ from retrieval.base.runtime import Device
 from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
-from retrieval.host.cluster import cluster_at, refuse_node
+from retrieval.host.processes import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Options, Result, embed, refuse_twice
 from retrieval.index.embedded import BAD, SIZES, EmbeddingPlan, part_file, schema_of

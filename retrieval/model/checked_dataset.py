@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retrieval.base.arrays import Array
 from retrieval.errors import DataError, PluginError, valid_text
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.images.colour import check_range
 from retrieval.images.conversions import from_array
 from retrieval.model.contracts import Dataset

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.errors import PluginError
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import Combiner, TripletIndices
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import PluginError
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone, Combiner, Generator
 from retrieval.model.guard import breach, checked_rows, in_words, refuse_class

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError, did_you_mean
-from retrieval.host.allow import require_allowed
 from retrieval.host.factory import COMPONENTS
-from retrieval.host.importing import is_file_plugin
+from retrieval.host.importing import is_file_plugin, require_allowed
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, named_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
@@ -84,7 +83,7 @@ def read_recipe(
     Raises:
         RecipeError: the recipe is invalid; the message lists every problem.
         PluginError: a plugin cannot be loaded, or the recipe brings a plugin that the user has not
-            allowed (see `retrieval.host.allow`).
+            allowed (see `retrieval.host.importing`).
     """
     recipe, objects = apart(recipe, objects)
     table, brought = read_table(recipe, overrides, plugins)

@@ -11,7 +11,7 @@ from torch import nn
 from retrieval.data.gate import usable_dataset
 from retrieval.data.samplers import as_batch_sampler
 from retrieval.errors import PluginError, RecipeError, did_you_mean
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Dataset, Generator

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from retrieval.base.places import StrPath
 from retrieval.errors import DataError, PluginError, RecipeError
-from retrieval.host.allow import require_allowed
-from retrieval.host.importing import FilePlugin, is_file_plugin
+from retrieval.host.importing import FilePlugin, is_file_plugin, require_allowed
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
 from retrieval.run import checkpoint

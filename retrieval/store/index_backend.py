@@ -11,7 +11,7 @@ import numpy as np
 
 from retrieval.base.arrays import Bools, Floats32, Ints
 from retrieval.errors import StoreError
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.store.search import nearest
 
 _MAX_RECALL_QUERIES = 200

@@ -18,7 +18,7 @@ from retrieval.data.features import backbone_features
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts

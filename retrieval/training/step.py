@@ -24,7 +24,7 @@ from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
 
 from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import DataError, RecipeError, RetrievalError
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import TripletIndices
 from retrieval.model.guard import (
     checked_indices,

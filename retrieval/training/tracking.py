@@ -16,8 +16,8 @@ from typing import Any
 
 from retrieval.base.files import write_json
 from retrieval.errors import Interrupted, PluginError, RetrievalError, did_you_mean
+from retrieval.host.factory import failure
 from retrieval.host.hookspecs import hookimpl
-from retrieval.host.plugin_calls import failure
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe

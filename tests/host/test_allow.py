@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.host.allow import answering
+from retrieval.host.importing import answering
 from retrieval.recipe.read import read_recipe
 
 PLUGIN = """

@@ -18,7 +18,7 @@ from retrieval.base.locks import hold
 from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
-from retrieval.host.cluster import Cluster, refuse_node
+from retrieval.host.processes import Cluster, refuse_node
 from retrieval.index import embedding
 from retrieval.index.embedding import embed_sources
 from retrieval.index.index import create_index, open_index
@@ -167,7 +167,7 @@ def test_a_folder_with_another_embedding_is_refused(photos, makers, bundle_path,
 
 
 SMALL_PARTS = """
-from retrieval.host.cluster import Cluster, refuse_node
+from retrieval.host.processes import Cluster, refuse_node
 from retrieval.index import embedding
 embedding._SMALLEST_PART = 30
 from retrieval.cli.app import main

@@ -27,7 +27,7 @@ from refusals import refusal
 from retrieval.base.progress import Meter
 from retrieval.errors import DataError, Interrupted, MissingDependency
 from retrieval.evaluation.evaluate_run import evaluate
-from retrieval.host.allow import ALLOW
+from retrieval.host.importing import ALLOW
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint

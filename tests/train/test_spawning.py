@@ -15,7 +15,7 @@ from refusals import refusal
 from retrieval.errors import DataError
 
 GUARD = 'if __name__ == "__main__":'
-BEGIN = "from retrieval.host.main_script import refuse_unguarded\n"
+BEGIN = "from retrieval.host.processes import refuse_unguarded\n"
 RECIPE = {
     "data": {"name": "core.image_folder", "folder": "photos"},
     "split": {"by": "item"},

@@ -24,7 +24,7 @@ from retrieval.errors import DataError, PluginError, RetrievalError, listed, val
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.verification import roc_curve
-from retrieval.host.plugin_calls import calling
+from retrieval.host.factory import calling
 from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run

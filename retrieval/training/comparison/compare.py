@@ -15,8 +15,7 @@ from retrieval.base.locks import hold
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
-from retrieval.host.cluster import cluster_at
-from retrieval.host.main_script import exit_if_imported
+from retrieval.host.processes import cluster_at, exit_if_imported
 from retrieval.recipe.read import Recipe
 from retrieval.training.comparison import plan, space
 from retrieval.training.comparison.jobs import (

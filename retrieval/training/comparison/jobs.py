@@ -19,7 +19,7 @@ from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
-from retrieval.host.allow import answering
+from retrieval.host.importing import answering
 from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe, read_table

@@ -20,8 +20,7 @@ from retrieval.base.progress import Meter
 from retrieval.base.runtime import quiet_threads
 from retrieval.base.version import installed_version
 from retrieval.errors import DataError, Interrupted, RetrievalError
-from retrieval.host.cluster import Cluster, refuse_node
-from retrieval.host.main_script import refuse_unguarded
+from retrieval.host.processes import Cluster, refuse_node, refuse_unguarded
 from retrieval.training.comparison.jobs import ComparisonJob, Do, Metrics, known, perform
 
 STOPPED = "The comparison was asked to stop."
