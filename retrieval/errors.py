@@ -10,7 +10,7 @@ import json
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 
 class RetrievalError(Exception):
@@ -157,6 +157,17 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
     if len(problems) > shown:
         lines.append(f"  - … and {len(problems) - shown:,} more.")
     return "\n".join(lines)
+
+
+def refuse(where: str, problems: Iterable[str]) -> NoReturn:
+    """Raise a `DataError` on `where`, such as "manifest.csv", that lists the first ten problems."""
+    raise DataError(listed(where, list(problems)))
+
+
+def some(names: Sequence[object], shown: int = 5) -> str:
+    """Return the first names; if there are more, also their number: `a, b, … (12 in all)`."""
+    text = ", ".join(str(name) for name in names[:shown])
+    return text + (f", … ({len(names):,} in all)" if len(names) > shown else "")
 
 
 _SYNONYMS = {"gpu": "cuda"}

@@ -18,27 +18,29 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.base.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
     from retrieval.base.remote import address_of as address_of, path_in as path_in
-    from retrieval.data.counts import Count as Count, Counts as Counts, differing as differing
-    from retrieval.data.datasets import Box as Box
-    from retrieval.data.error_lists import refuse as refuse, some as some
-    from retrieval.data.gate import usable_dataset as usable_dataset
-    from retrieval.data.idx import read_idx as read_idx
+    from retrieval.data.datasets import Box as Box, usable_dataset as usable_dataset
     from retrieval.data.objects import as_dataset as as_dataset
+    from retrieval.data.published import (
+        Count as Count,
+        Counts as Counts,
+        differing as differing,
+        read_idx as read_idx,
+        read_records as read_records,
+    )
     from retrieval.data.readable import (
         ADVICE as ADVICE,
         report_left_out as report_left_out,
         skip_unreadable as skip_unreadable,
     )
-    from retrieval.data.records import read_records as read_records
     from retrieval.data.splits import (
         ROLES as ROLES,
         SIDES as SIDES,
         SPLITS as SPLITS,
         sides as sides,
     )
+    from retrieval.errors import refuse as refuse, some as some
     from retrieval.host.factory import check_parameters as check_parameters
     from retrieval.model.labels import read_labels as read_labels
-    from retrieval.model.linear import deviations as deviations
     from retrieval.model.loss import (
         Pairs as Pairs,
         as_given as as_given,
@@ -49,7 +51,11 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         pairs_by_round as pairs_by_round,
         reduced_loss as reduced_loss,
     )
-    from retrieval.model.metric_learner import Seeded as Seeded, refuse_overflow as refuse_overflow
+    from retrieval.model.metric_learner import (
+        Seeded as Seeded,
+        deviations as deviations,
+        refuse_overflow as refuse_overflow,
+    )
     from retrieval.model.model import full_precision as full_precision
     from retrieval.model.rows import (
         Rows as Rows,

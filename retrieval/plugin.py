@@ -11,8 +11,12 @@ from retrieval.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval import store
-    from retrieval.data.datasets import ArrayDataset as ArrayDataset, FileDataset as FileDataset
-    from retrieval.data.samplers import (
+    from retrieval.data.datasets import (
+        ArrayDataset as ArrayDataset,
+        Dataset as Dataset,
+        FileDataset as FileDataset,
+    )
+    from retrieval.data.loading import (
         check_classes as check_classes,
         rows_by_class as rows_by_class,
         rows_of as rows_of,
@@ -26,7 +30,6 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Backbone as Backbone,
         BatchSampler as BatchSampler,
         Combiner as Combiner,
-        Dataset as Dataset,
         Generator as Generator,
         Learner as Learner,
         Loss as Loss,
@@ -39,13 +42,15 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Transform as Transform,
         TripletIndices as TripletIndices,
     )
-    from retrieval.model.linear import LinearMap as LinearMap
     from retrieval.model.loss import (
         CheckedLoss as CheckedLoss,
         Distance as Distance,
         Reducer as Reducer,
     )
-    from retrieval.model.metric_learner import MetricLearner as MetricLearner
+    from retrieval.model.metric_learner import (
+        LinearMap as LinearMap,
+        MetricLearner as MetricLearner,
+    )
     from retrieval.model.model import Normalize as Normalize
     from retrieval.store.index_backend import IndexBackend as IndexBackend
 

@@ -83,7 +83,7 @@ def retrieval_generators() -> Factories:
 @hookimpl
 def retrieval_samplers() -> Factories:
     """Batches of classes × items, of any items, of classes in a group, or of similar classes."""
-    from retrieval.data.samplers import retrieval_samplers as built_in
+    from retrieval.data.loading import retrieval_samplers as built_in
 
     return {
         **built_in(),

@@ -15,11 +15,11 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import make_folder, write_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
+from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
 from retrieval.images.decoding import decode
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import build_run
 from retrieval.training.check import batches_of, spread

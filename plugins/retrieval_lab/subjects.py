@@ -20,7 +20,7 @@ from retrieval_lab.findings import Subject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from retrieval.model.contracts import Dataset
+    from retrieval.data.datasets import Dataset
 
 Item = tuple["bytes | None", "Image | Array"]
 """The hash of an item's bytes, or `None` without any, and its decoded image or its vector."""

@@ -110,12 +110,12 @@ def export_command(
         raise click.UsageError("Name either a run or, with --model, a backbone.")
     if run is not None:
         refuse_options("without --model", OF_BACKBONES)
-        from retrieval.data.kept import KeptInputs
+        from retrieval.data.stored_inputs import StoredInputs
         from retrieval.export import export_run
         from retrieval.run.open import Run
 
         loaded = Run.open(run, or_kept=True)
-        if isinstance(loaded.dataset, KeptInputs):
+        if isinstance(loaded.dataset, StoredInputs):
             say(f"note: {loaded.splits.notes[0]}")
             say("note: The bundle is verified on the held-out inputs that the run keeps.")
         bundle = export_run.export(loaded, output, **options).bundle

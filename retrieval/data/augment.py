@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from retrieval.base.arrays import Floats64, Ints, Pixels
 from retrieval.errors import DataError, RetrievalError
 from retrieval.images.colour import to_mode
-from retrieval.model.guard import in_words
+from retrieval.model.contracts import in_words
 
 if TYPE_CHECKING:
     from PIL.Image import Image

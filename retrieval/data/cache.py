@@ -32,8 +32,8 @@ from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
+    from retrieval.data.datasets import Dataset
     from retrieval.images.preprocessing import Preprocessing
-    from retrieval.model.contracts import Dataset
 
 
 log = logging.getLogger(__name__)

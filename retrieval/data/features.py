@@ -19,14 +19,13 @@ from retrieval.base.arrays import Array, Floats32
 from retrieval.base.memory import keep_large_blocks
 from retrieval.base.runtime import ONNXRUNTIME, installed_packages
 from retrieval.data.cache import frozen_features
-from retrieval.data.datasets import ArrayDataset
+from retrieval.data.datasets import ArrayDataset, Dataset
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import RawInputs
 from retrieval.errors import BundleError, MissingDependency
 from retrieval.host.factory import calling
-from retrieval.model.contracts import Backbone, Dataset
-from retrieval.model.guard import check_width
-from retrieval.model.model import Model
+from retrieval.model.contracts import Backbone
+from retrieval.model.model import Model, check_width
 
 log = logging.getLogger(__name__)
 

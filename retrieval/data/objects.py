@@ -13,15 +13,12 @@ from torch.utils.data import ConcatDataset
 
 from retrieval.base.arrays import Pixels
 from retrieval.base.remote import address_of
-from retrieval.data.datasets import ArrayDataset, FileDataset
-from retrieval.data.error_lists import refuse
-from retrieval.data.gate import is_missing_label
+from retrieval.data.datasets import ArrayDataset, Dataset, FileDataset, is_missing_label
 from retrieval.data.splits import SIDES, sides
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError, did_you_mean, refuse
 from retrieval.host.python_parts import DICTIONARY
 from retrieval.images.conversions import as_list, channels_last, from_pixels
 from retrieval.images.decoding import decode
-from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
     from PIL.Image import Image

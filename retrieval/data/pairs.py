@@ -18,8 +18,8 @@ import numpy as np
 
 from retrieval.base.arrays import Bools, Ints
 from retrieval.base.csv_table import CsvTable
-from retrieval.data.error_lists import natural, refuse
-from retrieval.errors import DataError
+from retrieval.data.splits import natural
+from retrieval.errors import DataError, refuse
 
 COLUMNS = ("first", "second", "same")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,11 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrieval.base.arrays import Ints
-from retrieval.data.error_lists import natural, refuse, some
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError, did_you_mean, refuse, some
 
 if TYPE_CHECKING:
-    from retrieval.model.contracts import Dataset
+    from retrieval.data.datasets import Dataset
     from retrieval.recipe.tables import Split
 
 Items = Ints  # indices of items in the dataset
@@ -38,6 +38,15 @@ def sides(column: Sequence[str] | None) -> list[str] | None:
         return None
     known = {name: side for name, (side, role) in SIDES.items() if not role}
     return [known.get(text.strip().lower(), text) for text in column]
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that puts "class 2" before "class 10"."""
+    return tuple(
+        (0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", text)
+        if part
+    )
 
 
 @dataclass(frozen=True)

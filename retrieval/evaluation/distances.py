@@ -10,8 +10,7 @@ from torch import Tensor
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors, as_tensor
 from retrieval.host.factory import calling
-from retrieval.model.contracts import Combiner
-from retrieval.model.guard import in_words, refuse_class
+from retrieval.model.contracts import Combiner, in_words, refuse_class
 
 Distance: TypeAlias = "Literal['euclidean', 'cosine'] | DistanceBlock | Any"
 """A name, a function, or an object that measures distances; see `retrieval.evaluate`."""

@@ -23,8 +23,8 @@ from retrieval.evaluation.neighbors import Exclusion, NeighborSearch
 from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
+    from retrieval.data.datasets import Dataset
     from retrieval.data.splits import Splits
-    from retrieval.model.contracts import Dataset
     from retrieval.recipe.read import Recipe
     from retrieval.run.open import Run
 

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from retrieval.base.arrays import Array, Bools, Floats64, Ints
-from retrieval.data.error_lists import refuse
 from retrieval.data.pairs import LabelledPairs, fold_problems
-from retrieval.errors import DataError
+from retrieval.errors import DataError, refuse
 from retrieval.model.labels import read_labels, read_values
 
 log = logging.getLogger(__name__)

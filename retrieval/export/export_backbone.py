@@ -27,7 +27,7 @@ from retrieval.bundle.bundle_folder import FILE as MANIFEST
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.bundle.sessions import ahead
 from retrieval.data.encode import encode_images, evaluating
-from retrieval.data.kept import ITEMS
+from retrieval.data.stored_inputs import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
 from retrieval.export.export_model import export_model, library_versions, refuse_existing
 from retrieval.export.variants import VariantName
@@ -39,8 +39,7 @@ from retrieval.images.image_files import find_images
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import Backbone
 from retrieval.model.graph import TOLERANCE
-from retrieval.model.guard import check_width
-from retrieval.model.model import Model, Normalize, linear_head
+from retrieval.model.model import Model, Normalize, check_width, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.run.build import differing_tensors

@@ -15,8 +15,8 @@ from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder
-from retrieval.data.kept import KeptInputs, by_class, evenly_spaced
 from retrieval.data.loading import inputs
+from retrieval.data.stored_inputs import StoredInputs, by_class, evenly_spaced
 from retrieval.errors import BundleError, valid_text
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
@@ -75,7 +75,7 @@ def export(
         folder = Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
-    if "int8" in variants and isinstance(run.dataset, KeptInputs):
+    if "int8" in variants and isinstance(run.dataset, StoredInputs):
         raise BundleError(
             "The int8 variant is calibrated on training items, but there are none."
             f" {splits.notes[0]}"
@@ -132,7 +132,7 @@ def _cut(model: Model, items: Array, dimensions: int) -> Model:
 
 
 def _load(run: Run, indices: Ints) -> Array:
-    if isinstance(run.dataset, KeptInputs):
+    if isinstance(run.dataset, StoredInputs):
         return run.dataset.inputs[indices]
     chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))
     if not chunks:

@@ -1,17 +1,18 @@
-"""The contracts of plugins' parts: dataset, backbone, loss, miner, generator, combiner and others.
+"""The contracts of plugins' parts: backbone, loss, miner, generator, combiner and others.
 
 Shapes: B items in a batch, F features, C numbers in a code (the head's output), P numbers in a
 vector that the index stores, T triplets, Q queries, R references. "The host" is this package, which
 calls the parts. Losses and miners are called as in pytorch-metric-learning, so its losses and
-miners work here.
+miners work here. The contract of a dataset is in `retrieval.data.datasets`.
+
+`breach` makes the error for a part that does not keep its contract.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,68 +20,15 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Array, Bools, Floats, Floats32, Floats64, Ints
+from retrieval.errors import PluginError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from retrieval.images.preprocessing import Preprocessing
 
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 """A miner's (T,) int64 indices: (anchor, positive, negative) or (anchor1, positive, anchor2,
 negative)."""
-
-
-class Dataset(ABC):
-    """Labelled items: images, or precomputed feature vectors.
-
-    A dataset holds all labels and keys, but may read each item when it is needed. With `arrays` or
-    `files`, a frozen backbone's features are cached across runs.
-
-    Attributes:
-        kind: "image" or "features".
-        labels: one label per item, as text. Whole numbers and booleans, also from NumPy or in a
-            tensor, become text; other types raise an error.
-        keys: one unique, stable name per item (a path, or "digits/17").
-        splits: "train", "validation" or "test" per item, or `None` if the data have no split.
-        roles: "query", "gallery" or "" per item, or `None` if the data have no retrieval protocol.
-        metadata: additional columns, one mapping per item, or `None`.
-        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), in
-            memory or memory-mapped; batches are slices of this array. `None` if there is no array.
-        files: one path per item if items are files, otherwise `None`.
-        notes: sentences for the user on how the data were read, such as which items were left out;
-            `run.json` holds them.
-        origin: name of the class that `as_dataset` read, or "".
-    """
-
-    kind: Literal["image", "features"] = "image"
-    labels: Sequence[str]
-    keys: Sequence[str]
-    splits: Sequence[str] | None = None
-    roles: Sequence[str] | None = None
-    metadata: Sequence[Mapping[str, Any]] | None = None
-    arrays: Array | None = None
-    files: Sequence[Path] | None = None
-    notes: Sequence[str] = ()
-    origin: str = ""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __iter__(self) -> Iterator[Image | Array]:
-        return (self[index] for index in range(len(self)))
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> Image | Array:
-        """Return item `index` without its label; may be called from any thread.
-
-        Returns:
-            A Pillow image, or an array like a row of `arrays`. For anything else, the host raises a
-            `PluginError` that names the item.
-
-        Raises:
-            DataError: the item cannot be read; the message names it.
-        """
 
 
 @dataclass(frozen=True)
@@ -426,3 +374,31 @@ class Tracker(Protocol):
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """End the run; called last. A stopped run may be resumed later."""
+
+
+def in_words(value: Any) -> str:
+    """Describe a value for an error message: an array by shape and type, most others by type."""
+    if isinstance(value, Tensor):
+        return (
+            f"a tensor of shape {tuple(value.shape)} and type"
+            f" {str(value.dtype).removeprefix('torch.')}"
+        )
+    if isinstance(value, np.ndarray):
+        return f"a numpy array of shape {value.shape} and type {value.dtype}"
+    if value is None or isinstance(value, bool | int | float):
+        return f"{value}"
+    if isinstance(value, list | tuple) and 0 < len(value) <= 6:
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(in_words, value))})"
+    return f"a {type(value).__name__}"
+
+
+def refuse_class(value: Any, what: str) -> None:
+    """Raise a `PluginError` for a class in place of an object."""
+    if isinstance(value, type):
+        name = value.__name__
+        raise PluginError(f"{what} is a class, {name}; pass an object of it: {name}(…).")
+
+
+def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
+    """Return the error "WHAT gave VALUE PART; it must give MUST"."""
+    return PluginError(f"{what} gave {in_words(value)}{part}; it must give {must}")

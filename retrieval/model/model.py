@@ -1,10 +1,14 @@
-"""`Model`: the backbone, head and optional combiner that every training method returns."""
+"""`Model`: the backbone, head and optional combiner that every training method returns.
+
+`checked_rows` checks what these parts return on every call; an error names the part and its fault.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrieval.base.arrays import Floats
+from retrieval.errors import PluginError
+from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Backbone, Combiner
+from retrieval.model.contracts import Backbone, Combiner, breach
 
 
 def full_precision(x: Tensor) -> Tensor:
@@ -181,3 +187,53 @@ def linear_head(components: Floats, mean: Floats) -> nn.Sequential:
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(np.array(components, dtype=np.float32)))
     return nn.Sequential(Shift(torch.from_numpy(np.array(mean, dtype=np.float32))), linear)
+
+
+def checked_rows(
+    value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
+) -> Tensor:
+    """Return a value if it is a floating-point matrix of the expected shape and device.
+
+    Args:
+        value: features, codes or distances.
+        what: the part that returned the value, for error messages.
+        like: the expected shape; a width of −1 allows any.
+        device: the expected device.
+        of: what the value should be, for error messages, such as "codes".
+
+    Raises:
+        PluginError: the value has another type, shape or device.
+    """
+    rows, width = like
+    if not (
+        isinstance(value, Tensor)
+        and value.ndim == 2
+        and value.is_floating_point()
+        and len(value) == rows
+        and width in (-1, value.shape[1])
+    ):
+        expected = f"({rows}, {'any width' if width < 0 else width})"
+        raise breach(what, value, f"{of}: floating-point numbers of shape {expected}.")
+    if value.device != device:
+        raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
+    return value
+
+
+def check_width(features: Any, what: str, width: int) -> None:
+    """Raise a `PluginError` if features do not have the width that their backbone states."""
+    if features.ndim != 2 or features.shape[1] != width:
+        must = f"features of its stated width, of shape ({len(features)}, {width})."
+        raise breach(what, features, must)
+
+
+def combiner_warnings(
+    combiner: Combiner | None, metrics: Mapping[str, float], what: str
+) -> list[str]:
+    """Return a combiner's warnings for the user."""
+    if combiner is None:
+        return []
+    with calling(what):
+        sentences: Any = combiner.warnings(metrics)
+        if isinstance(sentences, str):
+            sentences = [sentences]
+        return [str(sentence) for sentence in sentences]

@@ -16,9 +16,8 @@ from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import PluginError
 from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Backbone, Combiner, Generator
-from retrieval.model.guard import breach, checked_rows, in_words, refuse_class
-from retrieval.model.model import evaluation_mode
+from retrieval.model.contracts import Backbone, Combiner, Generator, breach, in_words, refuse_class
+from retrieval.model.model import checked_rows, evaluation_mode
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""Divide a loss over processes by rows of the batch.
+"""Divide a loss over processes by rows of the batch, and parameters by their own rows.
 
 pytorch-metric-learning's losses compute one number per anchor, item, pair or triplet; a reducer
 then takes the mean or the sum of these numbers. If each process contributes the sum and the count
 of its rows' numbers, the loss of the whole batch follows exactly.
+
+A module with divided parameters has an attribute `shards`, which maps the name of each to the rows
+that this process holds.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from pytorch_metric_learning import reducers
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from retrieval.errors import PluginError
 from retrieval.model.contracts import TripletIndices
@@ -220,3 +224,34 @@ def _pairs(labels: Tensor, batch_labels: Tensor, start: int) -> TripletIndices:
     same[row, start + row] = False
     a1, p = torch.where(same)
     return a1, p, a2, n
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows `start` to `stop` of a parameter with `whole` rows over all processes."""
+
+    start: int
+    stop: int
+    whole: int
+
+    @classmethod
+    def of(cls, whole: int, rank: int, world: int) -> Self:
+        """Return the share of process `rank` of `world`."""
+        return cls(whole * rank // world, whole * (rank + 1) // world, whole)
+
+
+def world_of() -> tuple[int, int]:
+    """Return this process's rank and the number of processes."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """Return the shards of a module and its submodules, by the parameter's `state_dict` name."""
+    return {
+        f"{place}.{name}" if place else name: shard
+        for place, submodule in module.named_modules()
+        if isinstance(shards := getattr(submodule, "shards", None), dict)
+        for name, shard in shards.items()
+    }

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from retrieval.data.error_lists import some
-from retrieval.errors import MissingDependency, RecipeError, did_you_mean
+from retrieval.errors import MissingDependency, RecipeError, did_you_mean, some
 from retrieval.model.model import Model
 from retrieval.recipe.tables import Lora
 from retrieval.run.checkpoint import python_random_kept

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrieval.data.gate import usable_dataset
-from retrieval.data.samplers import as_batch_sampler
+from retrieval.data.datasets import Dataset, check_dataset, usable_dataset
+from retrieval.data.loading import as_batch_sampler
 from retrieval.errors import PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import calling
 from retrieval.host.python_parts import is_object
-from retrieval.model.checked_dataset import check_dataset
-from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Dataset, Generator
+from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator
 from retrieval.model.model import Model, build_head, evaluation_mode
 from retrieval.model.products import (
     as_backbone,
@@ -33,7 +32,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset.
 
     Raises:
-        DataError: files are missing or wrong, or items are unusable (see `retrieval.data.gate`).
+        DataError: files are missing or wrong, or items are unusable (see `usable_dataset`).
         RecipeError: `[evaluate]` names metadata columns that no item has.
     """
     with python_random_kept():

@@ -29,13 +29,13 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from retrieval.base.files import whole_folder, write_json, write_text
 from retrieval.base.locks import hold
 from retrieval.data.cache import dataset_identity
+from retrieval.data.datasets import Dataset
 from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import WORDS, Absent, described, named_object
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import Recipe, read_table, to_toml
 from retrieval.recipe.tables import Component, Tables
 

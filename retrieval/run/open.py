@@ -17,14 +17,14 @@ from retrieval.base.arrays import Ints
 from retrieval.base.cores import cores
 from retrieval.base.places import StrPath, instead
 from retrieval.base.runtime import installed_packages
+from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode, evaluating
 from retrieval.data.features import backbone_features
-from retrieval.data.kept import KeptInputs, pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
+from retrieval.data.stored_inputs import StoredInputs, pack_inputs, read_inputs
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import Absent
-from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
@@ -77,7 +77,7 @@ class Run:
         Args:
             path: the run's folder.
             or_kept: if the data cannot be opened, use the held-out inputs in the run's folder.
-                `dataset` is then a `KeptInputs`, and `splits.notes` says why. The run can encode
+                `dataset` is then a `StoredInputs`, and `splits.notes` says why. The run can encode
                 and export, but not evaluate.
             objects: the objects that were passed to `train`, by the same names: dataset, backbone,
                 combiner, learner. Objects that only training needs may be left out.
@@ -127,7 +127,7 @@ class Run:
 
     def require_data(self) -> None:
         """Raise a `DataError` if the run was opened without its data."""
-        if isinstance(self.dataset, KeptInputs):
+        if isinstance(self.dataset, StoredInputs):
             raise DataError(
                 f"{self.path} was opened without its data, so it can encode and export, but not"
                 f" evaluate. {self.splits.notes[0]}"
@@ -308,7 +308,7 @@ class ItemCodes:
         self.batch_size = run.recipe.evaluate.batch_size
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
         # the cache holds features of the dataset's items, not of the inputs stored in the run
-        self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
+        self.from_features = untrained_backbone and not isinstance(run.dataset, StoredInputs)
         self.source: Dataset = run.dataset
         if self.from_features:
             self.source = backbone_features(run.model, run.dataset, device, self.batch_size)
@@ -316,7 +316,7 @@ class ItemCodes:
     def __call__(self, indices: Ints) -> Tensor:
         """Return the codes (N, C) of items by index (N,): the head's outputs, on the CPU."""
         model = self.run.model.to(self.device)
-        if isinstance(self.source, KeptInputs):  # these are few and already preprocessed
+        if isinstance(self.source, StoredInputs):  # these are few and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
                 codes: Tensor = model(kept)[1].float().cpu()

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError, PluginError, RecipeError
-from retrieval.model.contracts import Dataset, Learner
+from retrieval.model.contracts import Learner
 from retrieval.model.model import Model
 from retrieval.model.products import check_learner, model_parts
 from retrieval.recipe.read import Recipe

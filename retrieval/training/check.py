@@ -16,15 +16,15 @@ import torch
 from accelerate import Accelerator
 
 from retrieval.data.augment import Labels, built_transforms
+from retrieval.data.datasets import Dataset
 from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError, RecipeError, listed
 from retrieval.evaluation.protocol import refuse_unanswerable
 from retrieval.host.factory import calling
 from retrieval.images.decoding import decode
-from retrieval.model.contracts import Dataset, Learner
-from retrieval.model.guard import check_width
-from retrieval.model.model import Model
+from retrieval.model.contracts import Learner
+from retrieval.model.model import Model, check_width
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Sampler

@@ -14,12 +14,13 @@ from torch import nn
 
 from retrieval.base.arrays import Floats32, Floats64, Ints
 from retrieval.base.files import write_json
+from retrieval.data.datasets import Dataset
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
 from retrieval.host.factory import calling
-from retrieval.model.contracts import Dataset, Learner
+from retrieval.model.contracts import Learner
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe

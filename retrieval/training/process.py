@@ -22,12 +22,12 @@ from accelerate.utils import gather_object
 
 from retrieval.base.files import write_text
 from retrieval.base.memory import keep_large_blocks
+from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.protocol import Protocol
-from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.model.products import CheckedMetric
 from retrieval.recipe.read import Recipe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from retrieval.errors import DataError
-from retrieval.model.shards import Shard, shards_of
+from retrieval.model.rows import Shard, shards_of
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.run.resume import Position, Standing

@@ -26,17 +26,15 @@ from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.host.factory import calling
 from retrieval.model.contracts import TripletIndices
-from retrieval.model.guard import (
+from retrieval.model.loss import (
     checked_indices,
     checked_objective,
-    checked_rows,
     checked_scalar,
     count_indices,
+    reads_at_once,
 )
-from retrieval.model.loss import reads_at_once
-from retrieval.model.model import Model
-from retrieval.model.rows import Rows, compares_with_classes, rows_of_loss
-from retrieval.model.shards import shards_of
+from retrieval.model.model import Model, checked_rows
+from retrieval.model.rows import Rows, compares_with_classes, rows_of_loss, shards_of
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable

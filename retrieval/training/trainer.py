@@ -23,15 +23,15 @@ from retrieval.base.arrays import Ints
 from retrieval.base.files import write_json
 from retrieval.base.progress import Meter
 from retrieval.data.augment import Labels, built_transforms
+from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.protocol import refuse_unanswerable
 from retrieval.host.values import shown
-from retrieval.model.contracts import Dataset
-from retrieval.model.guard import combiner_warnings
 from retrieval.model.loss import reads_at_once
+from retrieval.model.model import combiner_warnings
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint

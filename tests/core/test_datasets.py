@@ -10,12 +10,12 @@ import pytest
 from layouts import idx
 from PIL import Image
 from refusals import refusal
+from retrieval.data.datasets import Dataset
 from retrieval.data.loading import inputs
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.training.check import run_one_batch

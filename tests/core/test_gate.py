@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import retrieval
 from PIL import Image
-from retrieval.data.datasets import ArrayDataset
-from retrieval.data.gate import is_missing_label, usable_dataset
+from retrieval.data.datasets import ArrayDataset, is_missing_label, usable_dataset
 from retrieval.data.splits import sides
 from retrieval.errors import DataError
 from retrieval.index.sources import collect

@@ -12,10 +12,10 @@ import pytest
 import tomli_w
 from PIL import Image
 from refusals import refusal
+from retrieval.data.datasets import Dataset
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import create
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 from sklearn.datasets import load_digits
 

@@ -12,10 +12,9 @@ from limits import files_of_at_most
 from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data.cache import frozen_features
-from retrieval.data.datasets import ArrayDataset, FileDataset
+from retrieval.data.datasets import ArrayDataset, Dataset, FileDataset
 from retrieval.errors import DataError
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Dataset
 from torch import Tensor
 
 PRE = Preprocessing((6, 6), 1, (0.0,), (1.0,))

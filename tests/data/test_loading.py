@@ -13,8 +13,14 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
 from retrieval.data.augment import Changes, MixedLabels, crop_box
 from retrieval.data.datasets import ArrayDataset, FileDataset
-from retrieval.data.loading import RawInputs, TrainBatches, inputs
-from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
+from retrieval.data.loading import (
+    ClassBalanced,
+    RawInputs,
+    TrainBatches,
+    drawn_batches,
+    inputs,
+    training_items,
+)
 from retrieval.errors import DataError
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.recipe.tables import Augmentation, Sampler

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data import features
-from retrieval.data.datasets import FileDataset
+from retrieval.data.datasets import Dataset, FileDataset
 from retrieval.data.features import OnnxBackbone, backbone_features, runtime_for
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, PluginError
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Backbone, Dataset
+from retrieval.model.contracts import Backbone
 from retrieval.model.graph import TOLERANCE
 from retrieval.model.model import Model
 from torch import Tensor, nn

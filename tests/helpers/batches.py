@@ -4,11 +4,10 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.data.datasets import ArrayDataset
+from retrieval.data.datasets import ArrayDataset, Dataset
 from retrieval.data.loading import TrainBatches
 from retrieval.host.plugins import load_plugins
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Augmentation, Sampler
 from sklearn.datasets import load_digits
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError
-from retrieval.model.contracts import Dataset
 from scipy.io import savemat
 
 SIZE = (24, 16)

@@ -53,9 +53,9 @@ FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 APPLICATIONS = {"retrieval_engines", "retrieval_lab", "retrieval_server"}
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
-    "retrieval.data.samplers": {"retrieval_samplers"},
+    "retrieval.data.loading": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
-    "retrieval.model.shards": {"Shard", "world_of"},
+    "retrieval.model.rows": {"Shard", "world_of"},
     "retrieval.store.backends": {"retrieval_indexes"},
     "retrieval.index.embedded": {"in_memory"},
     "retrieval.index.sources": {"collect", "npz_file"},

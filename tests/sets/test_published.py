@@ -14,10 +14,10 @@ import pytest
 from layouts import refused, sides
 from PIL import Image
 from retrieval.data.cache import dataset_identity
-from retrieval.data.counts import Count
+from retrieval.data.datasets import Dataset
+from retrieval.data.published import Count
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 
 from retrieval_sets import (

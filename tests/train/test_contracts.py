@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 from refusals import refusal
 from retrieval.errors import DataError, PluginError
-from retrieval.model.guard import combiner_warnings
+from retrieval.model.model import combiner_warnings
 from retrieval.recipe.read import check_recipe
 from retrieval.training.check import run_one_batch
 from retrieval.training.trainer import train_run

@@ -14,8 +14,8 @@ import retrieval
 import torch
 from PIL import Image
 from refusals import refusal
+from retrieval.data.datasets import check_dataset
 from retrieval.errors import DataError, PluginError
-from retrieval.model.checked_dataset import check_dataset
 from sklearn.datasets import load_digits
 
 PIXELS = (load_digits().images[:40] * 15.9).astype(np.uint8)

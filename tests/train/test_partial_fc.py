@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from retrieval import create
-from retrieval.model.shards import Shard
+from retrieval.model.rows import Shard
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train_run

@@ -11,7 +11,7 @@ import pytest
 import retrieval
 import torch
 from numpy.typing import NDArray
-from retrieval.data.samplers import as_batch_sampler, drawn_batches
+from retrieval.data.loading import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import BatchSampler, TrainingItems

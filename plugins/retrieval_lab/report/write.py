@@ -19,13 +19,13 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import write_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
-from retrieval.data.error_lists import natural
+from retrieval.data.datasets import Dataset
+from retrieval.data.splits import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed, valid_text
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves, plane, small_image, svg
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.factory import calling
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.run.resume import flat_recipe

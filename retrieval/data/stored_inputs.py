@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from retrieval.base.arrays import Array, Ints
+from retrieval.data.datasets import Dataset
 from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
-from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
     from retrieval.images.preprocessing import Preprocessing
@@ -28,7 +28,7 @@ MOST_BYTES = 8 << 20
 """Largest number of stored items, and their largest total size in bytes."""
 
 
-class KeptInputs(Dataset):
+class StoredInputs(Dataset):
     """Held-out inputs, already preprocessed, from a dataset that may no longer exist."""
 
     def __init__(self, kind: Any, inputs: Array, labels: list[str]) -> None:
@@ -63,7 +63,7 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
     return save({"inputs": np.ascontiguousarray(raw.batch(chosen))}, metadata)
 
 
-def read_inputs(path: Path) -> KeptInputs:
+def read_inputs(path: Path) -> StoredInputs:
     """Return the inputs in a file that `pack_inputs` made.
 
     Raises:
@@ -76,7 +76,7 @@ def read_inputs(path: Path) -> KeptInputs:
             inputs = file.get_tensor("inputs")
         if metadata["format"] != INPUTS_FORMAT or not 0 < len(labels) == len(inputs):
             raise ValueError("it is of another format")
-        return KeptInputs(metadata["kind"], inputs, [str(label) for label in labels])
+        return StoredInputs(metadata["kind"], inputs, [str(label) for label in labels])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
