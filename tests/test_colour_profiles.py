@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 from retrieval.errors import DataError
-from retrieval.images.colour import to_mode
-from retrieval.images.conversions import from_array, thumbnail, to_png
 from retrieval.images.decoding import decode
-from retrieval.images.preprocessing import Preprocessing
+from retrieval.images.preprocessing import Preprocessing, from_array, thumbnail, to_mode, to_png
 
 D65 = (0.3127, 0.3290)
 D50 = (0.34567, 0.35850)

@@ -13,7 +13,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.export.export_model import export_model
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import load_plugins
-from retrieval.images.conversions import from_array
+from retrieval.images.preprocessing import from_array
 from retrieval.model.model import Model, build_head
 from sklearn.datasets import load_digits, load_sample_images
 

@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images.colour import to_mode
-from retrieval.images.conversions import from_array, from_pixels, thumbnail, to_png
 from retrieval.images.decoding import Limits, decode
 from retrieval.images.image_files import find_images
-from retrieval.images.preprocessing import Preprocessing
+from retrieval.images.preprocessing import (
+    Preprocessing,
+    from_array,
+    from_pixels,
+    thumbnail,
+    to_mode,
+    to_png,
+)
 
 from retrieval_server.client.bodies import image_bytes
 

@@ -25,8 +25,8 @@ from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.loading import BatchMaker, LoadingJob, RawInputs, TrainBatches
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
-from retrieval.images.colour import few_levels, to_mode
 from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import few_levels, to_mode
 from retrieval.index.embedded import in_memory
 from retrieval.index.locations import Sources, is_embedding, is_table
 from retrieval.index.parquet import holds_vectors

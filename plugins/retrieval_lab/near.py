@@ -14,7 +14,7 @@ from retrieval.base.arrays import Array, Floats32, Floats64, Ints
 from retrieval.base.progress import Meter
 from retrieval.data.cache import checksum
 from retrieval.errors import DataError
-from retrieval.images.colour import to_mode
+from retrieval.images.preprocessing import to_mode
 
 SIDE = 16
 COLOURS = 4

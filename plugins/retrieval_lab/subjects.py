@@ -12,8 +12,8 @@ import numpy as np
 from retrieval.base.arrays import Array
 from retrieval.data.cache import checksum
 from retrieval.data.splits import SIDES, Splits
-from retrieval.images.conversions import from_array
 from retrieval.images.decoding import Limits, decode, read_image
+from retrieval.images.preprocessing import from_array
 from retrieval.index.locations import Source, Sources
 
 from retrieval_lab.findings import Subject

@@ -33,9 +33,8 @@ from PIL import Image
 from retrieval.base.arrays import Pixels
 from retrieval.base.memory import return_large_blocks
 from retrieval.errors import DataError
-from retrieval.images.conversions import thumbnail, to_png
 from retrieval.images.decoding import Limits, can_open, decode, full_size
-from retrieval.images.preprocessing import Preprocessing
+from retrieval.images.preprocessing import Preprocessing, thumbnail, to_png
 
 SECONDS = 5.0
 """Default time limit for one image."""

@@ -11,7 +11,7 @@ import numpy as np
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.probe import probe_fault
 from retrieval.errors import DataError, StoreError
-from retrieval.images.conversions import from_array, to_png
+from retrieval.images.preprocessing import from_array, to_png
 from retrieval.store.contract import StoreUnavailable, Superseded
 
 from retrieval_server.models import Options, Query, QueryInput

@@ -31,8 +31,8 @@ from retrieval.bundle.sessions import (
     run_batches,
 )
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
-from retrieval.images.conversions import ImageLike, as_list, from_pixels, is_image
 from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import ImageLike, as_list, from_pixels, is_image
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     """
     import numpy as np
 
-    from retrieval.images.conversions import from_array
+    from retrieval.images.preprocessing import from_array
 
     splits = run.splits
     _, first = np.unique(splits.labels[splits.query], return_index=True)

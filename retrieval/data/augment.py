@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from retrieval.base.arrays import Floats64, Ints, Pixels
 from retrieval.errors import DataError, RetrievalError
-from retrieval.images.colour import to_mode
+from retrieval.images.preprocessing import to_mode
 from retrieval.model.contracts import in_words
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from torch import Tensor
 from retrieval.base.arrays import Array, Ints
 from retrieval.errors import DataError, PluginError, refuse, some, valid_text
 from retrieval.host.factory import calling
-from retrieval.images.colour import check_range
-from retrieval.images.conversions import from_array
 from retrieval.images.decoding import decode, full_size
+from retrieval.images.preprocessing import check_range, from_array
 from retrieval.model import labels
 from retrieval.model.contracts import breach, in_words
 

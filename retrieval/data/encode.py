@@ -16,8 +16,8 @@ from retrieval.data.datasets import ArrayDataset, Dataset
 from retrieval.data.loading import RawInputs, inputs
 from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
-from retrieval.images.conversions import is_image
 from retrieval.images.image_files import listed_images
+from retrieval.images.preprocessing import is_image
 from retrieval.model.model import Model, evaluation_mode
 
 

@@ -28,7 +28,7 @@ from retrieval.errors import DataError, PluginError
 from retrieval.host.factory import calling
 from retrieval.host.hookspecs import Factories, hookimpl
 from retrieval.host.processes import refuse_unguarded
-from retrieval.images.conversions import from_array
+from retrieval.images.preprocessing import from_array
 from retrieval.model.contracts import BatchSampler, TrainingItems
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from retrieval.data.datasets import ArrayDataset, Dataset, FileDataset, is_missi
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean, refuse
 from retrieval.host.python_parts import DICTIONARY
-from retrieval.images.conversions import as_list, channels_last, from_pixels
 from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import as_list, channels_last, from_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,13 +23,12 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from retrieval.errors import DataError, MissingDependency
-from retrieval.images.colour import to_mode
-from retrieval.images.conversions import as_list, from_pixels
 from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import as_list, from_pixels, to_mode
 from retrieval.model.labels import read_labels
 
 if TYPE_CHECKING:
-    from retrieval.images.conversions import ImageLike
+    from retrieval.images.preprocessing import ImageLike
     from retrieval.index.index import Index
     from retrieval.run.open import Run
 

@@ -33,10 +33,9 @@ from retrieval.export.export_model import export_model, library_versions, refuse
 from retrieval.export.variants import VariantName
 from retrieval.host.factory import calling
 from retrieval.host.plugins import Plugins, load_plugins
-from retrieval.images.conversions import from_array
 from retrieval.images.decoding import decode
 from retrieval.images.image_files import find_images
-from retrieval.images.preprocessing import Preprocessing
+from retrieval.images.preprocessing import Preprocessing, from_array
 from retrieval.model.contracts import Backbone
 from retrieval.model.graph import TOLERANCE
 from retrieval.model.model import Model, Normalize, check_width, linear_head

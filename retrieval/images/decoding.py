@@ -22,7 +22,7 @@ from retrieval.base.remote import address_of, read_remote, too_many_bytes
 from retrieval.base.walk import leads_nowhere
 from retrieval.errors import DataError
 from retrieval.images import ignore_pillow_warnings
-from retrieval.images.colour import BITS, SIXTEEN_BITS, check_range, to_srgb
+from retrieval.images.preprocessing import BITS, SIXTEEN_BITS, check_range, to_srgb
 
 # Pillow reads dozens of formats, some with other programs (EPS runs Ghostscript). Only these are
 # allowed.

@@ -12,8 +12,8 @@ from typing import Any
 from retrieval.base.remote import address_of, read_remote_head, remote_files
 from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.errors import DataError
-from retrieval.images.conversions import as_list
 from retrieval.images.decoding import FORMATS, HEAD_BYTES, format_of
+from retrieval.images.preprocessing import as_list
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from retrieval.base.remote import address_of
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.sessions import ahead
 from retrieval.errors import DataError, listed
-from retrieval.images.conversions import as_list, from_pixels, thumbnail, to_png
 from retrieval.images.decoding import Limits, decode, full_size, read_image
+from retrieval.images.preprocessing import as_list, from_pixels, thumbnail, to_png
 from retrieval.index.embedded import Vectors
 from retrieval.index.locations import (
     Original,

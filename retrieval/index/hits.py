@@ -12,8 +12,8 @@ from PIL.Image import Image
 
 from retrieval.base.tables import html_hits, text_table
 from retrieval.errors import RetrievalError
-from retrieval.images.colour import to_mode
 from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import to_mode
 
 PICTURE_PIXELS = 96
 """Longer side of a picture in a notebook's table, in pixels."""

@@ -14,7 +14,7 @@ from PIL.Image import Image
 from retrieval.base.arrays import Array
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError
-from retrieval.images.conversions import ImageLike, as_list, is_image
+from retrieval.images.preprocessing import ImageLike, as_list, is_image
 from retrieval.index.sources import collect
 
 Query: TypeAlias = "ImageLike | Sequence[float]"

@@ -15,7 +15,7 @@ from retrieval.data.features import OnnxBackbone
 from retrieval.errors import RecipeError
 from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
-from retrieval.images.conversions import from_array
+from retrieval.images.preprocessing import from_array
 from retrieval.model.model import Model, build_head
 from retrieval.plugin import Backbone
 from sklearn.datasets import load_sample_images

@@ -11,8 +11,7 @@ import torch
 from retrieval.bundle.manifest import Manifest
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
-from retrieval.images.conversions import from_array
-from retrieval.images.preprocessing import Preprocessing
+from retrieval.images.preprocessing import Preprocessing, from_array
 from retrieval.model.contracts import Backbone, Combiner, Subspace
 from retrieval.model.model import Model, Normalize, build_head
 from torch import Tensor, nn
